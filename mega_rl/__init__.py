@@ -1,0 +1,3 @@
+"""PPO and GRPO post-training of language models on NVIDIA Megatron-Core."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,39 @@
+"""Device facts behind one small interface. `prepare` comes first: before any import of Megatron-Core."""
+
+from __future__ import annotations
+
+import torch
+
+from mega_rl.accelerator.base import Accelerator
+from mega_rl.errors import UserError
+
+__all__ = ["Accelerator", "prepare"]
+
+
+def prepare(device: str = "auto") -> Accelerator:
+    """The accelerator of this process; "auto" takes CUDA where there is one.
+
+    On a CPU this makes Megatron-Core's CUDA assumptions hold (see `mega_rl.accelerator.cpu`), so it must run before the
+    first import of `megatron`. Calling it again gives the same accelerator.
+
+    Raises:
+        UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name, or
+            a package that the CPU needs and does not find.
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise UserError(f"trainer.device={device!r}: must be one of auto, cuda, cpu")
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise UserError("trainer.device=cuda: no CUDA device is visible; use auto or cpu")
+    if device == "cpu" and has_cuda:
+        raise UserError(
+            "trainer.device=cpu: CUDA devices are visible, and Megatron-Core would use them; "
+            "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+    if has_cuda:
+        from mega_rl.accelerator import cuda
+
+        return cuda.prepare()
+    from mega_rl.accelerator import cpu
+
+    return cpu.prepare()

@@ -1,0 +1,42 @@
+"""What the rest of the package may know about the device it runs on."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Accelerator(Protocol):
+    """The device of this rank."""
+
+    @property
+    def name(self) -> str:
+        """Either "cuda" or "cpu"."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this local rank."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """torch.distributed backend of tensors on `device`: "nccl" or "gloo"."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until every kernel queued on `device` is done."""
+        ...
+
+    def memory_allocated(self) -> int:
+        """Bytes held now: tensors on a GPU, resident set of the process on a CPU."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Return cached, unused blocks to the device."""
+        ...
+
+    def transformer_config_overrides(self) -> dict[str, Any]:
+        """Fields of Megatron-Core's TransformerConfig that this device dictates, by field name."""
+        ...

@@ -1,0 +1,66 @@
+"""NVIDIA GPUs. Nothing is patched here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from mega_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class CudaAccelerator:
+    """The GPU of this local rank."""
+
+    device: torch.device
+    name: str = "cuda"
+    backend: str = "nccl"
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the device."""
+        torch.cuda.synchronize(self.device)
+
+    def memory_allocated(self) -> int:
+        """Bytes in live tensors on the device."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver."""
+        torch.cuda.empty_cache()
+
+    def transformer_config_overrides(self) -> dict[str, Any]:
+        """Fusions as far as the installed packages carry them."""
+        has_te = importlib.util.find_spec("transformer_engine") is not None
+        has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        return {
+            "use_cpu_initialization": False,
+            # Weight gradients added into main_grad by one kernel: Transformer Engine's own, else the one apex builds.
+            "gradient_accumulation_fusion": has_te or has_apex_kernel,
+            "apply_rope_fusion": has_te,
+            "bias_activation_fusion": True,
+            "bias_dropout_fusion": True,
+            "deallocate_pipeline_outputs": True,
+        }
+
+
+@cache
+def prepare() -> CudaAccelerator:
+    """Bind this process to the GPU numbered LOCAL_RANK (0 outside torchrun).
+
+    Raises:
+        UserError: more local ranks than visible GPUs.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"LOCAL_RANK={local_rank}: only {count} CUDA device(s) are visible; start at most {count} rank(s) per node"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return CudaAccelerator(device=device)

@@ -1,0 +1,111 @@
+"""Estimates of the KL divergence to the reference policy, and what sets the weight of the penalty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_rl.errors import UserError
+
+LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 is finite in float32, and so is its square
+
+
+def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """log(p / q) from two log-probs, clamped to +-20 nats so that its exponential stays finite in float32.
+
+    Beyond the limit the gradient is 0: such a token carries no usable ratio.
+    """
+    return (numerator - denominator).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from a token sampled by the policy; the shape of the inputs, nats.
+
+        k1 = log(p / q)              unbiased, high variance, may be negative
+        k2 = log(p / q)^2 / 2        biased, low variance, never negative
+        k3 = q/p - 1 - log(q / p)    unbiased, low variance, never negative
+
+    p is the policy, q the reference. In k3 the log ratio is clamped to +-20 nats before the exponential, so that one
+    token whose policy probability collapsed cannot make the batch infinite; k1 and k2 are not clamped.
+    Raises UserError on another name. Source: J. Schulman, "Approximating KL divergence" (2020),
+    http://joschu.net/blog/kl-approx.html.
+    """
+    if estimator == "k1":
+        return logprobs - ref_logprobs
+    if estimator == "k2":
+        return 0.5 * (logprobs - ref_logprobs).square()
+    if estimator == "k3":
+        log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
+        return torch.expm1(log_ratio) - log_ratio
+    raise UserError(f"kl_estimator={estimator!r}: must be one of k1, k2, k3")
+
+
+class KLController(Protocol):
+    """The weight of the KL penalty and how it follows the KL that was observed."""
+
+    value: float
+
+    def update(self, kl: float, num_sequences: int) -> None: ...
+
+    def state(self) -> dict[str, float]: ...
+
+    def restore(self, state: Mapping[str, float]) -> None: ...
+
+
+@dataclass
+class FixedKL:
+    """A constant coefficient."""
+
+    value: float
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Do nothing: the coefficient is constant."""
+
+    def state(self) -> dict[str, float]:
+        """Nothing to save: a resumed run takes the coefficient of its config."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Keep the configured coefficient."""
+
+
+@dataclass
+class AdaptiveKL:
+    """A coefficient steered so that the observed KL stays near `target`.
+
+        error = clip(kl / target - 1, -0.2, 0.2)
+        value = value * (1 + error * min(num_sequences / horizon, 1))
+
+    target in nats per token, horizon in sequences. The fraction is capped at 1, so that a batch larger than the horizon
+    changes the coefficient by at most 20 % and can never make it negative.
+    Raises UserError when the initial value is not positive: a product never leaves 0.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    value: float
+    target: float
+    horizon: int
+
+    def __post_init__(self) -> None:
+        for name, number in (("kl_coef", self.value), ("kl_target", self.target), ("kl_horizon", self.horizon)):
+            if not number > 0:
+                raise UserError(f"{name}={number}: the adaptive KL controller needs a number above 0")
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Take the mean KL (nats per token) of a step's `num_sequences` sequences into account."""
+        assert math.isfinite(kl), f"observed KL is {kl}"
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint must hold."""
+        return {"value": self.value}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue from what `state` returned."""
+        self.value = state["value"]

@@ -1,0 +1,290 @@
+"""The one place that turns a Config into engines, workers, a rollout engine and a trainer.
+
+`mega_rl.accelerator.prepare` must have run before this module is imported: what it imports brings Megatron-Core in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from mega_rl.checkpoint.store import DistCheckpointStore
+from mega_rl.config.render import resolved_yaml
+from mega_rl.config.schema import Config
+from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
+from mega_rl.ddp.optimizer import learning_rate
+from mega_rl.engines.build import build_engine
+from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.metrics.sinks import make_sink
+from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.models.build import DTYPES
+from mega_rl.parallel import groups as process_groups
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.protocols import Learner, Scored
+from mega_rl.rollout.hf import HFRolloutEngine
+from mega_rl.rollout.weight_sync import EmbeddedWeightSync
+from mega_rl.trainer import PPOTrainer, RunSettings
+from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages, MinibatchPlan
+from mega_rl.trainer.mismatch import MismatchGuard
+from mega_rl.trainer.stop import StopRequest
+from mega_rl.types import Prompt
+from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+from mega_rl.workers.reward import RewardWorker
+from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.rollout import RolloutWorker
+
+log = logging.getLogger(__name__)
+
+
+def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
+    """The parallel layout of a run over `world_size` ranks."""
+    parallel = config.parallel
+    return ParallelLayout(
+        world_size=world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        cp=parallel.cp,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def run(config: Config, accelerator: Accelerator) -> int:
+    """Train as `config` says on every rank of this job; returns the exit code (0, or 128 + signal when stopped)."""
+    with session(config, accelerator) as groups:
+        stop = StopRequest(GroupRanks(groups.world))
+        trainer = build_trainer(config, accelerator, groups, stop_requested=stop)
+        try:
+            trainer.fit()
+        finally:
+            trainer.metrics.close()
+            stop.restore()
+        return stop.exit_code
+
+
+@contextmanager
+def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
+    """The process groups of a run, taken down at the end."""
+    layout = layout_of(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=config.trainer.timeout_s)
+    try:
+        process_groups.seed_model_parallel(config.trainer.seed, groups)
+        yield groups
+    finally:
+        process_groups.destroy()
+
+
+def build_trainer(
+    config: Config, accelerator: Accelerator, groups: Groups, *, stop_requested: Callable[[], bool]
+) -> PPOTrainer:
+    """Every part of a run, connected."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+    roles = build_roles(config, accelerator, groups)
+    train, held_out = load_data(config, tokenizer, vocab_size=roles.actor_engine.hf.vocab_size)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    actor = roles.actor_engine
+    rollout_engine = build_rollout_engine(config, accelerator)
+    world = GroupRanks(groups.world)
+    is_writer = world.rank == 0
+    run_dir = Path(config.trainer.run_dir)
+    if is_writer:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(resolved_yaml(config))
+    sync = EmbeddedWeightSync(
+        actor.export_weights,
+        rollout_engine,
+        bucket_bytes=config.rollout.bucket_mib << 20,
+        verify_interval=config.rollout.verify_interval,
+    )
+    checkpoints = DistCheckpointStore(
+        root=run_dir / "checkpoints",
+        engines={"actor": actor} | ({} if roles.critic_engine is None else {"critic": roles.critic_engine}),
+        ranks=world,
+        keep=config.checkpoint.keep,
+        resume=config.checkpoint.resume,
+        identity={"seed": config.trainer.seed, "data": fingerprint(train), "model": config.model.path},
+    )
+    start = resume(checkpoints, roles.kl, sync)
+    return PPOTrainer(
+        settings=RunSettings(
+            steps=config.trainer.steps,
+            val_interval=config.trainer.val_interval,
+            save_interval=config.checkpoint.save_interval,
+            save_final=config.checkpoint.save_final,
+            rollout_interval=config.metrics.rollout_interval,
+            rollout_samples=config.metrics.rollout_samples,
+        ),
+        prompts=PromptSampler(
+            train,
+            batch_size=config.trainer.prompts_per_step,
+            shuffle=config.data.shuffle,
+            seed=config.trainer.seed,
+        ),
+        val_prompts=held_out,
+        rollout=RolloutWorker(
+            engine=rollout_engine,
+            data_parallel=actor.data_parallel,
+            replica=actor.replica,
+            n=config.rollout.n,
+            seed=config.trainer.seed,
+        ),
+        reward=RewardWorker(resolve(config.reward.function), decode=decode, ranks=actor.replica),
+        actor=roles.actor,
+        critic=roles.critic,
+        reference=roles.reference,
+        estimator=build_estimator(config, roles.kl),
+        minibatches=MinibatchPlan(
+            minibatch_size=config.trainer.minibatch_size,
+            epochs=config.algorithm.epochs,
+            aggregation=config.algorithm.loss_aggregation,
+            max_response_tokens=config.rollout.max_new_tokens,
+            seed=config.trainer.seed,
+        ),
+        kl=roles.kl,
+        check_mismatch=MismatchGuard(limit=config.rollout.logprob_diff_limit, ranks=actor.data_parallel),
+        sync=sync,
+        ranks=actor.data_parallel,
+        timer=PhaseTimer(synchronize=accelerator.synchronize),
+        metrics=make_sink(
+            config.metrics, run_dir, is_writer=is_writer, resume_step=start + 1, total_steps=config.trainer.steps
+        ),
+        checkpoints=checkpoints,
+        decode=decode,
+        stop_requested=stop_requested,
+        start=start,
+    )
+
+
+def resume(checkpoints: DistCheckpointStore, kl: KLController, sync: EmbeddedWeightSync) -> int:
+    """Steps done by the checkpoint that everything was restored from; 0 when the run starts afresh."""
+    found = checkpoints.restore()
+    if found is None:
+        return 0
+    kl.restore(found["state"]["kl"])
+    sync.resume_at(found["state"]["weight_version"])
+    log.info("resumed after step %d", found["step"])
+    return int(found["step"])
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run and the engines under them."""
+
+    actor: Learner
+    critic: Learner
+    reference: Scored
+    kl: KLController
+    actor_engine: MegatronEngine
+    critic_engine: MegatronEngine | None
+
+
+def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Roles:
+    """Actor; critic where the advantage needs one; reference where a KL term does."""
+    engine = partial(build_engine, config=config, groups=groups, accelerator=accelerator)
+    algorithm, model = config.algorithm, config.model
+    rate = partial(learning_rate, optim=config.optim, total_steps=config.trainer.steps)
+    kl = build_kl(config)
+    actor_engine = engine("actor", path=Path(model.path), head="lm", trainable=True)
+    policy_loss = PolicyLoss(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        entropy_coef=algorithm.entropy_coef,
+        kl=kl if algorithm.kl_placement == "loss" else None,
+        kl_estimator=algorithm.kl_estimator,
+    )
+    actor = LearningWorker(
+        "actor",
+        actor_engine,
+        policy_loss,
+        learning_rate=partial(rate, peak=config.optim.lr),
+        first_step=algorithm.critic_warmup_steps,
+    )
+    critic: Learner = AbsentWorker()
+    critic_engine = None
+    if algorithm.advantage == "gae":
+        critic_engine = engine("critic", path=Path(model.critic_path or model.path), head="value", trainable=True)
+        critic = LearningWorker(
+            "critic",
+            critic_engine,
+            ValueLoss(value_clip=algorithm.value_clip),
+            learning_rate=partial(rate, peak=config.optim.critic_lr),
+        )
+    reference: Scored = AbsentWorker()
+    if algorithm.kl_placement != "none":
+        reference = ReferenceWorker(
+            engine("reference", path=Path(model.ref_path or model.path), head="lm", trainable=False)
+        )
+    return Roles(actor, critic, reference, kl, actor_engine, critic_engine)
+
+
+def build_kl(config: Config) -> KLController:
+    """The controller of the KL coefficient."""
+    algorithm = config.algorithm
+    if algorithm.kl_control == "adaptive":
+        return AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+    return FixedKL(algorithm.kl_coef if algorithm.kl_placement != "none" else 0.0)
+
+
+def build_estimator(config: Config, kl: KLController) -> AdvantageEstimator:
+    """The advantage estimator that the recipe names."""
+    algorithm = config.algorithm
+    if algorithm.advantage == "grpo":
+        return GRPOAdvantages(std_normalization=algorithm.grpo_std_normalization)
+    return GAEAdvantages(
+        gamma=algorithm.gamma,
+        gae_lambda=algorithm.gae_lambda,
+        whiten=algorithm.whiten_advantages,
+        kl=kl if algorithm.kl_placement == "reward" else None,
+        kl_estimator=algorithm.kl_estimator,
+    )
+
+
+def build_rollout_engine(config: Config, accelerator: Accelerator) -> HFRolloutEngine:
+    """The embedded Hugging Face engine of this rank, without weights yet."""
+    rollout = config.rollout
+    return HFRolloutEngine(
+        config.model.path,
+        dtype=DTYPES[config.model.dtype if rollout.dtype == "auto" else rollout.dtype],
+        device=accelerator.device,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=rollout.stop_token_ids,
+        batch_size=rollout.batch_size,
+    )
+
+
+def load_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
+) -> tuple[list[Prompt], Sequence[Prompt]]:
+    """(training prompts, held-out prompts)."""
+    data = config.data
+    load = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        chat_template=data.chat_template,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+        malformed=data.malformed_rows,
+        vocab_size=vocab_size,
+    )
+    prompts = load(data.train_files)
+    if data.val_files:
+        return prompts, load(data.val_files)
+    return split(prompts, data.val_size, seed=config.trainer.seed)

@@ -1,0 +1,1 @@
+"""Typed run configuration; imports no torch."""

@@ -1,0 +1,90 @@
+"""A config in words: resolved YAML, what differs from the defaults, and the reference page of every key."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, TextIO, get_type_hints
+
+import yaml
+
+from mega_rl.config.loader import FIELDS, SECTIONS
+from mega_rl.config.recipe import parse_yaml
+from mega_rl.config.rules import flat
+from mega_rl.config.schema import Config
+from mega_rl.config.values import describe_range
+
+_INTRO = """# Configuration
+
+Every key a recipe or a `key=value` argument may set. This page is generated from `mega_rl/config/schema.py` by
+`make docs`.
+
+A run's settings are the defaults below, then the recipe (`--config recipes/X.yaml`), then arguments such as
+`optim.lr=2e-6 data.train_files=[a.jsonl,b.jsonl]`; the last one wins. A value may refer to another as
+`${trainer.prompts_per_step}`. Unknown keys, values out of range and settings without effect are errors, all shown at
+once before anything starts. `mega-rl train --config X --print-config` shows the outcome and marks what differs from the
+defaults.
+
+Between keys these hold, among others: the world size is a multiple of `tp*pp*cp`, and data parallelism is the quotient;
+`tp` divides the attention heads and the feed-forward size; `pp*vpp` divides the layers; `minibatch_size` divides
+`prompts_per_step`, which is a multiple of the data-parallel size; a prompt of the longest length and its response fit a
+packed micro-batch and the model's positions. With `vpp` above 1 the number of micro-batches of a mini-batch is a
+multiple of `pp`.
+"""
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole config as YAML that `load` reads back to an equal Config."""
+    return "\n".join(_section_lines(config, mark_changes=False)) + "\n"
+
+
+def print_config(config: Config, file: TextIO | None = None) -> None:
+    """Write the whole config as YAML, with a comment on each line that differs from the default."""
+    (file or sys.stdout).write("\n".join(_section_lines(config, mark_changes=True)) + "\n")
+
+
+def config_markdown() -> str:
+    """The text of docs/config.md."""
+    lines = [_INTRO]
+    for section, cls in SECTIONS.items():
+        lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]
+        lines += ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
+        hints = get_type_hints(cls)
+        lines += [_row(f"{section}.{name}", hint) for name, hint in hints.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
+    values, defaults = flat(config), flat(Config())
+    lines: list[str] = []
+    for section in SECTIONS:
+        lines.append(f"{section}:")
+        for key, value in values.items():
+            if not key.startswith(f"{section}."):
+                continue
+            line = f"  {key.partition('.')[2]}: {_scalar(value)}"
+            changed = mark_changes and value != defaults[key]
+            lines.append(f"{line}  # default: {_scalar(defaults[key])}" if changed else line)
+    return lines
+
+
+def _scalar(value: object) -> str:
+    """One-line YAML of a value."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = text.removesuffix("\n").removesuffix("\n...")
+    # The text "1e5" needs quotes for our reader, a line break an escape: JSON has both.
+    return text if "\n" not in text and parse_yaml(text) == value else json.dumps(value)
+
+
+def _row(key: str, hint: Any) -> str:
+    field = FIELDS[key]
+    kind = str(hint) if not isinstance(hint, type) or hint is list else hint.__name__
+    unit = field.metadata["unit"]
+    legal = describe_range(field) + (f" ({unit})" if unit else "")
+    cells = (f"`{key}`", kind, f"`{_scalar(flat(Config())[key])}`", legal.strip(), field.metadata["doc"])
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(config_markdown())

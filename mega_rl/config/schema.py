@@ -1,0 +1,229 @@
+"""Every key a recipe may set: frozen dataclasses, one per area, with the range of each field in its metadata.
+
+`field(metadata={"doc", "unit", "min", "max", "choices"})` is the single source for the loader's checks, for
+`--print-config` and for docs/config.md. This module imports neither torch nor anything that does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Dataclass field with its documentation and range (`min` and `max` inclusive, `above` exclusive)."""
+    metadata = {"doc": doc, "unit": unit, "min": min, "max": max, "above": above, "choices": choices}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which checkpoints the roles start from and how they are built."""
+
+    path: str = setting("", "Hugging Face checkpoint directory of the actor (config.json, safetensors, tokenizer).")
+    ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
+    critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
+    dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
+    transformer_impl: str = setting(
+        "auto",
+        "Layer implementation: Transformer Engine where it is installed (auto), or one of the two by name.",
+        choices=("auto", "transformer_engine", "local"),
+    )
+    recompute: str = setting(
+        "none",
+        "Activations recomputed in the backward: none, core attention only, or whole layers.",
+        choices=("none", "selective", "full"),
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How one model replica is cut; data parallelism fills the rest of the world."""
+
+    tp: int = setting(1, "Tensor-parallel size.", unit="ranks", min=1)
+    sequence_parallel: bool = setting(False, "Shard layer-norm activations over the tensor-parallel group.")
+    pp: int = setting(1, "Pipeline-parallel size.", unit="ranks", min=1)
+    vpp: int = setting(1, "Model chunks per pipeline rank (interleaved schedule when above 1).", unit="chunks", min=1)
+    overlap_p2p: bool = setting(False, "Overlap pipeline sends with compute (interleaved schedule only).")
+    cp: int = setting(1, "Context-parallel size.", unit="ranks", min=1)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Adam and its schedule, for the actor and the critic."""
+
+    lr: float = setting(1e-6, "Peak learning rate of the actor.", above=0.0)
+    critic_lr: float = setting(1e-5, "Peak learning rate of the critic.", above=0.0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay of matrices (norms and biases have none).", min=0.0)
+    beta1: float = setting(0.9, "Decay of the first moment.", min=0.0, max=0.9999)
+    beta2: float = setting(0.95, "Decay of the second moment.", min=0.0, max=0.99999)
+    eps: float = setting(1e-8, "Denominator floor of Adam.", above=0.0)
+    clip_grad: float = setting(1.0, "Global gradient-norm limit; 0 turns clipping off.", min=0.0)
+    schedule: str = setting("constant", "Learning-rate shape after warm-up.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = setting(0, "Linear warm-up from zero.", unit="trainer steps", min=0)
+    min_lr_ratio: float = setting(0.0, "Final learning rate as a fraction of the peak.", min=0.0, max=1.0)
+    distributed_optimizer: bool = setting(True, "Shard optimizer state and FP32 main parameters over data parallel.")
+    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
+    overlap_grad_reduce: bool = setting(False, "Overlap gradient reduction with the backward.")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What is optimised."""
+
+    advantage: str = setting("gae", "Advantage estimator: GAE (needs a critic) or GRPO.", choices=("gae", "grpo"))
+    gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
+    gae_lambda: float = setting(1.0, "GAE lambda.", min=0.0, max=1.0)
+    grpo_std_normalization: bool = setting(
+        True, "Divide group-centred rewards by their standard deviation (false: Dr. GRPO)."
+    )
+    whiten_advantages: bool = setting(True, "Whiten GAE advantages over the global batch.")
+    clip_low: float = setting(0.2, "Policy ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
+    clip_high: float = setting(0.2, "Policy ratio is clipped at 1 + clip_high.", above=0.0)
+    dual_clip: float = setting(
+        0.0, "Lower bound of the objective for negative advantages, as a ratio; 0 turns it off.", min=0.0
+    )
+    value_clip: float = setting(
+        0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
+    )
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", min=0.0)
+    kl_placement: str = setting(
+        "none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss")
+    )
+    kl_estimator: str = setting("k3", "KL estimator.", choices=("k1", "k2", "k3"))
+    kl_coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
+    kl_control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
+    kl_target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
+    kl_horizon: int = setting(10_000, "Horizon of the adaptive controller.", unit="sequences", min=1)
+    loss_aggregation: str = setting(
+        "token-mean",
+        "How token losses become one number.",
+        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    )
+    epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
+    critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts."""
+
+    train_files: list[str] = setting([], "JSONL or Parquet files of training prompts.")
+    val_files: list[str] = setting(
+        [], "JSONL or Parquet files of held-out prompts; empty splits them off the training files."
+    )
+    val_size: int = setting(
+        0, "Rows split off the training files for validation when val_files is empty.", unit="rows", min=0
+    )
+    prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    answer_key: str = setting("answer", "Column handed to the reward function as the reference answer.")
+    chat_template: bool = setting(False, "Apply the tokenizer's chat template to the prompt.")
+    max_prompt_tokens: int = setting(1024, "Longest prompt.", unit="tokens", min=1)
+    overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
+    malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
+    shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Generation."""
+
+    backend: str = setting("hf", "Rollout engine.", choices=("hf",))
+    n: int = setting(1, "Samples per prompt.", unit="samples", min=1)
+    temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
+    top_p: float = setting(1.0, "Nucleus mass.", above=0.0, max=1.0)
+    top_k: int = setting(0, "Keep the k most likely tokens; 0 keeps all.", unit="tokens", min=0)
+    max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
+    stop_token_ids: list[int] = setting(
+        [], "Extra token ids that end a response, besides the model's end-of-sequence ids."
+    )
+    batch_size: int = setting(256, "Sequences generated together.", unit="sequences", min=1)
+    dtype: str = setting(
+        "auto", "Weight type of the rollout model; auto takes model.dtype.", choices=("auto", "bf16", "fp32")
+    )
+    logprob_diff_limit: float = setting(
+        1.0, "Largest |trainer - rollout| log-prob of one token before the run stops.", unit="nats", above=0.0
+    )
+    verify_interval: int = setting(
+        10,
+        "Verify the checksum of every synced tensor each so many publishes (the first always).",
+        unit="publishes",
+        min=1,
+    )
+    bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Scores."""
+
+    function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save_interval: int = setting(
+        0, "Save each so many steps; 0 saves only on SIGTERM and at the end of save_final.", unit="steps", min=0
+    )
+    save_final: bool = setting(False, "Save after the last step.")
+    keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
+    resume: str = setting("auto", "auto (newest in the run folder, if any), never, or a checkpoint directory.")
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """What is written besides metrics.jsonl, which always is."""
+
+    tensorboard: bool = setting(True, "Write TensorBoard event files.")
+    progress_bar: bool = setting(True, "Show a progress bar on a terminal.")
+    rollout_samples: int = setting(8, "Rollouts dumped as JSONL per dump.", unit="samples", min=0)
+    rollout_interval: int = setting(10, "Dump rollouts each so many steps; 0 never.", unit="steps", min=0)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop and its batches."""
+
+    run_dir: str = setting("runs/default", "Folder of everything the run writes.")
+    steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
+    prompts_per_step: int = setting(64, "Prompts per step over all ranks.", unit="prompts", min=1)
+    minibatch_size: int = setting(64, "Prompts per optimizer step over all ranks.", unit="prompts", min=1)
+    packing: bool = setting(True, "Pack sequences without padding (THD); false pads each micro-batch.")
+    max_tokens_per_microbatch: int = setting(8192, "Token budget of a packed micro-batch.", unit="tokens", min=1)
+    micro_batch_size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
+    seed: int = setting(0, "Seed of data order, sampling and fresh heads.", min=0, max=2**32 - 1)
+    val_interval: int = setting(
+        0, "Validate (greedy) each so many steps, before the first and after the last; 0 never.", unit="steps", min=0
+    )
+    device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
+    timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)

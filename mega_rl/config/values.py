@@ -1,0 +1,78 @@
+"""One value of a recipe against the field it is meant for: type, range, legal values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+import types
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 160, 160, 40
+
+
+class BadValue(ValueError):
+    """What a field needs; the caller adds the key and the value."""
+
+
+def shown(value: object) -> str:
+    """A user's value on one line, cut to a readable length."""
+    return _SHORT.repr(value)
+
+
+def describe_range(field: dataclasses.Field[Any]) -> str:
+    """Legal values of a field in words: 'at least 1', 'above 0 and at most 1', 'one of bf16, fp32'; '' for any."""
+    meta = field.metadata
+    if meta["choices"]:
+        return "one of " + ", ".join(meta["choices"])
+    bounds = [("above", meta["above"]), ("at least", meta["min"]), ("at most", meta["max"])]
+    return " and ".join(f"{word} {bound:.10g}" for word, bound in bounds if bound is not None)
+
+
+def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
+    """`value` as the field's type, in range.
+
+    An int given for a float becomes one; nothing else is converted. Raises BadValue.
+    """
+    if isinstance(kind, types.GenericAlias):
+        return _coerce_list(value, kind.__args__[0])
+    number_given = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is float and number_given:
+        value = float(value)  # type: ignore[arg-type]
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        raise BadValue(_needs(field, kind))
+    if not _in_range(value, field):
+        unit = field.metadata["unit"]
+        raise BadValue(f"must be {describe_range(field)}" + (f" ({unit})" if unit else ""))
+    return value
+
+
+def _needs(field: dataclasses.Field[Any], kind: type) -> str:
+    if field.metadata["choices"]:
+        return f"must be {describe_range(field)}"
+    if kind is str:
+        return "needs a text; put it in quotes"
+    legal = describe_range(field)
+    what = {bool: "true or false", int: "a whole number", float: "a finite number"}[kind]
+    return f"needs {what}" + (f", {legal}" if legal else "")
+
+
+def _coerce_list(value: object, item: type) -> list[Any]:
+    words = {str: "texts", int: "whole numbers"}[item]
+    if not isinstance(value, list):
+        raise BadValue(f"needs a list of {words}; write it as [a, b]")
+    if any(type(entry) is not item for entry in value):
+        raise BadValue(f"needs a list of {words}")
+    return list(value)
+
+
+def _in_range(value: Any, field: dataclasses.Field[Any]) -> bool:
+    meta = field.metadata
+    if meta["choices"] is not None:
+        return value in meta["choices"]
+    return not (
+        (meta["min"] is not None and value < meta["min"])
+        or (meta["max"] is not None and value > meta["max"])
+        or (meta["above"] is not None and value <= meta["above"])
+    )

@@ -1,0 +1,85 @@
+"""Dividing sequences of different lengths so that no one waits: over data-parallel ranks, and into micro-batches."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+def minimum_microbatches(lengths: Sequence[int], max_tokens: int) -> int:
+    """How many micro-batches of at most `max_tokens` tokens these sequences need; 0 for none.
+
+    Best-fit decreasing: O(n log n), at most 11/9 of the optimum (which is NP-hard) plus one, and nearly always the
+    optimum. A sequence longer than `max_tokens` is our own bug: the config requires room for the longest one.
+    """
+    return len(_best_fit(lengths, max_tokens))
+
+
+def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, count: int | None = None) -> list[list[int]]:
+    """Rows of each micro-batch: at most `max_tokens` tokens in each, about equally many, as few as possible.
+
+    `count` asks for that many instead, at least `minimum_microbatches`: data-parallel ranks agree on the largest of
+    theirs, so that all run the same number of passes. Micro-batches are ordered by tokens, heaviest first (what does
+    not fit in memory fails at once, and equal numbers meet equal work on other ranks); rows inside are in ascending
+    order. With fewer rows than `count` the last micro-batches are empty: `packing` makes a dummy of each.
+    """
+    fitted = _best_fit(lengths, max_tokens)
+    count = len(fitted) if count is None else count
+    assert count >= len(fitted), f"{count} micro-batches of {max_tokens} tokens cannot hold what needs {len(fitted)}"
+    bins = partition_balanced(lengths, count, equal_counts=False) if count else []
+    if max((sum(lengths[row] for row in rows) for rows in bins), default=0) > max_tokens:
+        # Balancing cares for the average and can overfill a bin where the fit is tight.
+        bins = fitted + [[] for _ in range(count - len(fitted))]
+    ordered = sorted(bins, key=lambda rows: (-sum(lengths[row] for row in rows), sorted(rows)))
+    return [sorted(rows) for rows in ordered]
+
+
+def partition_balanced(lengths: Sequence[int], parts: int, *, equal_counts: bool) -> list[list[int]]:
+    """Rows of each of `parts` parts with about equal sums of lengths; rows ascending, deterministic, O(n log n).
+
+    The longest row goes to the lightest part each time (Graham 1969: at most 4/3 of the optimum). With `equal_counts`
+    the numbers of rows differ by at most one, and a part that has its number takes no more: the parts with the longest
+    rows end up with the shortest ones as company. Fewer rows than parts leave parts empty.
+    """
+    assert parts >= 1, f"cannot divide into {parts} parts"
+    smallest, larger_parts = divmod(len(lengths), parts) if equal_counts else (len(lengths), 0)
+    chosen = _longest_first(lengths, parts, smallest=smallest, larger_parts=larger_parts)
+    return [sorted(rows) for rows in chosen]
+
+
+def _descending(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+
+def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Bins of at most max_tokens: each row, longest first, goes where it leaves the least room."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for row in _descending(lengths):
+        length = lengths[row]
+        assert length <= max_tokens, f"a sequence of {length} tokens is longer than a micro-batch of {max_tokens}"
+        place = bisect_left(rooms, (length, -1))
+        if place < len(rooms):
+            room, index = rooms.pop(place)
+            bins[index].append(row)
+        else:
+            room, index = max_tokens, len(bins)
+            bins.append([row])
+        insort(rooms, (room - length, index))
+    return bins
+
+
+def _longest_first(lengths: Sequence[int], parts: int, *, smallest: int, larger_parts: int) -> list[list[int]]:
+    """The longest row goes to the lightest part with room: `smallest` rows, or one more in `larger_parts` of them."""
+    out: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for row in _descending(lengths):
+        load, part = loads[0]
+        while len(out[part]) >= smallest + (larger_parts > 0):
+            heapq.heappop(loads)
+            load, part = loads[0]
+        larger_parts -= len(out[part]) == smallest
+        out[part].append(row)
+        heapq.heapreplace(loads, (load + lengths[row], part))
+    return out

@@ -1,0 +1,19 @@
+"""Random order that depends on a key and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+SPLIT, EPOCH, MINIBATCH = range(3)  # what a permutation is for; keeps their random numbers apart
+
+
+def permutation(size: int, *, key: Sequence[int]) -> list[int]:
+    """0 .. size-1 in random order, a pure function of size and key (non-negative integers).
+
+    The order is that of raw Philox numbers, whose stream NumPy promises never to change (unlike that of its
+    `Generator.permutation`), so that a run resumed on another version goes on in the same order.
+    """
+    numbers = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(size)
+    return np.argsort(numbers, kind="stable").tolist()

@@ -1,0 +1,58 @@
+"""Adam over Megatron-Core's distributed optimizer, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from mega_rl.config.schema import OptimConfig
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], *, optim: OptimConfig, bf16: bool, collection: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """Megatron-Core's optimizer of these chunks; FP32 main parameters, clipping by the true global norm."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        use_distributed_optimizer=optim.distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=collection)
+    for torch_optimizer in torch_optimizers(optimizer):
+        if isinstance(torch_optimizer, torch.optim.AdamW):
+            # Without TE or apex Megatron-Core falls back to torch's AdamW, whose default per-tensor path is an
+            # order of magnitude slower on CPU than its fused one.
+            for group in torch_optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+    return optimizer
+
+
+def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron-Core's wrappers (none on a rank without trainable parameters)."""
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [o.optimizer for o in inner if o.optimizer is not None]
+
+
+def learning_rate(step: int, *, peak: float, optim: OptimConfig, total_steps: int) -> float:
+    """Learning rate of trainer step `step` (from 0): linear warm-up, then constant, linear or cosine decay.
+
+    Decay runs from the end of warm-up to `total_steps` and ends at `peak * min_lr_ratio`.
+    """
+    if step < optim.warmup_steps:
+        return peak * (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
+    shape = 1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * shape)

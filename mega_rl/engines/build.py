@@ -1,0 +1,85 @@
+"""From a Hugging Face checkpoint directory to a MegatronEngine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megatron.core.optimizer import MegatronOptimizer
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.config.schema import Config
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.load import load_hf
+from mega_rl.converters.plan import padded_vocab_size
+from mega_rl.ddp.optimizer import build_optimizer
+from mega_rl.ddp.wrap import wrap_chunks
+from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.engines.microbatches import Batching
+from mega_rl.models.build import build_chunks, transformer_config
+from mega_rl.models.specs import choose_transformer_impl
+from mega_rl.parallel.groups import Groups
+
+log = logging.getLogger(__name__)
+
+
+def build_engine(
+    name: str,
+    *,
+    path: Path,
+    head: str,
+    trainable: bool,
+    config: Config,
+    groups: Groups,
+    accelerator: Accelerator,
+) -> MegatronEngine:
+    """The model of checkpoint `path` on this rank's part of the layout, with its weights loaded.
+
+    `head` is "lm" or "value"; a trainable engine has DDP buffers and an optimizer.
+    """
+    hf = read_hf_config(path)
+    layout = groups.layout
+    impl = choose_transformer_impl(config.model.transformer_impl, device_type=accelerator.device.type)
+    model_config = transformer_config(
+        hf,
+        model=config.model,
+        parallel=config.parallel,
+        device_overrides=accelerator.transformer_config_overrides(),
+    )
+    chunks = build_chunks(
+        hf,
+        config=model_config,
+        groups=groups,
+        head=head,
+        impl=impl,
+        padded_vocab=padded_vocab_size(hf.vocab_size, layout.tp),
+        device=accelerator.device,
+    )
+    report = load_hf(chunks, path, hf=hf, layout=layout, coordinates=groups.coordinates, spec=impl, head=head)
+    log.info("%s: %s (%s spec, %s, %s): %s", name, path, impl, config.model.dtype, layout, report)
+    optimizer: MegatronOptimizer | None = None
+    if trainable:
+        chunks = wrap_chunks(chunks, config=model_config, optim=config.optim, collection=groups.collection)
+        optimizer = build_optimizer(
+            chunks, optim=config.optim, bf16=config.model.dtype == "bf16", collection=groups.collection
+        )
+    trainer = config.trainer
+    return MegatronEngine(
+        name=name,
+        chunks=chunks,
+        optimizer=optimizer,
+        config=model_config,
+        hf=hf,
+        groups=groups,
+        batching=Batching(
+            packing=trainer.packing,
+            max_tokens=trainer.max_tokens_per_microbatch,
+            micro_batch_size=trainer.micro_batch_size,
+            pad_to_multiple=layout.tp if layout.sequence_parallel else 1,
+            count_multiple=layout.pp if layout.vpp > 1 else 1,
+        ),
+        head=head,
+        device=accelerator.device,
+        temperature=config.rollout.temperature,
+        export_bucket_bytes=config.rollout.bucket_mib << 20,
+    )

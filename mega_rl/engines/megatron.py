@@ -1,0 +1,273 @@
+"""The Megatron-Core engine: one GPTModel over a parallel layout, with its gradients and optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mega_rl.converters.export import export_hf
+from mega_rl.converters.hf_config import HFConfig
+from mega_rl.data.packing import MicroBatch, scatter_back
+from mega_rl.engines.microbatches import Batching, to_device
+from mega_rl.engines.offload import StorageOffload
+from mega_rl.models.attention import packed_sequences
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
+from mega_rl.protocols import LossOutput, TokenLoss
+from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+
+# What one micro-batch leaves on the last pipeline stage.
+Forwarded = tuple[MicroBatch, TokenOutputs]
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """A loss or gradient is NaN or infinite; the weights and moments are unchanged."""
+
+
+@dataclass
+class MegatronEngine:
+    """One model, cut over `groups`, that evaluates tokens and (with an optimizer) learns. See `protocols.Engine`.
+
+    `chunks` are GPTModels, wrapped in DDP when there is an optimizer. `head` is "lm" or "value". `temperature` divides
+    the logits of every log-prob and entropy, so that they speak of the distribution that was sampled.
+    """
+
+    name: str
+    chunks: Sequence[GPTModel | DistributedDataParallel]
+    optimizer: MegatronOptimizer | None
+    config: TransformerConfig
+    hf: HFConfig
+    groups: Groups
+    batching: Batching
+    head: str
+    device: torch.device
+    temperature: float = 1.0
+    export_bucket_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        self.data_parallel = GroupRanks(self.groups.dp)
+        self.replica = GroupRanks(self.groups.replica)
+        self._pipeline = GroupRanks(self.groups.pp)
+        self._pp_size, self._pp_rank = self.groups.layout.pp, self.groups.coordinates.pp_rank
+        self._is_last = self._pp_rank == self._pp_size - 1
+        self._offload = StorageOffload()
+
+    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+        """Log-probs and entropy ([B, S] float32, head "lm") or values ("value"), 0 off the loss mask.
+
+        `batch` holds this data-parallel rank's rows, on the host, equal on all ranks of the replica; so is the result.
+        """
+        micros = self.batching.split(batch, data_parallel=self.data_parallel)
+        with torch.no_grad():
+            forwarded: list[Forwarded] = self._run_schedule(micros, loss=None)
+        names = ("values",) if self.head == "value" else ("logprobs", "entropy")
+        full = torch.zeros(len(names), *batch.tokens.shape)
+        for micro, outputs in forwarded:
+            for out, name in zip(full, names, strict=True):
+                scatter_back(getattr(outputs, name).cpu(), micro, out)
+        full *= batch.loss_mask
+        if self._pp_size > 1:
+            full = self._pipeline.broadcast(full, source=self._pp_size - 1)
+        return TokenOutputs(**dict(zip(names, full, strict=True)))
+
+    def train_minibatch(self, minibatch: Experience, loss: TokenLoss, *, lr: float) -> Metrics:
+        """One optimizer step at learning rate `lr` on this rank's rows of a global mini-batch.
+
+        The loss is the sum of `loss` over micro-batches and data-parallel ranks, so the result depends neither on how
+        rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
+        clipping), `lr` and `num_microbatches`, equal on all ranks.
+
+        Raises:
+            NonFiniteGradientError: on all ranks alike, before any weight changes.
+        """
+        assert self.optimizer is not None, f"engine {self.name} is frozen"
+        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs: list[LossOutput] = self._run_schedule(micros, loss=loss)
+        metrics = self._reduce(outputs)
+        metrics["grad_norm"] = self._apply_gradients(lr)
+        metrics["lr"] = lr
+        metrics["num_microbatches"] = float(len(micros))
+        return metrics
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor in training dtype) of every weight, on all ranks of the replica; collective."""
+        return export_hf(
+            self.models,
+            hf=self.hf,
+            layout=self.groups.layout,
+            coordinates=self.groups.coordinates,
+            head=self.head,
+            tp_group=self.groups.tp,
+            pp_group=self.groups.pp,
+            bucket_bytes=self.export_bucket_bytes,
+        )
+
+    @property
+    def models(self) -> list[GPTModel]:
+        """The chunks without their DDP wrappers."""
+        return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in self.chunks]
+
+    def save(self, directory: Path) -> None:
+        """Write model and optimizer state as a Megatron-Core distributed checkpoint; collective."""
+        directory.mkdir(parents=True, exist_ok=True)
+        dist_checkpointing.save(self._sharded_state(is_loading=False), str(directory))
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, under any layout; collective."""
+        loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
+        for key, model in zip(self._chunk_keys(), self.models, strict=True):
+            model.load_state_dict(loaded[key])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(loaded["optimizer"])
+
+    def offload(self) -> int:
+        """Give back the memory of parameters, gradients and optimizer state; returns the bytes."""
+        return self._offload.offload(self._state_tensors())
+
+    def onload(self) -> None:
+        """Undo `offload`, bit for bit."""
+        self._offload.onload()
+
+    def _run_schedule(self, micros: list[MicroBatch], *, loss: TokenLoss | None) -> list[Any]:
+        """Megatron-Core's schedule over the micro-batches; one result each on the last stage, none elsewhere.
+
+        With a loss: forward and backward, gradients finalised, `LossOutput`s. Without: forward only, `Forwarded`s.
+        """
+        pipelined = self._pp_size > 1
+        vpp = self.groups.layout.vpp
+        schedule = get_forward_backward_func(pp_size=self._pp_size, vp_size=vpp if vpp > 1 else None)
+        results: list[Any] = schedule(
+            forward_step_func=partial(self._forward_step, loss),
+            data_iterator=[to_device(micros, self.device) for _ in self.chunks],
+            model=list(self.chunks),
+            num_microbatches=len(micros),
+            seq_length=max(micro.tokens.size(1) for micro in micros),
+            micro_batch_size=micros[0].tokens.size(0),
+            forward_only=loss is None,
+            p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if pipelined else None,
+            pg_collection=self.groups.collection,
+        )
+        return results
+
+    def _forward_step(
+        self, loss: TokenLoss | None, micros: Iterator[MicroBatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
+        """One micro-batch through one chunk: what the schedule calls."""
+        micro = next(micros)
+        packed = None if micro.cu_seqlens is None else packed_sequences(micro.cu_seqlens, micro.max_seqlen)
+        output = model(micro.tokens, micro.position_ids, None, packed_seq_params=packed)
+        return output, partial(self._finish_microbatch, loss, micro)
+
+    def _finish_microbatch(
+        self, loss: TokenLoss | None, micro: MicroBatch, output: Tensor
+    ) -> tuple[Tensor, Tensor, LossOutput | Forwarded]:
+        """(loss, unused token count, result) of the last stage's output, as the schedule wants it."""
+        no_count = torch.zeros([], dtype=torch.int, device=output.device)
+        outputs = self._token_outputs(output, micro)
+        if loss is None:
+            return output.new_zeros([]), no_count, (micro, outputs)
+        result = loss(outputs, micro.fields)
+        detached = LossOutput(
+            loss=result.loss.detach(),
+            sums={name: value.detach() for name, value in result.sums.items()},
+            maxima={name: value.detach() for name, value in result.maxima.items()},
+        )
+        return result.loss, no_count, detached
+
+    def _token_outputs(self, output: Tensor, micro: MicroBatch) -> TokenOutputs:
+        """What the head's output [b, S, V/tp] or [b, S, 1] says of `micro.targets`; tensors shaped like them."""
+        if self.head == "value":
+            return TokenOutputs(values=output.squeeze(-1).float())
+        shape = micro.targets.shape
+        logprobs, entropy = vocab_parallel_logprobs_entropy(
+            output.flatten(0, 1),
+            micro.targets.flatten(),
+            group=self.groups.tp,
+            vocab_size=self.hf.vocab_size,
+            temperature=self.temperature,
+        )
+        return TokenOutputs(logprobs=logprobs.view(shape), entropy=entropy.view(shape))
+
+    def _reduce(self, outputs: list[LossOutput]) -> Metrics:
+        """Loss metrics over micro-batches and data-parallel ranks, from the last stage to all."""
+        reduced: Metrics = {}
+        if self._is_last:
+            sums = {name: torch.stack([o.sums[name] for o in outputs]).sum() for name in outputs[0].sums}
+            maxima = {name: torch.stack([o.maxima[name] for o in outputs]).max() for name in outputs[0].maxima}
+            for values, combine in ((sums, self.data_parallel.sum), (maxima, self.data_parallel.max)):
+                if values:
+                    stacked = combine(torch.stack(list(values.values())).double())
+                    reduced.update(zip(values, stacked.tolist(), strict=True))
+        if self._pp_size > 1:
+            reduced = self._pipeline.broadcast_json(reduced, source=self._pp_size - 1)
+        return reduced
+
+    def _apply_gradients(self, lr: float) -> float:
+        """Clip by the global norm and step; returns the norm before clipping.
+
+        These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before anything changes.
+        """
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NonFiniteGradientError(
+                f"{self.name}: the gradient norm is {norm}; weights and optimizer state are unchanged"
+            )
+        limit = self.optimizer.config.clip_grad
+        parameters = self.optimizer.get_parameters()
+        if limit > 0.0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
+        self.optimizer.step_with_ready_grads()
+        return norm
+
+    def _chunk_keys(self) -> list[str]:
+        return ["model"] if len(self.chunks) == 1 else [f"model{stage}" for stage in range(len(self.chunks))]
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        """Megatron-Core's sharded state dict of the chunks and the optimizer."""
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": self.groups.collection.dp_cp}
+        state: dict[str, Any] = {}
+        for key, model in zip(self._chunk_keys(), self.models, strict=True):
+            state[key] = model.sharded_state_dict(metadata=metadata)
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        return state
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Every tensor of parameters, gradients and optimizer state on this rank."""
+        for chunk in self.chunks:
+            yield from (parameter.data for parameter in chunk.parameters())
+            if isinstance(chunk, DistributedDataParallel):
+                for buffer in chunk.buffers:
+                    yield buffer.grad_data
+                    if buffer.param_data is not None:
+                        yield buffer.param_data
+        for inner in getattr(self.optimizer, "chained_optimizers", []):
+            if inner.optimizer is None:
+                continue
+            for group in inner.optimizer.param_groups:
+                yield from (parameter.data for parameter in group["params"])
+            for state in inner.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)

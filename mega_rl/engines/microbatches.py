@@ -1,0 +1,65 @@
+"""Cutting a batch into the micro-batches that a model's forward takes, and putting results back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mega_rl.data.balancing import minimum_microbatches, plan_microbatches
+from mega_rl.data.packing import MicroBatch, pack, pad
+from mega_rl.protocols import Ranks
+from mega_rl.types import Experience, Rollout
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How rows become micro-batches: packed up to a token budget, or padded in fixed numbers."""
+
+    packing: bool
+    max_tokens: int  # packed: tokens per micro-batch
+    micro_batch_size: int  # padded: sequences per micro-batch
+    pad_to_multiple: int = 1  # tokens; the tensor-parallel size under sequence parallelism
+    count_multiple: int = 1  # micro-batches; the pipeline size under the interleaved schedule
+
+    def split(self, batch: Rollout | Experience, *, data_parallel: Ranks) -> list[MicroBatch]:
+        """The batch as micro-batches on the host, equally many on every data-parallel rank.
+
+        A rank with less work than the others ends with empty micro-batches, which cost next to nothing.
+        """
+        lengths: list[int] = batch.lengths.tolist()
+        if self.packing:
+            needed = minimum_microbatches(lengths, self.max_tokens)
+        else:
+            needed = -(-len(lengths) // self.micro_batch_size)
+        count = int(data_parallel.max(torch.tensor(max(needed, 1))))
+        count = -(-count // self.count_multiple) * self.count_multiple
+        if self.packing:
+            plan = plan_microbatches(lengths, max_tokens=self.max_tokens, count=count)
+        else:
+            order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+            size = self.micro_batch_size
+            plan = [sorted(order[i * size : (i + 1) * size]) for i in range(count)]
+        make = pack if self.packing else pad
+        names = token_fields(batch)
+        return [make(batch, rows, field_names=names, pad_to_multiple=self.pad_to_multiple) for rows in plan]
+
+
+def token_fields(batch: Rollout | Experience) -> list[str]:
+    """Names of the per-token tensors of a batch, tokens excepted."""
+    return [name for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 2 and name != "tokens"]
+
+
+def to_device(micros: list[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    """The micro-batches one after the other on `device`."""
+    for micro in micros:
+        yield replace(
+            micro,
+            tokens=micro.tokens.to(device),
+            position_ids=micro.position_ids.to(device),
+            targets=micro.targets.to(device),
+            cu_seqlens=None if micro.cu_seqlens is None else micro.cu_seqlens.to(device),
+            fields={name: value.to(device) for name, value in micro.fields.items()},
+        )

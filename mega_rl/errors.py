@@ -1,0 +1,21 @@
+"""The one error a user's mistake raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave us: shown as one message, exit code 2, never a traceback.
+
+    The message names the thing, its value, the rule it breaks and the fix.
+    """
+
+
+class UserErrors(UserError):
+    """Several mistakes, shown together, one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        assert problems, "UserErrors needs at least one problem"
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))

@@ -1,0 +1,63 @@
+"""The lines of metrics.jsonl, which stay valid JSON whatever a run computes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mega_rl.types import Metrics, StepMetrics
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def to_json_value(value: float) -> float | str:
+    """The number, or its name as a string when JSON has no number for it."""
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def from_json_value(value: float | str) -> float:
+    """Inverse of `to_json_value`; ValueError for another string."""
+    if isinstance(value, str):
+        if value not in _NOT_FINITE:
+            raise ValueError(f"{value!r} is not a metric's value")
+        return _NOT_FINITE[value]
+    return float(value)
+
+
+def encode_step(step: int, metrics: Metrics) -> str:
+    """One line, without its newline: {"step": 3, "metrics": {"reward/mean": 0.5}}."""
+    values = {name: to_json_value(float(value)) for name, value in metrics.items()}
+    return json.dumps({"step": step, "metrics": values}, allow_nan=False)
+
+
+def decode_step(line: str) -> StepMetrics:
+    """Inverse of `encode_step`; ValueError for a line that is not a record."""
+    record: Any = json.loads(line)
+    match record:
+        case {"step": int(step), "metrics": dict(values)}:
+            return StepMetrics(step=step, metrics={name: from_json_value(value) for name, value in values.items()})
+        case _:
+            raise ValueError(f"not a metrics record: {line[:80]!r}")
+
+
+def read_metrics(path: Path) -> Iterator[StepMetrics]:
+    """The records of a metrics.jsonl in order; a last line torn by a crash is left out.
+
+    Raises ValueError, with the line number, for any other line that is not a record.
+    """
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = decode_step(line)
+            except ValueError as error:
+                if not line.endswith("\n"):
+                    return
+                raise ValueError(f"{path} line {number}: {error}") from error
+            yield record

@@ -1,0 +1,213 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, the console, dumped rollouts.
+
+Sinks are told the first step that the run will do. What an earlier run in the same folder wrote from there on is
+removed, so a resumed run's files read as if it had never stopped; a run from step 1 (or 0) on is new and removes all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.schema import MetricsConfig
+from mega_rl.metrics.console import ConsoleSink
+from mega_rl.metrics.records import decode_step, encode_step, to_json_value
+from mega_rl.protocols import MetricsSink
+from mega_rl.types import Metrics
+
+logger = logging.getLogger(__name__)
+
+# What a full disk, a vanished folder or TensorBoard's writer thread raise.
+_RUNTIME_FAILURES = (OSError, RuntimeError, ValueError)
+_DUMP_NAME = re.compile(r"step_(\d+)\.jsonl")
+
+
+class NullSink:
+    """Takes everything and keeps nothing: the sink of ranks that do not write."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Nothing."""
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _first_stale_step(resume_step: int) -> int:
+    """Records from this step on are removed by a run that starts with `resume_step`; step 0 is what precedes step 1."""
+    return 0 if resume_step <= 1 else resume_step
+
+
+class JsonlSink(NullSink):
+    """One flushed line per step in metrics.jsonl; see `records` for its form.
+
+    It is the run's record, so it is never given up: a line that cannot be written is reported and dropped, the file is
+    cut back to its last whole line, and the next step tries again.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        self._path = path
+        self._resume_step = resume_step
+        self._num_bytes: int | None = None  # of whole lines; None until the first step
+        self._failing = False
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Append the record of a step."""
+        line = encode_step(step, metrics).encode() + b"\n"
+        try:
+            if self._num_bytes is None:
+                self._num_bytes = _drop_steps_from(self._path, _first_stale_step(self._resume_step))
+            _write_at(self._path, self._num_bytes, line)
+        except OSError as error:
+            if not self._failing:
+                logger.error(
+                    "metrics of step %d lost, %s cannot be written: %s (each step tries)", step, self._path, error
+                )
+            self._failing = True
+            return
+        self._num_bytes += len(line)
+        if self._failing:
+            logger.warning("%s can be written again, from step %d on", self._path, step)
+        self._failing = False
+
+
+def _write_at(path: Path, offset: int, line: bytes) -> None:
+    """Put `line` at `offset` and cut off what a failed write may have left there."""
+    with path.open("r+b") as file:
+        file.truncate(offset)
+        file.seek(offset)
+        file.write(line)
+
+
+def _drop_steps_from(path: Path, first_stale: int) -> int:
+    """Rewrite the file, in one atomic move, with the records of steps below `first_stale`; returns its bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = "".join(f"{line}\n" for line in lines if _is_record_before(line, first_stale)).encode()
+    rewritten = path.with_name(path.name + ".tmp")
+    rewritten.write_bytes(kept)
+    os.replace(rewritten, path)
+    return len(kept)
+
+
+def _is_record_before(line: str, step: int) -> bool:
+    try:
+        return decode_step(line).step < step
+    except ValueError:
+        logger.warning("a line of metrics.jsonl that is not a record was dropped: %.80r", line)
+        return False
+
+
+class TensorBoardSink(NullSink):
+    """Scalars in TensorBoard event files."""
+
+    def __init__(self, directory: Path, *, resume_step: int) -> None:
+        """Raises ImportError without the tensorboard package."""
+        from torch.utils.tensorboard import SummaryWriter  # a second of import time that only this sink needs
+
+        self._directory = directory
+        self._resume_step = resume_step
+        self._make_writer = SummaryWriter
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Add every metric as a scalar."""
+        if self._writer is None:
+            # TensorBoard hides what earlier event files of the folder hold from the purge step on.
+            purge_step = _first_stale_step(self._resume_step)
+            self._writer = self._make_writer(str(self._directory), purge_step=purge_step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class RolloutDump(NullSink):
+    """Rollouts as rollouts/step_000010.jsonl, for people to read."""
+
+    def __init__(self, directory: Path, *, resume_step: int) -> None:
+        self._directory = directory
+        for path in directory.glob("step_*.jsonl"):
+            name = _DUMP_NAME.fullmatch(path.name)
+            if name and int(name[1]) >= _first_stale_step(resume_step):
+                path.unlink()
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of this step, one line each; values are JSON's types, and numbers may be NaN or infinite."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) for row in rows]
+        path = self._directory / f"step_{step:06d}.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _json_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: to_json_value(value) if isinstance(value, float) else value for key, value in row.items()}
+
+
+class MultiSink:
+    """Several sinks as one. A sink that fails is reported once and left out from then on; training goes on."""
+
+    def __init__(self, sinks: Sequence[MetricsSink]) -> None:
+        self._sinks = list(sinks)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log to every sink that still works."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.log(step, metrics)
+            except _RUNTIME_FAILURES as error:
+                self._leave_out(sink, error)
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Dump to every sink that still works."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.dump_rollouts(step, rows)
+            except _RUNTIME_FAILURES as error:
+                self._leave_out(sink, error)
+
+    def close(self) -> None:
+        """Close every sink that still works."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.close()
+            except _RUNTIME_FAILURES as error:
+                self._leave_out(sink, error)
+        self._sinks = []
+
+    def _leave_out(self, sink: MetricsSink, error: Exception) -> None:
+        names = type(sink).__name__, type(error).__name__
+        logger.error("%s failed and is off for the rest of the run: %s: %s", *names, error)
+        self._sinks.remove(sink)
+
+
+def make_sink(
+    config: MetricsConfig, run_dir: Path, *, is_writer: bool, resume_step: int, total_steps: int | None = None
+) -> MetricsSink:
+    """The sink of this rank: everything the config asks for where `is_writer`, nothing elsewhere.
+
+    resume_step: the first step that the run will do, 1 when it is new. total_steps: length of the progress bar.
+    """
+    if not is_writer:
+        return NullSink()
+    sinks: list[MetricsSink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
+    if config.tensorboard:
+        try:
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
+        except ImportError:
+            logger.warning("metrics.tensorboard=true, but the tensorboard package is not installed: metrics.jsonl only")
+    if config.rollout_interval and config.rollout_samples:
+        sinks.append(RolloutDump(run_dir / "rollouts", resume_step=resume_step))
+    sinks.append(ConsoleSink(progress_bar=config.progress_bar, total_steps=total_steps))
+    return MultiSink(sinks)

@@ -1,0 +1,138 @@
+"""Process groups of a layout: built once, passed on as arguments, taken down without a trace.
+
+The only file that reads `megatron.core.parallel_state`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.rendezvous import rendezvous
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.errors import UserError
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups this rank belongs to, every one with the timeout given to `initialize`."""
+
+    layout: ParallelLayout
+    coordinates: RankCoordinates
+    collection: ProcessGroupCollection  # what Megatron-Core's models, DDP, optimizer and schedules take
+    tp: ProcessGroup
+    pp: ProcessGroup
+    dp: ProcessGroup  # the replicas' ranks that hold the same part of the model and of the sequences
+    replica: ProcessGroup  # tp x cp x pp: the ranks that hold one copy of the model, tp fastest and pp slowest
+    world: ProcessGroup
+
+
+_generation = itertools.count()
+
+
+@cache
+def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
+    """(store, rank, world size) from torchrun's environment, or a private store for one process without it.
+
+    Kept for the life of the process: a second TCP store on the same port would race with the first one's end.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return HashStore(), 0, 1
+    return next(rendezvous("env://", timeout=timeout))
+
+
+def initialize(layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: float) -> Groups:
+    """Groups of this rank; collective over the world, once until `destroy`.
+
+    Joins the world first unless somebody has. Every group fails a collective that does not end within `timeout_s`
+    seconds.
+
+    Raises:
+        UserError: the world has not `layout.world_size` ranks, or the timeout is not positive.
+    """
+    assert not parallel_state.model_parallel_is_initialized(), "groups exist already: destroy() them first"
+    if timeout_s <= 0:
+        raise UserError(f"trainer.timeout_s={timeout_s}: must be above 0 seconds")
+    timeout = timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        _join_world(layout, accelerator=accelerator, timeout=timeout)
+    _check_world(layout, dist.get_world_size())
+    world = dist.group.WORLD
+    assert world is not None
+    dist.distributed_c10d._set_pg_timeout(timeout, world)  # somebody else may have made it with another
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        distributed_timeout_minutes=timeout_s / 60,  # a timedelta is made of it: fractions are welcome
+        create_gloo_process_groups=False,  # Megatron-Core refuses them next to a ProcessGroupCollection
+    )
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    return Groups(
+        layout=layout,
+        coordinates=layout.coordinates(dist.get_rank()),
+        collection=collection,
+        tp=collection.tp,
+        pp=collection.pp,
+        dp=collection.dp,
+        replica=_replica_group(layout, collection, timeout=timeout),
+        world=world,
+    )
+
+
+def destroy() -> None:
+    """Take down every group and the world: their threads, sockets and memory; a no-op when there is none.
+
+    `initialize` may follow. Megatron-Core's own `destroy_model_parallel` only forgets its groups.
+    """
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_model_parallel(seed: int, groups: Groups) -> None:
+    """Seed Megatron-Core's random states: one shared by the tensor-parallel ranks, one of each rank's own.
+
+    Data-parallel ranks get the same states, so replicas start from the same weights.
+    """
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=groups.coordinates.tp_rank, ep_rank=0, etp_rank=groups.coordinates.tp_rank, force_reset_rng=True
+    )
+
+
+def _join_world(layout: ParallelLayout, *, accelerator: Accelerator, timeout: timedelta) -> None:
+    store, rank, world_size = _rendezvous(timeout)
+    _check_world(layout, world_size)
+    # A fresh key space each time: gloo would find the addresses of a destroyed world under the old keys.
+    store = PrefixStore(f"mega_rl/{next(_generation)}", store)
+    dist.init_process_group(accelerator.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _check_world(layout: ParallelLayout, world_size: int) -> None:
+    if world_size != layout.world_size:
+        raise UserError(
+            f"layout {layout} is for {layout.world_size} rank(s), but {world_size} were started; "
+            f"use torchrun --nproc-per-node {layout.world_size} on one node, or change the parallel sizes"
+        )
+
+
+def _replica_group(layout: ParallelLayout, collection: ProcessGroupCollection, *, timeout: timedelta) -> ProcessGroup:
+    """Megatron-Core's `mp` group, which leaves context parallelism out, or with it a group of our own."""
+    if layout.cp == 1:
+        return collection.mp
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    replicas = [[rank for rank, place in enumerate(places) if place.dp_rank == dp] for dp in range(layout.dp)]
+    group, _ = dist.new_subgroups_by_enumeration(replicas, timeout=timeout)
+    return group

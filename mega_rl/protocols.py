@@ -1,0 +1,192 @@
+"""What the parts of a run must do for each other. The trainer knows these and `mega_rl.types`, nothing below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
+
+Batch = TypeVar("Batch", Rollout, Experience)
+
+
+class Ranks(Protocol):
+    """A group of ranks, seen from one of them. A single process is a group of size 1 in which nothing moves."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Elementwise sum over the group, as a new tensor."""
+        ...
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Elementwise maximum over the group, as a new tensor."""
+        ...
+
+    def gather_rows(self, rows: Batch) -> Batch:
+        """All ranks' rows in rank order, padded to the group's largest S."""
+        ...
+
+    def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
+        """Send row i to rank `destinations[i]` ([B] int64); returns the rows received, in source-rank order."""
+        ...
+
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
+        """The tensor of group rank `source` on every rank (shapes and dtypes agree beforehand)."""
+        ...
+
+
+@dataclass
+class LossOutput:
+    """A loss over the tokens of one micro-batch and what to report of it.
+
+    `loss` and `sums` are shares of the global value: adding them over micro-batches and data-parallel ranks gives the
+    mini-batch's number, because every token carries its weight in the global mean.
+    """
+
+    loss: Tensor  # scalar float32
+    sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
+
+
+# (outputs of the model on a micro-batch, the batch's per-token fields in the same shape) -> loss
+TokenLoss = Callable[[TokenOutputs, Mapping[str, Tensor]], LossOutput]
+
+
+class Engine(Protocol):
+    """One model with its gradients and optimizer state, spread over the ranks of a layout."""
+
+    @property
+    def data_parallel(self) -> Ranks:
+        """Replicas of this model."""
+        ...
+
+    @property
+    def replica(self) -> Ranks:
+        """The ranks that together hold one copy of this model."""
+        ...
+
+    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+        """Log-probs and entropy, or values, of every response token; equal on all ranks of the replica."""
+        ...
+
+    def train_minibatch(self, minibatch: Experience, loss: TokenLoss, *, lr: float) -> Metrics:
+        """One optimizer step on this rank's share of a global mini-batch."""
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every weight, the same on all ranks of the replica; collective."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write model and optimizer state; collective."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote; collective."""
+        ...
+
+    def offload(self) -> None:
+        """Move parameters, gradients and optimizer state off the accelerator."""
+        ...
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """Generates; holds its own copy of the policy's weights."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], prompt_index: Sequence[int], *, n: int, seed: tuple[int, ...], greedy: bool = False
+    ) -> Rollout:
+        """n samples of each prompt, rows ordered by prompt then sample.
+
+        A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
+        does not matter which rank generates it nor in which batch.
+        """
+        ...
+
+    def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
+        """Overwrite the named weights (full tensors, Hugging Face names and shapes)."""
+        ...
+
+    def checksums(self, names: Iterable[str]) -> dict[str, str]:
+        """Checksum of the named weights as this engine holds them; see mega_rl.rollout.weight_sync.checksum."""
+        ...
+
+    def finish_update(self, version: int) -> None:
+        """All buckets have been loaded: every later rollout carries this version."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Sends the policy's weights to the rollout engine."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights last published; 0 before the first time."""
+        ...
+
+    def resume_at(self, version: int) -> None:
+        """Go on numbering after a resume: the next publish stamps `version`."""
+        ...
+
+    def publish(self) -> Metrics:
+        """Send every weight, verify when due, raise the version."""
+        ...
+
+
+class RolloutSource(Protocol):
+    """The rollout role."""
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        """This replica's rows: n samples of each of its prompts, one when greedy."""
+        ...
+
+
+class Scorer(Protocol):
+    """The reward role."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
+        """[B] float32, the reward of each row."""
+        ...
+
+
+class Scored(Protocol):
+    """A frozen or learning model that speaks of tokens (actor, reference, critic)."""
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs: ...
+
+
+class Learner(Scored, Protocol):
+    """Actor or critic."""
+
+    def update(self, minibatch: Experience, *, step: int) -> Metrics: ...
+
+
+class CheckpointStore(Protocol):
+    """Saves everything a run needs to go on."""
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Write models, optimizers and `state` after `step` steps; collective. Returns the folder."""
+        ...
+
+
+class MetricsSink(Protocol):
+    """Where numbers go."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,119 @@
+"""One token per row out of its logits: temperature, top-k, top-p and an inverse-CDF draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Sums of exponentials are kept per block of this many tokens, so that the running sum in float64, the slow part of an
+# inverse-CDF draw, is over V/64 blocks and then inside one block only.
+_BLOCK = 64
+# A nucleus is nearly always found among this many most likely tokens; a whole sort costs ten times more.
+_NUCLEUS_CANDIDATES = 512
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a token is chosen. Ties at the cut of top-k or top-p are all kept."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0.0:
+            raise ValueError(f"temperature={self.temperature}: must be above 0; for the most likely token use greedy")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]; 1 keeps all tokens")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must be at least 0; 0 keeps all tokens")
+
+    def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens [B] int64, log-probs [B] float32) of one draw per row.
+
+        logits: [B, V] floating; uniforms: [B] float64 in [0, 1). The log-prob is the full distribution's at the
+        temperature, whatever top-k and top-p cut away. A token of probability zero is never drawn.
+        """
+        exponents, weights = self._exponentials(logits)
+        block_sums = _block_sums(weights)
+        mass = block_sums.sum(-1, dtype=torch.float64)
+        if self.top_k or self.top_p < 1.0:
+            weights = self._truncate(weights, mass)
+            block_sums = _block_sums(weights)
+        tokens = _invert_cdf(weights, block_sums, uniforms)
+        return tokens, _logprob(exponents, tokens, mass)
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens [B] int64, log-probs [B] float32) of the largest logit, the log-prob at the temperature."""
+        tokens = logits.argmax(-1)
+        exponents, weights = self._exponentials(logits)
+        return tokens, _logprob(exponents, tokens, _block_sums(weights).sum(-1, dtype=torch.float64))
+
+    def _exponentials(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(z - max z, its exponential), both [B, V] float32, of z = logits / temperature."""
+        scaled = logits.float()
+        if self.temperature != 1.0:
+            scaled = scaled / self.temperature
+        exponents = scaled - scaled.amax(-1, keepdim=True)
+        return exponents, exponents.exp()
+
+    def _truncate(self, weights: Tensor, mass: Tensor) -> Tensor:
+        """`weights` [B, V] with the tokens outside top-k and then outside the nucleus of what is left at zero."""
+        vocab_size = weights.shape[1]
+        if 0 < self.top_k < vocab_size:
+            ranked = weights.topk(self.top_k).values
+            mass = ranked.sum(-1, dtype=torch.float64)
+        else:
+            ranked = weights.topk(min(_NUCLEUS_CANDIDATES, vocab_size)).values
+            if bool((ranked.sum(-1, dtype=torch.float64) < self.top_p * mass).any()):
+                ranked = weights.sort(descending=True).values
+        threshold = ranked[:, -1:]
+        if self.top_p < 1.0:
+            # A token is in the nucleus when those above it do not yet hold the wanted mass.
+            above = ranked.cumsum(-1, dtype=torch.float64) - ranked
+            num_kept = (above < self.top_p * mass[:, None]).sum(-1, keepdim=True)
+            threshold = ranked.gather(-1, (num_kept - 1).clamp(min=0))
+        return torch.where(weights >= threshold, weights, 0.0)
+
+
+def _logprob(exponents: Tensor, tokens: Tensor, mass: Tensor) -> Tensor:
+    """[B] float32 log-softmax at `tokens`."""
+    return (exponents.gather(1, tokens[:, None])[:, 0].double() - mass.log()).float()
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """[B, ceil(V / 64)] float32 sums of neighbouring tokens."""
+    num_whole, rest = divmod(weights.shape[1], _BLOCK)
+    sums = weights[:, : num_whole * _BLOCK].unflatten(1, (num_whole, _BLOCK)).sum(-1)
+    if not rest:
+        return sums
+    return torch.cat([sums, weights[:, num_whole * _BLOCK :].sum(-1, keepdim=True)], dim=1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """[B] int64, the first index whose running sum exceeds the target.
+
+    cumulative: [B, N] float64, not decreasing, last above zero; target: [B] float64, at least 0. A target that rounding
+    has put at the end is taken just below it, so the element found always has a positive weight of its own.
+    """
+    end = cumulative[:, -1]
+    below_end = torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))
+    return torch.searchsorted(cumulative, below_end[:, None], right=True)[:, 0].clamp(max=cumulative.shape[1] - 1)
+
+
+def _invert_cdf(weights: Tensor, block_sums: Tensor, uniforms: Tensor) -> Tensor:
+    """[B] int64, the token where the running sum of `weights` passes `uniforms` times their total.
+
+    weights: [B, V] float32, not negative; block_sums: [B, ceil(V / 64)]; uniforms: [B] float64 in [0, 1).
+    """
+    block_ends = block_sums.cumsum(-1, dtype=torch.float64)
+    target = uniforms * block_ends[:, -1]
+    block = _first_above(block_ends, target)
+    block_start = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    in_vocab = ids < weights.shape[1]
+    inside = torch.where(in_vocab, weights.gather(1, ids.clamp(max=weights.shape[1] - 1)), 0.0)
+    offset = _first_above(inside.cumsum(-1, dtype=torch.float64), target - block_start)
+    return ids.gather(1, offset[:, None])[:, 0].clamp(max=weights.shape[1] - 1)

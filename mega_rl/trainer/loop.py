@@ -1,0 +1,171 @@
+"""The PPO loop. GRPO is the same loop without a critic."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from mega_rl.algorithms.kl import KLController
+from mega_rl.protocols import (
+    CheckpointStore,
+    Learner,
+    MetricsSink,
+    Ranks,
+    RolloutSource,
+    Scored,
+    Scorer,
+    WeightSync,
+)
+from mega_rl.trainer.experience import AdvantageEstimator, MinibatchPlan, build_experience
+from mega_rl.trainer.report import experience_metrics, mean_metrics, rollout_metrics, sample_rows
+from mega_rl.types import Metrics, Prompt, Rollout, TokenOutputs
+
+log = logging.getLogger(__name__)
+
+
+class PromptSource(Protocol):
+    """The order of the training prompts, a pure function of the step."""
+
+    def batch(self, step: int) -> list[Prompt]: ...
+
+
+class Timer(Protocol):
+    """Named phases of a step."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+
+    def reset(self) -> None: ...
+
+    def metrics(self) -> Metrics: ...
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How long the loop runs and what it does beside training."""
+
+    steps: int
+    val_interval: int = 0  # steps; 0 never
+    save_interval: int = 0  # steps; 0 never
+    save_final: bool = False
+    rollout_interval: int = 0  # steps between rollout dumps; 0 never
+    rollout_samples: int = 0
+
+
+@dataclass
+class PPOTrainer:
+    """Runs the same on every rank; what a run lacks (critic, reference) is an object that does nothing."""
+
+    settings: RunSettings
+    prompts: PromptSource
+    val_prompts: Sequence[Prompt]
+    rollout: RolloutSource
+    reward: Scorer
+    actor: Learner
+    critic: Learner
+    reference: Scored
+    estimator: AdvantageEstimator
+    minibatches: MinibatchPlan
+    kl: KLController
+    check_mismatch: Callable[[Rollout, TokenOutputs], Metrics]
+    sync: WeightSync
+    ranks: Ranks  # the data-parallel replicas
+    timer: Timer
+    metrics: MetricsSink
+    checkpoints: CheckpointStore
+    decode: Callable[[Sequence[int]], str]
+    stop_requested: Callable[[], bool]
+    start: int = 0  # steps done by the checkpoint that the parts were restored from
+
+    def fit(self) -> int:
+        """Train from step `start` on; returns the number of steps done in all.
+
+        Stops early, with a checkpoint, when a stop is requested (SIGTERM, Ctrl-C).
+        """
+        self.sync.publish()
+        if self.start == 0:
+            self.metrics.log(0, self._validate(0))
+        for step in range(self.start, self.settings.steps):
+            self.timer.reset()
+            metrics = self.step(step)
+            done = step + 1
+            if done == self.settings.steps or _due(done, self.settings.val_interval):
+                metrics |= self._validate(done)
+            stopping = self.stop_requested()
+            if self._should_save(done, stopping=stopping):
+                self._save(done)
+            self.metrics.log(done, metrics | self.timer.metrics())
+            if stopping:
+                log.warning("stop requested: ended after step %d of %d", done, self.settings.steps)
+                return done
+        return max(self.start, self.settings.steps)
+
+    def step(self, step: int) -> Metrics:
+        """Generate, score, evaluate, learn, publish."""
+        phase = self.timer.phase
+        prompts = self.prompts.batch(step)
+        with phase("generate"):
+            rollout = self.rollout.generate(prompts, step=step)
+        with phase("reward"):
+            rewards = self.reward.score(rollout, prompts)
+            metrics = rollout_metrics(rollout, rewards, self.ranks)
+        with phase("old_logprobs"):
+            old = self.actor.evaluate(rollout)
+            metrics |= self.check_mismatch(rollout, old)
+        with phase("ref_logprobs"):
+            ref = self.reference.evaluate(rollout)
+        with phase("values"):
+            values = self.critic.evaluate(rollout)
+        with phase("advantages"):
+            experience = build_experience(
+                rollout, rewards, old=old, ref=ref, critic=values,
+                estimator=self.estimator, sum_over_ranks=self.ranks.sum,
+            )  # fmt: skip
+            metrics |= experience_metrics(experience, self.ranks)
+            minibatches = list(self.minibatches.cut(experience, num_prompts=len(prompts), step=step, ranks=self.ranks))
+        with phase("update_critic"):
+            metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
+        with phase("update_actor"):
+            metrics |= mean_metrics([self.actor.update(minibatch, step=step) for minibatch in minibatches])
+            metrics["kl/coef"] = self.kl.value
+            self.kl.update(metrics["kl/ref"], num_sequences=len(prompts))
+        with phase("sync_weights"):
+            metrics |= self.sync.publish()
+        if _due(step + 1, self.settings.rollout_interval):
+            self._dump(step + 1, rollout, rewards, prompts)
+        return metrics
+
+    def _validate(self, done: int) -> Metrics:
+        """Mean reward and length of greedy answers to the held-out prompts; nothing in a run without validation."""
+        if not (self.settings.val_interval and self.val_prompts):
+            return {}
+        with self.timer.phase("validate"):
+            rollout = self.rollout.generate(self.val_prompts, step=done, greedy=True)
+            rewards = self.reward.score(rollout, self.val_prompts)
+            found = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
+        return {
+            "val/reward_mean": found["val/reward/mean"],
+            "val/response_tokens_mean": found["val/rollout/response_tokens_mean"],
+        }
+
+    def _should_save(self, done: int, *, stopping: bool) -> bool:
+        last = done == self.settings.steps and self.settings.save_final
+        return stopping or last or _due(done, self.settings.save_interval)
+
+    def _save(self, done: int) -> None:
+        with self.timer.phase("checkpoint"):
+            self.checkpoints.save(done, {"kl": self.kl.state(), "weight_version": self.sync.weight_version})
+
+    def _dump(self, done: int, rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt]) -> None:
+        with self.timer.phase("log"):
+            rows = sample_rows(rollout, rewards, prompts, self.decode, count=self.settings.rollout_samples)
+            self.metrics.dump_rollouts(done, rows)
+
+
+def _due(done: int, interval: int) -> bool:
+    """Whether an action with this interval falls on a number of steps done; 0 is never."""
+    return interval > 0 and done % interval == 0

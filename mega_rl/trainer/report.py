@@ -1,0 +1,92 @@
+"""Numbers of a step that come from its rollouts; each equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.kl import kl_penalty
+from mega_rl.protocols import Ranks
+from mega_rl.types import Experience, Metrics, Prompt, Rollout
+
+
+def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: str = "") -> Metrics:
+    """Rewards, response lengths and how responses ended, over all ranks; `rewards` is [B]."""
+    response = (rollout.lengths - rollout.prompt_lengths).double()
+    rewards = rewards.double()
+    rows = rewards.numel()
+    sums = torch.stack(
+        [
+            torch.tensor(float(rows), dtype=torch.float64),
+            rewards.sum(),
+            rewards.square().sum(),
+            response.sum(),
+            rollout.finished.double().sum(),
+            rollout.lengths.double().sum(),
+        ]
+    )
+    count, reward, square, tokens, finished, total = ranks.sum(sums).tolist()
+    count = max(count, 1.0)
+    extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
+    highest, lowest, longest = ranks.max(extremes.double()).tolist()
+    mean = reward / count
+    return {
+        f"{prefix}reward/mean": mean,
+        f"{prefix}reward/std": max(square / count - mean**2, 0.0) ** 0.5,
+        f"{prefix}reward/max": highest,
+        f"{prefix}reward/min": -lowest,
+        f"{prefix}rollout/response_tokens_mean": tokens / count,
+        f"{prefix}rollout/response_tokens_max": longest,
+        f"{prefix}rollout/response_tokens": tokens,
+        f"{prefix}rollout/finished_fraction": finished / count,
+        f"{prefix}rollout/tokens": total,
+    }
+
+
+def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
+    """Token means over all ranks of what the update will see."""
+    mask = experience.loss_mask
+    columns = {
+        "kl/ref": kl_penalty(experience.old_logprobs, experience.ref_logprobs, estimator="k3"),
+        "kl/ref_k1": experience.old_logprobs - experience.ref_logprobs,
+        "advantage/mean": experience.advantages,
+        "advantage/abs_mean": experience.advantages.abs(),
+        "returns/mean": experience.returns,
+        "values/mean": experience.values,
+    }
+    sums = torch.stack([mask.sum().double(), *((column.double() * mask).sum() for column in columns.values())])
+    count, *totals = ranks.sum(sums).tolist()
+    return {name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)}
+
+
+def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
+    """Mean over a step's optimizer steps; maximum for names that end in `_max`."""
+    merged: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            merged.setdefault(name, []).append(value)
+    return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in merged.items()}
+
+
+def sample_rows(
+    rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt], decode: Any, *, count: int
+) -> list[Mapping[str, Any]]:
+    """The first `count` rollouts of this rank as readable rows."""
+    rows: list[Mapping[str, Any]] = []
+    for row in range(min(count, rewards.numel())):
+        prompt = prompts[int(rollout.prompt_index[row])]
+        start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+        rows.append(
+            {
+                "prompt": prompt.text,
+                "response": decode(rollout.tokens[row, start:stop].tolist()),
+                "answer": prompt.answer,
+                "reward": float(rewards[row]),
+                "finished": bool(rollout.finished[row]),
+                "weight_version": int(rollout.weight_version[row]),
+            }
+        )
+    return rows

@@ -1,0 +1,45 @@
+"""Ending a run cleanly on SIGTERM and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import torch
+
+from mega_rl.protocols import Ranks
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Remembers the first SIGTERM or SIGINT, so that the step in progress can end; a second SIGINT interrupts at once.
+
+    Ranks get their signals at different times, or only one does, so `__call__` asks all of them: either every rank
+    stops after this step or none does. Collective over `ranks`.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._received = 0
+        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+
+    def __call__(self) -> bool:
+        """Whether any rank has been asked to stop."""
+        self._received = int(self._ranks.max(torch.tensor(self._received)))
+        return self._received != 0
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process ended this way: 128 plus the signal's number; 0 without a signal."""
+        return 128 + self._received if self._received else 0
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self._received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = number

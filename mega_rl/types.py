@@ -1,0 +1,84 @@
+"""Batches that travel through one training step.
+
+Shape letters: B sequences of this data-parallel rank, S padded length, T packed tokens, V vocabulary, H hidden.
+
+Alignment: every per-token tensor is aligned to the token it speaks of. `old_logprobs[b, t]` is the log-probability of
+`tokens[b, t]` given `tokens[b, :t]`, and `values[b, t]` is the value predicted just before `tokens[b, t]` is emitted.
+The shift between a model's output position and the token it predicts happens in one place, `mega_rl.data.packing`.
+Rows are right-padded: prompt, response, padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import tensorclass
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set, tokenised."""
+
+    index: int  # row number in the data set: 17
+    token_ids: tuple[int, ...]  # (3, 11, 4)
+    text: str  # what the reward function sees: "3+4="
+    answer: str  # the reference answer: "7"
+
+
+@tensorclass
+class Rollout:
+    """Sampled responses of this data-parallel rank; batch_size [B], sharded over DP, equal on all ranks of a replica."""
+
+    tokens: Tensor  # [B, S] int64, prompt then response then padding (0)
+    loss_mask: Tensor  # [B, S] bool, True on response tokens: the ones that train
+    prompt_lengths: Tensor  # [B] int64
+    lengths: Tensor  # [B] int64, prompt plus response
+    rollout_logprobs: Tensor  # [B, S] float32, log-prob under the sampling temperature before top-k/top-p; 0 off the mask
+    finished: Tensor  # [B] bool, ended by a stop token rather than by length
+    prompt_index: Tensor  # [B] int64, position of the prompt in the step's global batch (0 .. prompts_per_step-1)
+    sample_index: Tensor  # [B] int64, number of the sample of its prompt (0 .. n-1)
+    weight_version: Tensor  # [B] int64, version of the weights that sampled it
+
+
+@tensorclass(shadow=True)  # `values` also names a dict method of tensorclass
+class Experience:
+    """A rollout with everything the losses need; batch_size [B], sharded over DP, equal on all ranks of a replica."""
+
+    tokens: Tensor  # [B, S] int64
+    loss_mask: Tensor  # [B, S] bool
+    prompt_lengths: Tensor  # [B] int64
+    lengths: Tensor  # [B] int64
+    prompt_index: Tensor  # [B] int64
+    sample_index: Tensor  # [B] int64
+    rollout_logprobs: Tensor  # [B, S] float32
+    old_logprobs: Tensor  # [B, S] float32, trainer's weights before the update; 0 off the mask
+    ref_logprobs: Tensor  # [B, S] float32, reference policy; equal to old_logprobs where the run has no reference
+    values: Tensor  # [B, S] float32, critic before the update; 0 without a critic
+    advantages: Tensor  # [B, S] float32, 0 off the mask
+    returns: Tensor  # [B, S] float32, value targets; 0 off the mask
+    loss_weights: Tensor  # [B, S] float32, weight of each token's loss in the global mean of its mini-batch; see algorithms.aggregation
+    token_weights: Tensor  # [B, S] float32, loss_mask / response tokens of the global mini-batch: weights of metric means
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What one forward pass says of each token of a batch; token-aligned, 0 off the loss mask."""
+
+    logprobs: Tensor | None = None  # [B, S] float32
+    entropy: Tensor | None = None  # [B, S] float32, nats, of the distribution that predicts the token
+    values: Tensor | None = None  # [B, S] float32
+
+
+Metrics = dict[str, float]  # "area/metric_unit" -> value
+
+
+@dataclass
+class StepMetrics:
+    """The record of one trainer step, as written to metrics.jsonl."""
+
+    step: int
+    metrics: Metrics
+    extra: dict[str, Any] | None = None

@@ -1,0 +1,109 @@
+"""The roles that are models: actor, critic, reference. Thin: an engine, a loss and a learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mega_rl.algorithms.kl import KLController
+from mega_rl.algorithms.policy_loss import ppo_policy_loss
+from mega_rl.algorithms.value_loss import clipped_value_loss
+from mega_rl.protocols import Engine, LossOutput
+from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+
+LearningRate = Callable[[int], float]  # trainer step -> learning rate
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The clipped policy objective with its numbers (see `algorithms.policy_loss`)."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    entropy_coef: float
+    kl: KLController | None  # KL in the loss; None without
+    kl_estimator: str
+
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+        assert outputs.logprobs is not None and outputs.entropy is not None
+        return ppo_policy_loss(
+            outputs.logprobs,
+            outputs.entropy,
+            old_logprobs=fields["old_logprobs"],
+            ref_logprobs=None if self.kl is None else fields["ref_logprobs"],
+            advantages=fields["advantages"],
+            loss_weights=fields["loss_weights"],
+            token_weights=fields["token_weights"],
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            entropy_coef=self.entropy_coef,
+            kl_coef=0.0 if self.kl is None else self.kl.value,
+            kl_estimator=self.kl_estimator,
+        )
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The clipped squared error of the critic (see `algorithms.value_loss`)."""
+
+    value_clip: float
+
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+        assert outputs.values is not None
+        return clipped_value_loss(
+            outputs.values,
+            old_values=fields["values"],
+            returns=fields["returns"],
+            loss_weights=fields["loss_weights"],
+            token_weights=fields["token_weights"],
+            value_clip=self.value_clip,
+        )
+
+
+@dataclass
+class LearningWorker:
+    """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone."""
+
+    role: str
+    engine: Engine
+    loss: PolicyLoss | ValueLoss
+    learning_rate: LearningRate
+    first_step: int = 0
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        """Log-probs and entropy, or values, of every response token."""
+        return self.engine.forward(batch)
+
+    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+        """One optimizer step on a global mini-batch; no metrics from a step that trains nothing."""
+        if step < self.first_step:
+            return {}
+        metrics = self.engine.train_minibatch(minibatch, self.loss, lr=self.learning_rate(step))
+        return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}
+
+
+@dataclass
+class ReferenceWorker:
+    """The frozen policy of the KL term."""
+
+    engine: Engine
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        """Log-probs of every response token."""
+        return self.engine.forward(batch)
+
+
+class AbsentWorker:
+    """Stands for a role that the run does not have: says nothing and learns nothing."""
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        """Nothing."""
+        return TokenOutputs()
+
+    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+        """Nothing."""
+        return {}

@@ -1,0 +1,152 @@
+"""Reward functions: built-in ones, and a user's own from a file.
+
+A reward function takes strings (prompt, response, answer) and returns a number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mega_rl.errors import UserError
+
+RewardFunction = Callable[[str, str, str], float]
+
+MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
+
+
+def exact_match(prompt: str, response: str, answer: str) -> float:
+    """1.0 if the response is the answer, white space around either aside; else 0.0."""
+    return float(response.strip() == answer.strip())
+
+
+def math_verify(prompt: str, response: str, answer: str) -> float:
+    """1.0 if the response's final answer equals the reference as mathematics, else 0.0; never raises.
+
+    The final answer is what stands in the last \\boxed{...} or after the last "####" (GSM8K), whichever comes later;
+    without either, the last expression of the text. What cannot be parsed, or takes more than 5 s to parse or compare,
+    scores 0.0. Those time limits are alarms of the operating system that only the main thread can set: called from
+    another thread there is none.
+    Source: the math-verify package; GSM8K's format: Cobbe et al. 2021, arXiv:2110.14168.
+    """
+    import math_verify as verifier  # brings sympy: too slow to import where it is not used
+
+    timeout = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else 0
+    gold_text = final_answer(answer)
+    gold = verifier.parse(_boxed(answer.strip() if gold_text is None else gold_text), parsing_timeout=timeout)
+    response_text = final_answer(response)
+    found = verifier.parse(response if response_text is None else _boxed(response_text), parsing_timeout=timeout)
+    if not gold or not found:
+        return 0.0
+    return float(verifier.verify(gold, found, timeout_seconds=timeout))
+
+
+def final_answer(text: str) -> str | None:
+    """The content of the last closed \\boxed{...} or the line after the last "####", whichever is later, or None."""
+    hashes = text.rfind("####")
+    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
+        if match.start() < hashes:
+            break
+        end = _closing_brace(text, match.end())
+        if end is not None:
+            return text[match.end() : end].strip()
+    if hashes < 0:
+        return None
+    return text[hashes + 4 :].strip().partition("\n")[0].strip()
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Position of the brace that closes the one opened just before `start`; escaped braces do not count."""
+    depth = 1
+    for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return start + match.start()
+    return None
+
+
+def _boxed(answer: str) -> str:
+    return f"\\boxed{{{answer}}}"
+
+
+BUILTINS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
+
+
+def resolve(spec: str) -> RewardFunction:
+    """The reward function that `reward.function` names: a built-in name, or `path/to/file.py:function`.
+
+    Raises UserError for an unknown name, a missing file, a file that fails to import, a missing or uncallable function,
+    and one that does not take (prompt, response, answer).
+    """
+    if spec in BUILTINS:
+        return BUILTINS[spec]
+    path, colon, name = spec.rpartition(":")
+    if not colon:
+        raise UserError(_unknown(spec))
+    file = Path(path)
+    if file.suffix != ".py" or not name:
+        raise UserError(f"reward.function={spec!r}: must be path/to/file.py:function")
+    if not file.is_file():
+        raise UserError(f"reward.function={spec!r}: there is no file {path}")
+    names = vars(_load(file, spec))
+    if name not in names:
+        functions = sorted(key for key, value in names.items() if inspect.isfunction(value) and key[0] != "_")
+        raise UserError(f"reward.function={spec!r}: {path} has no {name!r}; its functions are {_listed(functions)}")
+    _check_signature(names[name], spec)
+    function: RewardFunction = names[name]
+    return function
+
+
+def _unknown(spec: str) -> str:
+    nearest = difflib.get_close_matches(spec, BUILTINS, n=1)
+    if spec.endswith(".py"):
+        hint = f"add the function: {spec}:name"
+    elif nearest:
+        hint = f"did you mean {nearest[0]}?"
+    else:
+        hint = "or give path/to/file.py:function"
+    return f"reward.function={spec!r}: is not among the built-in functions {_listed(sorted(BUILTINS))}; {hint}"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _load(file: Path, spec: str) -> Any:
+    """The module in `file`, as a new module of its own name. It is the user's own code and runs as such."""
+    module_spec = importlib.util.spec_from_file_location(f"mega_rl_reward_{file.stem}", file)
+    assert module_spec is not None, f"{file} ends in .py"
+    assert module_spec.loader is not None, f"{file} ends in .py"
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
+        del sys.modules[module_spec.name]
+        raise UserError(f"reward.function={spec!r}: {file} fails to import: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _check_signature(function: Any, spec: str) -> None:
+    if not callable(function):
+        raise UserError(f"reward.function={spec!r}: is of type {type(function).__name__}, not a function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function written in C need not have one
+        return
+    try:
+        signature.bind("prompt", "response", "answer")
+    except TypeError as error:
+        raise UserError(
+            f"reward.function={spec!r}: has the signature {signature}, but is called as (prompt, response, answer): "
+            f"{error}"
+        ) from error
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise UserError(f"reward.function={spec!r}: is asynchronous or a generator; it must return a number itself")

@@ -1,0 +1,166 @@
+"""Run a function on several ranks, each a fresh process; never hangs and leaves no process behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or did not end in time; the message holds every traceback there is."""
+
+
+def device_for(world_size: int) -> str:
+    """Returns "cuda" where every rank can have a GPU of its own, else "cpu"."""
+    return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    device: str | None = None,
+) -> list[Any]:
+    """Results of function(rank, *args) in rank order.
+
+    `function` is a module-level function; its environment is what torchrun would set, so
+    `mega_rl.parallel.groups.initialize` finds its world. Results are tensors, numbers, strings, None and containers of
+    them. On a machine with a GPU for each rank they are visible; else none is.
+
+    Raises:
+        RanksFailed: as soon as one rank fails, or at the timeout; all ranks are killed before.
+    """
+    device = device or device_for(world_size)
+    # The parent keeps the store, as torchrun's agent does: no port is guessed and none is left behind.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        directory = Path(folder)
+        processes = [
+            context.Process(
+                target=_child,
+                args=(directory, _environment(rank, world_size, store.port, device), function, args),
+                name=f"rank{rank}",
+            )
+            for rank in range(world_size)
+        ]
+        inherited = _set_environment(_environment(0, world_size, store.port, device))
+        try:
+            for process in processes:
+                process.start()
+            _set_environment(inherited)
+            _wait(processes, timeout_s=timeout_s)
+            failure = _failure(processes, directory, timeout_s=timeout_s)
+        finally:
+            _set_environment(inherited)
+            _kill(processes)
+        if failure:
+            raise RanksFailed(failure)
+        return [torch.load(_result(directory, rank), weights_only=True) for rank in range(world_size)]
+
+
+def _result(directory: Path, rank: int) -> Path:
+    return directory / f"result{rank}.pt"
+
+
+def _traceback(directory: Path, rank: int) -> Path:
+    return directory / f"traceback{rank}.txt"
+
+
+def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str, str | None]:
+    environment: dict[str, str | None] = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set (None: unset) variables; returns what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return before
+
+
+def _child(
+    directory: Path, environment: Mapping[str, str | None], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.setsid()  # so that the parent's kill reaches processes started here
+    _set_environment(environment)
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    try:
+        result = function(rank, *args)
+        torch.save(result, _result(directory, rank))
+    except BaseException:  # recorded for the parent, then raised
+        _traceback(directory, rank).write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _wait(processes: list[BaseProcess], *, timeout_s: float) -> None:
+    """Return when all have ended, a moment after one has failed, or at the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        if any(process.exitcode not in (None, 0) for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        multiprocessing.connection.wait([process.sentinel for process in processes if process.is_alive()], timeout=0.1)
+
+
+def _failure(processes: list[BaseProcess], directory: Path, *, timeout_s: float) -> str:
+    """What went wrong, empty if nothing did."""
+    lines: list[str] = []
+    for rank, process in enumerate(processes):
+        path = _traceback(directory, rank)
+        if path.exists():
+            lines.append(f"rank {rank} raised:\n{path.read_text(encoding='utf-8')}")
+        elif process.exitcode is not None and process.exitcode < 0:
+            lines.append(f"rank {rank} died of {signal.Signals(-process.exitcode).name}")
+        elif process.exitcode not in (None, 0):
+            lines.append(f"rank {rank} exited with {process.exitcode}")
+    waiting = [str(rank) for rank, process in enumerate(processes) if process.is_alive()]
+    if waiting:
+        why = "killed after the failure above" if lines else f"did not end within {timeout_s} s"
+        lines.append(f"rank(s) {', '.join(waiting)}: {why}")
+    return "\n".join(lines)
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    """End the ranks and whatever they started."""
+    for process in processes:
+        if process.pid is None:
+            continue
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # ended, or has not made its group yet
+            process.kill()
+        process.join()

@@ -1,0 +1,107 @@
+"""Building engines on many layouts inside one launch, and reading them in Hugging Face's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from mega_rl.types import Experience
+
+# name -> (world size, parallel settings)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pp": 2}),
+    "dp2": (2, {}),
+    "pp2-vpp2": (2, {"pp": 2, "vpp": 2, "overlap_p2p": True}),
+    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+    "tp2-sp-pp2": (4, {"tp": 2, "sequence_parallel": True, "pp": 2}),
+    "tp2-dp2": (4, {"tp": 2}),
+}
+
+
+def make_config(
+    checkpoint: Path,
+    *,
+    layout: str = "1",
+    dtype: str = "fp32",
+    optim: OptimConfig | None = None,
+    trainer: TrainerConfig | None = None,
+    rollout: RolloutConfig | None = None,
+    **areas: Any,
+) -> Config:
+    """A config of small numbers for a tiny checkpoint on a layout of `LAYOUTS`."""
+    return Config(
+        model=ModelConfig(path=str(checkpoint), dtype=dtype),
+        parallel=ParallelConfig(**LAYOUTS[layout][1]),
+        optim=optim or OptimConfig(lr=1e-3, critic_lr=1e-3),
+        trainer=trainer or TrainerConfig(timeout_s=60.0, max_tokens_per_microbatch=64),
+        rollout=rollout or RolloutConfig(),
+        **areas,
+    )
+
+
+@contextmanager
+def running_engine(config: Config, *, head: str = "lm", trainable: bool = True) -> Iterator[Any]:
+    """A MegatronEngine of `config.model.path` on this rank, with its groups taken down afterwards."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.assemble import session
+    from mega_rl.engines.build import build_engine
+
+    with session(config, accelerator) as groups:
+        yield build_engine(
+            "actor",
+            path=Path(config.model.path),
+            head=head,
+            trainable=trainable,
+            config=config,
+            groups=groups,
+            accelerator=accelerator,
+        )
+
+
+def own_rows(batch: Experience, engine: Any) -> Experience:
+    """This data-parallel rank's contiguous share of the rows."""
+    rank, size, rows = engine.data_parallel.rank, engine.data_parallel.size, batch.tokens.size(0)
+    return batch[rows * rank // size : rows * (rank + 1) // size]
+
+
+def exported(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights under Hugging Face's names, as copies."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.export_weights()}
+
+
+def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """The main gradients under Hugging Face's names: the exporter reads whatever the parameters hold.
+
+    Needs gradients that are whole on every rank: `optim.distributed_optimizer=False`.
+    """
+    kept = []
+    for chunk in engine.models:
+        for parameter in chunk.parameters():
+            kept.append((parameter, parameter.data))
+            parameter.data = parameter.main_grad.to(parameter.dtype).clone()
+    gradients = exported(engine)
+    for parameter, data in kept:
+        parameter.data = data
+    return gradients
+
+
+def replaced(config: Config, area: str, **changes: Any) -> Config:
+    """The config with some fields of one area changed."""
+    return dataclasses.replace(config, **{area: dataclasses.replace(getattr(config, area), **changes)})
+
+
+def world_size() -> int:
+    """Ranks of this launch."""
+    return int(os.environ["WORLD_SIZE"])

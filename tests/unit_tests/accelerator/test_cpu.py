@@ -1,0 +1,185 @@
+"""The CPU stand-in: what it patches, that upstream is what it was written for, and that nobody else feels it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_rl.accelerator import cpu, prepare, standin
+from mega_rl.accelerator.rewrite import rewrite_code
+from mega_rl.errors import UserError
+from tests.helpers.distributed import run_ranks
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for machines without CUDA")
+
+
+def megatron_folder() -> Path:
+    distribution = importlib.metadata.distribution("megatron-core")
+    return Path(str(distribution.locate_file("megatron")))
+
+
+def upstream_source(symbol: str) -> str:
+    """Source text of "module:qualified.name", read from the file without importing it."""
+    module, _, qualified = symbol.partition(":")
+    path = megatron_folder().parent.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = path.read_text(encoding="utf-8")
+    body: list[ast.stmt] = ast.parse(text).body
+    node: ast.AST | None = None
+    for name in qualified.split("."):
+        found = [item for item in body if isinstance(item, (ast.FunctionDef, ast.ClassDef)) and item.name == name]
+        assert found, f"{symbol}: upstream has no {name} any more"
+        node = found[-1]
+        body = node.body
+    source = ast.get_source_segment(text, node) if node else None
+    assert source
+    return source
+
+
+@pytest.mark.parametrize("patch", cpu.patches(), ids=lambda patch: patch.name)
+def test_upstream_is_what_the_patch_was_written_for(patch: cpu.Patch) -> None:
+    digest = hashlib.sha256(upstream_source(patch.symbol).encode()).hexdigest()
+    assert digest == patch.sha256, f"{patch.symbol} changed: is {patch.name} still needed and right? ({digest})"
+    assert patch.reason
+    assert patch.seen_in == cpu.MEGATRON_CORE_VERSION
+
+
+def test_every_standin_name_and_literal_is_used_upstream() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in megatron_folder().rglob("*.py"))
+    for name in standin.NAMES:
+        pattern = rf"torch\.cuda\.{name}\b|from torch\.cuda import [^\n]*\b{name}\b"
+        assert re.search(pattern, text), f"upstream no longer uses torch.cuda.{name}: drop it"
+    for literal in cpu.LITERALS:
+        assert re.search(rf"""['"]{re.escape(literal)}['"]""", text), f"upstream has no literal {literal!r}: drop it"
+    assert not re.search(r"[(,]\s*cuda\s*=[^=]", text), "a keyword named cuda would be rewritten with the literals"
+
+
+def test_only_cpu_py_assigns_to_foreign_modules() -> None:
+    package = Path(cpu.__file__).parent.parent
+    for path in package.rglob("*.py"):
+        if path.name != "cpu.py":
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"^\s*(torch|megatron|transformers|dist)(\.\w+)+ = ", text, re.MULTILINE), path
+            assert "sys.meta_path.insert" not in text, path
+
+
+def test_rewriting_reaches_nested_code_and_leaves_docstrings() -> None:
+    source = 'def f(d="cuda"):\n    "cuda kernels"\n    g = lambda x: x.cuda("cuda:x")\n    return d, ("cuda", 1), g\n'
+    namespace: dict[str, object] = {}
+    exec(rewrite_code(compile(source, "<text>", "exec"), {"cuda": "here"}, {"cuda": "cpu"}), namespace)
+
+    class Thing:
+        def here(self, text: str) -> str:
+            return text
+
+    function = namespace["f"]
+    assert callable(function)
+    device, constants, inner = function()
+    assert (device, constants, function.__doc__) == ("cpu", ("cpu", 1), "cuda kernels")
+    assert inner(Thing()) == "cuda:x"
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(UserError, match=r"trainer\.device='tpu': must be one of auto, cuda, cpu"):
+        prepare("tpu")
+
+
+@needs_no_cuda
+def test_cuda_without_a_device_is_refused() -> None:
+    with pytest.raises(UserError, match="no CUDA device is visible"):
+        prepare("cuda")
+
+
+def test_cpu_is_refused_next_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES="):
+        prepare("cpu")
+
+
+def test_another_megatron_and_a_missing_psutil_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = importlib.util.find_spec
+    monkeypatch.setattr(cpu, "version", lambda name: "0.17.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else original(name, *a))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError) as error:
+        cpu.prepare.__wrapped__()
+    assert "megatron-core 0.17.0: running on a CPU needs exactly 0.16.1" in str(error.value)
+    assert "pip install psutil" in str(error.value)
+
+
+@needs_no_cuda
+def test_megatron_first_is_our_bug() -> None:
+    code = "import megatron\nfrom mega_rl.accelerator import prepare\nprepare('cpu')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "before the first import of megatron" in done.stderr
+
+
+def feel_nothing(rank: int) -> dict[str, object]:
+    """Snapshot torch and generate with Hugging Face before and after the stand-in and Megatron-Core are there."""
+    import warnings
+
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, eos_token_id=63, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+
+    def sample() -> list[list[int]]:
+        torch.manual_seed(1)
+        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=True).tolist()
+
+    def public(owner: object) -> dict[str, object]:
+        return {name: value for name, value in vars(owner).items() if name != cpu.STANDIN_ATTRIBUTE}
+
+    owners = (torch, torch.cuda, torch.backends, torch.version, torch.Tensor, torch.nn.Module, torch.distributed)
+    tokens, before = sample(), [public(owner) for owner in owners]
+    prepare("cpu")
+    assert prepare("auto") is prepare("cpu")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        cpu._quiet()
+        for name in ("megatron.core", "megatron.core.models.gpt", "megatron.core.optimizer"):
+            importlib.import_module(name)
+    changed = [
+        f"{owner}.{name}"
+        for owner, old in zip(owners, before, strict=True)
+        for name, value in old.items()
+        if public(owner).get(name, None) is not value
+    ]
+    from megatron.core import jit, parallel_state
+
+    return {
+        "same": tokens == sample(),
+        "is_available": torch.cuda.is_available(),
+        "changed": changed,
+        "heard": [str(warning.message) for warning in heard if warning.category is not DeprecationWarning],
+        "fuser": jit.jit_fuser is jit.noop_decorator,
+        "seen by megatron": str(getattr(parallel_state.torch, cpu.STANDIN_ATTRIBUTE).current_device()),
+    }
+
+
+def test_nobody_else_feels_it() -> None:
+    (seen,) = run_ranks(1, feel_nothing, device="cpu")
+    assert seen == {
+        "same": True,
+        "is_available": False,
+        "changed": [],
+        "heard": [],
+        "fuser": True,
+        "seen by megatron": "cpu",
+    }

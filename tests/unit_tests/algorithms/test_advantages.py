@@ -1,0 +1,149 @@
+"""Advantages against numbers computed by hand and against plain float64 definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mega_rl.algorithms.advantages import gae, grpo, token_rewards
+
+
+def mask_of(rows: list[str]) -> Tensor:
+    """ "..xx." -> [False, False, True, True, False]."""
+    return torch.tensor([[cell == "x" for cell in row] for row in rows])
+
+
+def gae_by_definition(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """A_t = sum_l (gamma lam)^l delta_{t+l}, term by term in float64: O(S^2)."""
+    out = torch.zeros_like(rewards, dtype=torch.float64)
+    for b in range(mask.shape[0]):
+        run = mask[b].nonzero().flatten().tolist()
+        deltas = []
+        for k, t in enumerate(run):
+            following = values[b, run[k + 1]].double() if k + 1 < len(run) else 0.0
+            deltas.append(rewards[b, t].double() + gamma * following - values[b, t].double())
+        for k, t in enumerate(run):
+            out[b, t] = sum((gamma * lam) ** (j - k) * deltas[j] for j in range(k, len(run)))
+    return out
+
+
+def test_gae_by_hand() -> None:
+    # One prompt token, three response tokens, one of padding; garbage off the mask must not matter.
+    mask = mask_of([".xxx."])
+    rewards = torch.tensor([[9.0, 0.0, 0.0, 1.0, 9.0]])
+    values = torch.tensor([[7.0, 0.5, 0.25, 0.75, 7.0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    # delta_3 = 1 - 0.75 = 0.25;  delta_2 = 0.5 * 0.75 - 0.25 = 0.125;  delta_1 = 0.5 * 0.25 - 0.5 = -0.375
+    # A_3 = 0.25;  A_2 = 0.125 + 0.25 * 0.25 = 0.1875;  A_1 = -0.375 + 0.25 * 0.1875 = -0.328125
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, -0.328125, 0.1875, 0.25, 0.0]]), rtol=0, atol=0)
+    torch.testing.assert_close(returns, torch.tensor([[0.0, 0.171875, 0.4375, 1.0, 0.0]]), rtol=0, atol=0)
+
+
+def test_gae_of_lambda_one_is_the_discounted_return_minus_the_value() -> None:
+    mask = mask_of(["xxx"])
+    _, returns = gae(torch.tensor([[1.0, 2.0, 4.0]]), torch.tensor([[5.0, 6.0, 7.0]]), mask, gamma=0.5, lam=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[3.0, 4.0, 4.0]]))
+
+
+def test_gae_of_lambda_zero_is_the_temporal_difference() -> None:
+    mask = mask_of(["xx"])
+    advantages, _ = gae(torch.tensor([[1.0, 2.0]]), torch.tensor([[5.0, 6.0]]), mask, gamma=1.0, lam=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([[2.0, -4.0]]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    length=st.integers(1, 37),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.7, 0.95, 1.0]),
+)
+def test_gae_equals_its_definition(seed: int, length: int, gamma: float, lam: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, length, (4,), generator=g)
+    ends = torch.tensor([int(torch.randint(int(s), length + 1, (1,), generator=g)) for s in starts])
+    column = torch.arange(length)
+    mask = (column >= starts[:, None]) & (column < ends[:, None])  # some rows have no response
+    rewards, values = torch.randn(2, 4, length, generator=g)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    expected = gae_by_definition(rewards, values, mask, gamma, lam)
+    # Up to 37 float32 terms of size about 1 are added pairwise: errors stay well below 1e-5.
+    torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(returns.double(), torch.where(mask, expected + values, 0.0), rtol=1e-5, atol=1e-5)
+
+
+def test_gae_does_not_depend_on_padding() -> None:
+    g = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 3, 11, generator=g)
+    mask = mask_of(["..xxxxxx...", "xxxxxxxxxxx", "...........".replace(".", "x", 1)])
+    short = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    wide = [torch.nn.functional.pad(x, (0, 30)) for x in (rewards, values, mask)]
+    long = gae(*wide, gamma=0.9, lam=0.8)
+    for a, b in zip(short, long, strict=True):
+        assert torch.equal(a, b[:, :11])
+        assert not b[:, 11:].any()
+
+
+def test_a_split_run_is_our_own_bug() -> None:
+    zeros, split_mask = torch.zeros(1, 3), mask_of(["x.x"])
+    with pytest.raises(AssertionError, match="contiguous"):
+        gae(zeros, zeros, split_mask, gamma=1.0, lam=1.0)
+    with pytest.raises(AssertionError, match="contiguous"):
+        token_rewards(zeros[:, 0], split_mask)
+
+
+def test_token_rewards_by_hand() -> None:
+    mask = mask_of([".xx.", ".xxx", "...."])
+    kl = torch.tensor([[5.0, 0.5, 1.0, 5.0], [5.0, -1.0, 0.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
+    rewards = torch.tensor([1.0, -2.0, 3.0])
+    plain = token_rewards(rewards, mask)
+    torch.testing.assert_close(plain, torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, -2.0], [0, 0, 0, 0]]))
+    penalised = token_rewards(rewards, mask, kl, kl_coef=0.1)
+    expected = torch.tensor([[0.0, -0.05, 0.9, 0.0], [0.0, 0.1, 0.0, -2.2], [0.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(penalised, expected)
+
+
+def test_grpo_by_hand() -> None:
+    # Group 5: rewards 0, 1, 2: mean 1, unbiased variance 1. Group 2: rewards 3, 7: mean 5, unbiased variance 8.
+    rewards = torch.tensor([0.0, 3.0, 1.0, 7.0, 2.0])
+    groups = torch.tensor([5, 2, 5, 2, 5])
+    mask = mask_of([".x.", ".xx", ".x.", ".x.", ".xx"])
+    normalised = grpo(rewards, groups, mask, std_normalization=True, eps=0.0)[:, 1]
+    torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]))
+    centred = grpo(rewards, groups, mask, std_normalization=False)
+    torch.testing.assert_close(centred[:, 1], torch.tensor([-1.0, -2.0, 0.0, 2.0, 1.0]))
+    torch.testing.assert_close(centred[:, 2], torch.tensor([0.0, -2.0, 0.0, 0.0, 1.0]))
+    assert not centred[:, 0].any()
+
+
+@pytest.mark.parametrize("std_normalization", [True, False])
+def test_grpo_gives_exact_zeros_where_nothing_distinguishes(std_normalization: bool) -> None:
+    # Thirds: the mean of equal numbers is rounded, and the rounding over a tiny std would be a large advantage.
+    rewards = torch.tensor([1 / 3] * 7 + [0.1] + [1e6])
+    groups = torch.tensor([0] * 7 + [1] + [2])
+    advantages = grpo(
+        rewards, groups, torch.ones(9, 2, dtype=torch.bool), std_normalization=std_normalization, eps=1e-12
+    )
+    assert torch.equal(advantages, torch.zeros(9, 2))
+
+
+def test_grpo_does_not_depend_on_row_order_or_company() -> None:
+    g = torch.Generator().manual_seed(1)
+    rewards = torch.randn(12, generator=g)
+    groups = torch.arange(12) // 4
+    mask = torch.ones(12, 3, dtype=torch.bool)
+    whole = grpo(rewards, groups, mask)
+    order = torch.randperm(12, generator=g)
+    torch.testing.assert_close(grpo(rewards[order], groups[order], mask), whole[order], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(grpo(rewards[4:8], groups[4:8], mask[4:8]), whole[4:8], rtol=1e-6, atol=1e-7)
+
+
+def test_a_rank_without_rows() -> None:
+    none, empty = torch.zeros(0), torch.zeros(0, 4)
+    mask = torch.zeros(0, 4, dtype=torch.bool)
+    assert grpo(none, none.long(), mask).shape == (0, 4)
+    assert gae(empty, empty, mask, gamma=1.0, lam=1.0)[0].shape == (0, 4)
+    assert token_rewards(none, mask).shape == (0, 4)

@@ -1,0 +1,211 @@
+"""The policy loss against numbers by hand, its gradient against finite differences, and its shares."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.policy_loss import ppo_policy_loss
+from mega_rl.protocols import LossOutput
+
+QUARTER = torch.full((4,), 0.25)
+
+
+def loss_of(ratios: list[float], advantages: list[float], **changed: Any) -> LossOutput:
+    """Loss of tokens with these ratios, all weights 1 / n unless given."""
+    logprobs = torch.tensor([math.log(ratio) for ratio in ratios]) - 1.0
+    weights = torch.full((len(ratios),), 1.0 / len(ratios))
+    arguments: dict[str, Any] = {
+        "old_logprobs": torch.full((len(ratios),), -1.0),
+        "advantages": torch.tensor(advantages),
+        "loss_weights": weights,
+        "token_weights": weights,
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "entropy": None,
+    } | changed
+    return ppo_policy_loss(logprobs, arguments.pop("entropy"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "high", "low"),
+    [
+        (1.1, 2.0, -2.2, 0, 0),  # inside
+        (1.5, 2.0, -2.6, 1, 0),  # above the upper bound 1.3 with a gain: cut
+        (0.5, 2.0, -1.0, 0, 0),  # below the lower bound with a gain: the pessimistic side, not cut
+        (0.5, -2.0, 1.6, 0, 1),  # below the lower bound 0.8 with a loss: cut
+        (1.5, -2.0, 3.0, 0, 0),  # above the upper bound with a loss: not cut
+        (1.5, 0.0, 0.0, 0, 0),
+    ],
+)
+def test_clipping_by_hand(ratio: float, advantage: float, expected: float, high: int, low: int) -> None:
+    out = loss_of([ratio], [advantage])
+    assert out.loss.item() == pytest.approx(expected, rel=1e-6)
+    assert out.sums["actor/clip_fraction_high"].item() == high
+    assert out.sums["actor/clip_fraction_low"].item() == low
+    assert out.sums["actor/ratio_mean"].item() == pytest.approx(ratio, rel=1e-6)
+    assert out.maxima["actor/ratio_max"].item() == pytest.approx(ratio, rel=1e-6)
+    assert out.sums["actor/ppo_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio), rel=1e-5)
+
+
+def test_dual_clip_by_hand() -> None:
+    # A = -2: the plain loss 10 at ratio 5 is bounded by 2 * 3; at ratio 2 it is 4, below the bound. A > 0 is untouched.
+    assert loss_of([5.0], [-2.0], dual_clip=3.0).loss.item() == pytest.approx(6.0)
+    assert loss_of([2.0], [-2.0], dual_clip=3.0).loss.item() == pytest.approx(4.0)
+    assert loss_of([5.0], [2.0], dual_clip=3.0).loss.item() == pytest.approx(-2.6)
+    both = loss_of([5.0, 2.0], [-2.0, -2.0], dual_clip=3.0)
+    assert both.sums["actor/clip_fraction_dual"].item() == 0.5
+    assert "actor/clip_fraction_dual" not in loss_of([5.0], [-2.0]).sums
+    with pytest.raises(AssertionError, match="dual_clip"):
+        loss_of([1.0], [1.0], dual_clip=0.5)
+
+
+def test_entropy_and_reference_terms_by_hand() -> None:
+    out = loss_of(
+        [1.0, 1.0],
+        [1.0, 3.0],
+        entropy=torch.tensor([0.5, 1.5]),
+        entropy_coef=0.1,
+        ref_logprobs=torch.tensor([-1.0, -1.0 + math.log(2)]),
+        kl_coef=0.5,
+        kl_estimator="k3",
+    )
+    # policy -(1 + 3) / 2; entropy mean 1; k3 of q/p = 1 and 2: 0 and 2 - 1 - log 2 = 0.3068528, mean 0.1534264
+    assert out.sums["actor/policy_loss"].item() == pytest.approx(-2.0)
+    assert out.sums["actor/entropy"].item() == pytest.approx(1.0)
+    assert out.sums["actor/ref_kl"].item() == pytest.approx(0.1534264, rel=1e-5)
+    assert out.sums["actor/kl_loss"].item() == pytest.approx(0.0767132, rel=1e-5)
+    assert out.loss.item() == pytest.approx(-2.0 - 0.1 + 0.0767132, rel=1e-6)
+    assert out.sums["actor/loss"].item() == out.loss.item()
+
+
+def test_loss_weights_weigh_the_loss_and_token_weights_the_metrics() -> None:
+    out = loss_of(
+        [1.0, 1.0],
+        [1.0, 3.0],
+        entropy=torch.tensor([0.5, 1.5]),
+        entropy_coef=0.1,
+        ref_logprobs=torch.tensor([-1.0, -1.5]),
+        kl_coef=0.2,
+        kl_estimator="k1",
+        loss_weights=torch.tensor([1.0, 2.0]),
+    )
+    # policy -(1 + 2 * 3); entropy 0.5 + 2 * 1.5 = 3.5; kl 0 + 2 * 0.5 = 1
+    assert out.loss.item() == pytest.approx(-7.0 - 0.35 + 0.2)
+    assert out.sums["actor/entropy"].item() == pytest.approx(1.0)
+    assert out.sums["actor/ref_kl"].item() == pytest.approx(0.25)
+
+
+def test_gradient_by_hand() -> None:
+    # d(-A ratio)/d logprob = -A ratio where nothing is cut, 0 where it is.
+    logprobs = torch.tensor([0.0, math.log(1.1), math.log(1.5), math.log(0.5)], requires_grad=True)
+    out = ppo_policy_loss(
+        logprobs,
+        None,
+        old_logprobs=torch.zeros(4),
+        advantages=torch.tensor([1.0, -2.0, 1.0, 1.0]),
+        loss_weights=QUARTER,
+        token_weights=QUARTER,
+        clip_low=0.2,
+        clip_high=0.2,
+    )
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([-0.25, 0.55, 0.0, -0.125]))
+
+
+def test_gradient_equals_finite_differences() -> None:
+    g = torch.Generator().manual_seed(0)
+    old, advantages, ref, entropy_shift = torch.randn(4, 3, 5, generator=g, dtype=torch.float64)
+    weights = torch.rand(3, 5, generator=g, dtype=torch.float64)
+
+    def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return ppo_policy_loss(
+            logprobs,
+            entropy,
+            old_logprobs=old,
+            advantages=advantages,
+            loss_weights=weights,
+            token_weights=torch.full_like(weights, 1 / 15),
+            clip_low=0.2,
+            clip_high=0.3,
+            dual_clip=2.0,
+            entropy_coef=0.3,
+            ref_logprobs=ref,
+            kl_coef=0.2,
+        ).loss
+
+    logprobs = (old + 0.5 * entropy_shift).requires_grad_()
+    assert torch.autograd.gradcheck(loss, (logprobs, entropy_shift.clone().requires_grad_()))
+
+
+def test_what_is_off_the_mask_touches_nothing() -> None:
+    nan, inf = float("nan"), float("inf")
+    logprobs = torch.tensor([-1.0, nan, -inf, 500.0], requires_grad=True)
+    entropy = torch.tensor([0.5, nan, inf, 1.0], requires_grad=True)
+    weights = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    out = ppo_policy_loss(
+        logprobs,
+        entropy,
+        old_logprobs=torch.tensor([-1.0, 0.0, nan, 0.0]),
+        advantages=torch.tensor([2.0, 1.0, nan, inf]),
+        loss_weights=weights,
+        token_weights=weights,
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=3.0,
+        entropy_coef=0.1,
+        ref_logprobs=torch.tensor([-1.0, nan, 0.0, -inf]),
+        kl_coef=0.1,
+    )
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-2.05)
+    assert all(math.isfinite(value.item()) for value in [*out.sums.values(), *out.maxima.values()])
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-2.0, 0.0, 0.0, 0.0]))
+    torch.testing.assert_close(entropy.grad, torch.tensor([-0.1, 0.0, 0.0, 0.0]))
+
+
+def test_an_exploding_ratio_stays_finite() -> None:
+    logprobs = torch.tensor([0.0], requires_grad=True)
+    one = torch.ones(1)
+    out = ppo_policy_loss(
+        logprobs, None, old_logprobs=torch.tensor([-200.0]), advantages=-one, loss_weights=one, token_weights=one,
+        clip_low=0.2, clip_high=0.2,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(math.exp(20), rel=1e-6)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == 0.0
+
+
+def test_shares_add_up() -> None:
+    g = torch.Generator().manual_seed(2)
+    old, advantages, entropy = torch.randn(3, 20, generator=g)
+    logprobs = old + 0.4 * torch.randn(20, generator=g)
+    weights = torch.where(torch.rand(20, generator=g) < 0.7, 0.1, 0.0)
+
+    def part(chosen: slice) -> LossOutput:
+        return ppo_policy_loss(
+            logprobs[chosen],
+            entropy[chosen],
+            old_logprobs=old[chosen],
+            advantages=advantages[chosen],
+            loss_weights=weights[chosen],
+            token_weights=weights[chosen],
+            clip_low=0.2,
+            clip_high=0.2,
+            entropy_coef=0.1,
+            ref_logprobs=old[chosen] - 0.3,
+            kl_coef=0.1,
+        )
+
+    whole = part(slice(0, 20))
+    parts = [part(slice(0, 3)), part(slice(3, 11)), part(slice(11, 20))]
+    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), rel=1e-5)
+    for name, value in whole.sums.items():
+        assert not value.requires_grad
+        assert sum(p.sums[name].item() for p in parts) == pytest.approx(value.item(), rel=1e-5, abs=1e-7)
+    assert max(p.maxima["actor/ratio_max"].item() for p in parts) == whole.maxima["actor/ratio_max"].item()

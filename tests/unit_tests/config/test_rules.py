@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import pytest
+
+from mega_rl.config.loader import load
+from mega_rl.config.rules import ModelFacts, check, flat
+from mega_rl.config.schema import Config
+
+FACTS = ModelFacts(
+    num_layers=12,
+    num_heads=16,
+    num_kv_heads=8,
+    ffn_hidden_size=96,
+    vocab_size=1000,
+    max_position_embeddings=4096,
+)
+
+
+def broken(*overrides: str, world_size: int = 1, facts: ModelFacts = FACTS) -> list[str]:
+    return check(load(None, overrides), world_size=world_size, models={"model.path": facts})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, ()),
+        (8, ("parallel.tp=4", "parallel.sequence_parallel=true")),
+        (8, ("parallel.pp=4",)),
+        (4, ("parallel.pp=4", "parallel.vpp=3")),
+        (2, ("parallel.pp=2", "parallel.vpp=2", "parallel.overlap_p2p=true")),
+        (16, ("parallel.tp=16",)),  # more ranks than key-value heads: each is held twice
+        (64, ()),
+        (64, ("trainer.minibatch_size=16", "rollout.n=4")),  # one sequence for each rank
+        (1, ("algorithm.advantage=grpo", "rollout.n=2", "algorithm.kl_placement=loss", "algorithm.kl_coef=0.1")),
+        (1, ("algorithm.kl_placement=reward", "algorithm.kl_control=adaptive", "algorithm.kl_target=0.2")),
+        (1, ("algorithm.dual_clip=3",)),
+        (1, ("optim.schedule=cosine", "optim.min_lr_ratio=0.1", "optim.warmup_steps=99")),
+        (1, ("trainer.packing=false", "trainer.micro_batch_size=2")),
+        (1, ("trainer.val_interval=5", "data.val_size=8")),
+        (1, ("rollout.stop_token_ids=[0,999]",)),
+        (1, ("trainer.max_tokens_per_microbatch=1280",)),
+        (1, ("data.max_prompt_tokens=3840",)),
+    ],
+)
+def test_configs_that_can_run(world_size: int, overrides: tuple[str, ...]) -> None:
+    assert broken(*overrides, world_size=world_size) == []
+
+
+RULES = [
+    (
+        3,
+        "parallel.tp=2",
+        "world size 3 is not a multiple of parallel.tp*pp*cp=2*1*1=2; "
+        "start a multiple of 2 ranks, or choose sizes whose product divides 3",
+    ),
+    (2, "parallel.cp=2", "parallel.cp=2: context parallelism is not in this release; legal: 1"),
+    (
+        1,
+        "parallel.sequence_parallel=true",
+        "parallel.sequence_parallel=true needs parallel.tp above 1; there is nothing to shard over with tp=1",
+    ),
+    (1, "parallel.vpp=2", "parallel.vpp=2 needs parallel.pp above 1; set vpp=1"),
+    (
+        2,
+        "parallel.pp=2 parallel.vpp=3",
+        "parallel.vpp=3 with pp=2 needs parallel.overlap_p2p=true; without it gradients are wrong",
+    ),
+    (
+        4,
+        "parallel.pp=4 parallel.overlap_p2p=true",
+        "parallel.overlap_p2p=true has no effect: it needs parallel.vpp above 1; "
+        "set that or remove parallel.overlap_p2p",
+    ),
+    (
+        1,
+        "trainer.minibatch_size=24",
+        "trainer.minibatch_size=24 does not divide trainer.prompts_per_step=64; legal: 1, 2, 4, 8, 16, 32, 64",
+    ),
+    (
+        6,
+        "",
+        "trainer.prompts_per_step=64 is not a multiple of the data-parallel size 6 (world size 6 / tp*pp*cp 1); "
+        "legal: multiples of 6",
+    ),
+    (
+        64,
+        "trainer.minibatch_size=16 rollout.n=2",
+        "trainer.minibatch_size*rollout.n=16*2=32 leaves some of the 64 data-parallel ranks without a sequence; "
+        "make it at least 64",
+    ),
+    (
+        1,
+        "trainer.max_tokens_per_microbatch=1279",
+        "trainer.max_tokens_per_microbatch=1279 cannot hold one sequence of "
+        "data.max_prompt_tokens+rollout.max_new_tokens=1280; make it at least 1280",
+    ),
+    (1, "optim.warmup_steps=100", "optim.warmup_steps=100 must be below trainer.steps=100"),
+    (
+        1,
+        "algorithm.critic_warmup_steps=100",
+        "algorithm.critic_warmup_steps=100 must be below trainer.steps=100; the actor would never train",
+    ),
+    (
+        1,
+        "trainer.val_interval=5",
+        "trainer.val_interval=5 needs validation prompts; set data.val_files or data.val_size",
+    ),
+    (
+        1,
+        "algorithm.advantage=grpo",
+        "rollout.n=1: algorithm.advantage=grpo compares samples of a prompt; legal: at least 2",
+    ),
+    (
+        1,
+        "algorithm.advantage=grpo rollout.n=4 algorithm.kl_placement=reward",
+        "algorithm.kl_placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per token "
+        "has no place in it; legal: none, loss",
+    ),
+    (1, "algorithm.dual_clip=1", "algorithm.dual_clip=1: legal: 0 (off) or above 1"),
+    (
+        3,
+        "parallel.tp=3 trainer.prompts_per_step=66 trainer.minibatch_size=66",
+        "parallel.tp=3 does not divide the 16 attention heads of model.path; legal: 1, 2, 4, 8, 16",
+    ),
+    (
+        5,
+        "parallel.pp=5",
+        "parallel.pp*vpp=5*1=5 does not divide the 12 layers of model.path; legal products: 1, 2, 3, 4, 6, 12",
+    ),
+    (
+        1,
+        "data.max_prompt_tokens=3841",
+        "data.max_prompt_tokens+rollout.max_new_tokens=4097 is above the 4096 positions of model.path; "
+        "make them shorter",
+    ),
+    (
+        1,
+        "rollout.stop_token_ids=[1000,3,-1]",
+        "rollout.stop_token_ids=[1000, -1]: legal: 0 to 999, the vocabulary of model.path",
+    ),
+]
+
+
+@pytest.mark.parametrize(("world_size", "overrides", "line"), RULES)
+def test_broken_rules(world_size: int, overrides: str, line: str) -> None:
+    assert line in broken(*overrides.split(), world_size=world_size)
+
+
+def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> None:
+    more = {index for index, (world, text, _) in enumerate(RULES) if len(broken(*text.split(), world_size=world)) > 1}
+    assert more == {16}  # tp=3 breaks two rules of the heads
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "needs"),
+    [
+        ("algorithm.advantage=grpo rollout.n=2 optim.critic_lr=1", "optim.critic_lr", "algorithm.advantage=gae"),
+        (
+            "algorithm.advantage=grpo rollout.n=2 algorithm.critic_warmup_steps=3",
+            "algorithm.critic_warmup_steps",
+            "algorithm.advantage=gae",
+        ),
+        (
+            "algorithm.advantage=grpo rollout.n=2 algorithm.whiten_advantages=false",
+            "algorithm.whiten_advantages",
+            "algorithm.advantage=gae",
+        ),
+        (
+            "algorithm.grpo_std_normalization=false",
+            "algorithm.grpo_std_normalization",
+            "algorithm.advantage=grpo",
+        ),
+        ("algorithm.kl_coef=0.1", "algorithm.kl_coef", "algorithm.kl_placement=reward or loss"),
+        ("model.ref_path=x", "model.ref_path", "algorithm.kl_placement=reward or loss"),
+        ("algorithm.kl_control=adaptive", "algorithm.kl_control", "algorithm.kl_placement=reward or loss"),
+        ("algorithm.kl_placement=loss algorithm.kl_horizon=5", "algorithm.kl_horizon", "algorithm.kl_control=adaptive"),
+        ("optim.min_lr_ratio=0.5", "optim.min_lr_ratio", "optim.schedule=linear or cosine"),
+        ("trainer.micro_batch_size=1", "trainer.micro_batch_size", "trainer.packing=false"),
+        (
+            "trainer.packing=false trainer.max_tokens_per_microbatch=64",
+            "trainer.max_tokens_per_microbatch",
+            "trainer.packing=true",
+        ),
+        ("data.val_size=4", "data.val_size", "trainer.val_interval above 0"),
+        ("trainer.val_interval=1 data.val_files=[a] data.val_size=4", "data.val_size", "no data.val_files"),
+    ],
+)
+def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> None:
+    config = load(None, overrides.split())
+    (line,) = broken(*overrides.split())
+    value = str(flat(config)[key])
+    value = {"True": "true", "False": "false"}.get(value, value)
+    assert line == f"{key}={value} has no effect: it needs {needs}; set that or remove {key}"
+
+
+def test_kv_heads_may_divide_tp_or_the_other_way_round_but_not_neither() -> None:
+    facts = ModelFacts(**{**vars(FACTS), "num_heads": 24, "num_kv_heads": 6})
+    assert broken("parallel.tp=3", world_size=3, facts=facts)[1:] == []  # only prompts_per_step % dp is left
+    assert broken("parallel.tp=12", world_size=12, facts=facts) == []
+    assert broken("parallel.tp=4", world_size=4, facts=facts) == [
+        "parallel.tp=4 neither divides nor is a multiple of the 6 key-value heads of model.path; "
+        "legal: 1, 2, 3, 6, 12, 24"
+    ]
+
+
+def test_feed_forward_size_limits_tp() -> None:
+    facts = ModelFacts(**{**vars(FACTS), "ffn_hidden_size": 100})
+    assert broken("parallel.tp=8", world_size=8, facts=facts) == [
+        "parallel.tp=8 does not divide the feed-forward size 100 of model.path; legal: 1, 2, 4"
+    ]
+
+
+def test_latent_attention_with_tp_needs_sequence_parallel() -> None:
+    facts = ModelFacts(**{**vars(FACTS), "multi_latent_attention": True})
+    assert broken("parallel.tp=2", world_size=2, facts=facts) == [
+        "model.path has multi-latent attention: parallel.tp=2 needs parallel.sequence_parallel=true"
+    ]
+    assert broken("parallel.tp=2", "parallel.sequence_parallel=true", world_size=2, facts=facts) == []
+    assert broken(facts=facts) == []
+
+
+def test_every_model_is_checked_and_named() -> None:
+    critic = ModelFacts(**{**vars(FACTS), "num_layers": 9})
+    config = load(None, ["parallel.pp=2"])
+    (line,) = check(config, world_size=2, models={"model.path": FACTS, "model.critic_path": critic})
+    assert "the 9 layers of model.critic_path" in line
+
+
+def test_rules_without_a_model_and_all_at_once() -> None:
+    config = load(None, ["parallel.tp=3", "algorithm.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"])
+    assert len(check(config, world_size=4)) == 4
+
+
+def test_the_largest_batch_is_answered_at_once() -> None:
+    assert (
+        "legal: 1, 2, 4, 5, 8, 10" in broken("trainer.prompts_per_step=1000000000000000", "trainer.minibatch_size=7")[0]
+    )
+
+
+def test_flat_lists_every_key_once() -> None:
+    values = flat(Config())
+    assert values["optim.lr"] == 1e-6
+    assert len(values) == sum(len(vars(section)) for section in vars(Config()).values())

@@ -1,0 +1,266 @@
+"""Export: what comes out of a model is what went in, bit for bit, on one rank, many simulated and four real ones."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mega_rl.converters.export import assemble_bucket, buckets, companions, export_hf, save_hf
+from mega_rl.converters.hf_config import HFConfig, read_hf_config
+from mega_rl.converters.load import load_hf
+from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
+from mega_rl.converters.plan import export_plan
+from mega_rl.errors import UserError
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.converters.fakes import LAYOUTS, State, chunks_of_rank, hf_state, ranks, small_config
+
+FIRST = RankCoordinates(tp_rank=0, cp_rank=0, dp_rank=0, pp_rank=0)
+
+
+def simulate(
+    hf: HFConfig, chunks: dict[RankCoordinates, list[nn.Module]], layout: ParallelLayout, *, bucket_bytes: int
+) -> State:
+    """Export with the collectives replaced by looking at every rank's chunks."""
+    result = {}
+    for bucket in buckets(export_plan(hf, layout), bucket_bytes=bucket_bytes, itemsize=4):
+        rows = []
+        for tp_rank in range(layout.tp):
+            at = RankCoordinates(tp_rank=tp_rank, cp_rank=0, dp_rank=0, pp_rank=bucket[0].pp_rank)
+            rows.append(torch.cat([chunks[at][p.vp_stage].get_parameter(p.name).detach().reshape(-1) for p in bucket]))
+        result.update(assemble_bucket(bucket, torch.stack(rows)))
+    return result
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 1 << 30])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_layout(layout: ParallelLayout, bucket_bytes: int, tied: bool) -> None:
+    hf = small_config(tied=tied, family="qwen2", qkv_bias=True)
+    state = hf_state(hf)
+    chunks = {at: chunks_of_rank(hf, state, layout, at, fill=None) for at in ranks(layout)}
+    exported = simulate(hf, chunks, layout, bucket_bytes=bucket_bytes)
+    assert exported.keys() == state.keys()
+    assert all(torch.equal(exported[name], state[name]) for name in state)
+
+
+def test_buckets_are_bounded_and_few() -> None:
+    hf, layout = small_config(), LAYOUTS["tp2-pp2"]
+    plan = export_plan(hf, layout)
+    found = list(buckets(plan, bucket_bytes=4000, itemsize=4))
+    assert [p for bucket in found for p in bucket] == list(plan)
+    for bucket in found:
+        assert len({p.pp_rank for p in bucket}) == 1
+        assert len(bucket) == 1 or sum(p.numel for p in bucket) * 4 <= 4000
+    # Large buckets: one per pipeline rank.
+    assert len(list(buckets(plan, bucket_bytes=1 << 30, itemsize=4))) == 2
+
+
+def one_rank(hf: HFConfig, state: State, **kwargs: Any) -> tuple[list[nn.Module], State]:
+    layout = LAYOUTS["one"]
+    chunks = chunks_of_rank(hf, state, layout, FIRST, fill=None)
+    return chunks, dict(export_hf(chunks, hf=hf, layout=layout, coordinates=FIRST, **kwargs))
+
+
+def test_tensors_belong_to_the_consumer() -> None:
+    hf = small_config()
+    state = hf_state(hf)
+    chunks, exported = one_rank(hf, state)
+    with torch.no_grad():
+        for param in chunks[0].parameters():
+            param.zero_()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, state[name])
+        assert tensor.is_contiguous()
+        assert not tensor.requires_grad
+
+
+def test_te_names_and_dtype() -> None:
+    hf, layout = small_config(), LAYOUTS["one"]
+    state = hf_state(hf)
+    chunks = chunks_of_rank(hf, state, layout, FIRST, spec="te", fill=None)
+    exported = dict(export_hf(chunks, hf=hf, layout=layout, coordinates=FIRST, dtype=torch.bfloat16))
+    assert all(torch.equal(exported[name], state[name].bfloat16()) for name in state)
+
+
+def test_value_head() -> None:
+    hf = small_config(tied=True)
+    state = hf_state(hf, value_head=True)
+    _, exported = one_rank(hf, state, head="value")
+    assert exported.keys() == state.keys()
+    assert torch.equal(exported["score.weight"], state["score.weight"])
+
+
+def test_missing_groups_are_found() -> None:
+    with pytest.raises(AssertionError, match="tp_group"):
+        next(export_hf([], hf=small_config(), layout=LAYOUTS["tp2"], coordinates=FIRST))
+    with pytest.raises(AssertionError, match="pp_group"):
+        next(export_hf([], hf=small_config(), layout=LAYOUTS["pp2"], coordinates=FIRST))
+
+
+# Checkpoints as transformers writes them.
+
+
+def shapes_only(hf: HFConfig) -> State:
+    return {name: torch.zeros_like(t) for name, t in hf_state(hf).items()}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
+    """Disk -> every rank of TP2 x PP2 -> one rank's disk -> transformers, bit for bit; single file and sharded."""
+    from transformers import AutoModelForCausalLM
+
+    source = write_tiny_checkpoint(tmp_path / "hf", family=family, tied=tied, dtype=dtype)
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    resharded = tmp_path / "sharded"
+    original.save_pretrained(resharded, max_shard_size="20KB")
+    assert len(list(resharded.glob("*.safetensors"))) > 2
+    hf = read_hf_config(source)
+    assert read_hf_config(resharded) == hf
+    expected = {name: t for name, t in original.state_dict().items() if not (tied and name == "lm_head.weight")}
+
+    layout = LAYOUTS["tp2-pp2"]
+    empty = {name: t.to(dtype) for name, t in shapes_only(hf).items()}
+    chunks = {at: chunks_of_rank(hf, empty, layout, at) for at in ranks(layout)}
+    for at, of_rank in chunks.items():
+        load_hf(of_rank, resharded, hf=hf, layout=layout, coordinates=at, spec="local")
+    exported = simulate(hf, chunks, layout, bucket_bytes=3000)
+    assert exported.keys() == expected.keys()
+    assert all(same(exported[name], expected[name]) for name in expected)
+
+    one = chunks_of_rank(hf, empty, LAYOUTS["one"], FIRST)
+    load_hf(one, source, hf=hf, layout=LAYOUTS["one"], coordinates=FIRST, spec="local")
+    settings: dict[str, Any] = {"hf": hf, "layout": LAYOUTS["one"], "coordinates": FIRST, "source": source}
+    save_hf(one, tmp_path / "out", shard_bytes=20_000, **settings)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).state_dict()
+    assert all(same(again[name], t) for name, t in original.state_dict().items())
+    assert again.keys() == original.state_dict().keys()
+    assert (tmp_path / "out/config.json").read_bytes() == (source / "config.json").read_bytes()
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    with pytest.raises(UserError, match="not empty"):
+        save_hf(one, tmp_path / "out", **settings)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_only_the_first_replica_writes(tmp_path: Path) -> None:
+    layout = ParallelLayout(world_size=2)
+    hf = small_config()
+    chunks = chunks_of_rank(hf, hf_state(hf), layout, FIRST)
+    settings: dict[str, Any] = {"hf": hf, "layout": layout, "source": tmp_path}
+    save_hf(chunks, tmp_path / "out", coordinates=layout.coordinates(1), **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_companions(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json"):
+        companions(tmp_path)
+    copied = [
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "tokenizer.model",
+        "vocab.json",
+    ]
+    left = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "modeling_x.py", "run.sh"]
+    for name in copied + left:
+        (tmp_path / name).write_text(name)
+    assert list(companions(tmp_path)) == sorted(copied)
+
+
+# Arguments of Megatron-Core.
+
+
+def test_model_arguments() -> None:
+    hf = small_config(tied=True, family="qwen2", qkv_bias=True, qk_norm=False)
+    config = transformer_config_kwargs(hf)
+    assert (config["kv_channels"], config["num_query_groups"], config["add_qkv_bias"]) == (6, 2, True)
+    assert (config["qk_layernorm"], config["add_bias_linear"], config["normalization"]) == (False, False, "RMSNorm")
+    assert config["activation_func"] is torch.nn.functional.silu
+    model = gpt_model_kwargs(hf, 16)
+    assert (model["vocab_size"], model["share_embeddings_and_output_weights"], model["rotary_base"]) == (
+        16,
+        True,
+        10000,
+    )
+    assert (model["rope_scaling"], model["seq_len_interpolation_factor"]) == (False, None)
+
+
+def test_rope_arguments() -> None:
+    from mega_rl.converters.hf_config import Rope
+
+    llama3 = gpt_model_kwargs(small_config(rope=Rope("llama3", 5e5, 32.0)), 13)
+    assert (llama3["rope_scaling"], llama3["rope_scaling_factor"], llama3["rotary_base"]) == (True, 32.0, 500000)
+    assert llama3["seq_len_interpolation_factor"] is None
+    linear = gpt_model_kwargs(small_config(rope=Rope("linear", 1e4, 4.0)), 13)
+    assert (linear["rope_scaling"], linear["seq_len_interpolation_factor"]) == (False, 4.0)
+
+
+# Four processes with gloo groups.
+
+FOUR_RANKS = {
+    "tp4": ParallelLayout(world_size=4, tp=4),
+    "tp2-pp2-vpp2": ParallelLayout(world_size=4, tp=2, pp=2, vpp=2),
+    "pp2-dp2": ParallelLayout(world_size=4, pp=2),
+}
+
+
+def group_of(layout: ParallelLayout, rank: int, name: str) -> dist.ProcessGroup | None:
+    """The group of ranks that differ from `rank` in one coordinate; every rank makes every group."""
+    mine = None
+    others = [n for n in ("tp_rank", "pp_rank", "dp_rank") if n != name]
+    key = lambda r: tuple(getattr(layout.coordinates(r), n) for n in others)  # noqa: E731
+    for _, members in itertools.groupby(sorted(range(layout.world_size), key=key), key=key):
+        found = sorted(members)
+        group = dist.new_group(found)
+        if rank in found:
+            mine = group
+    return mine
+
+
+def export_on_four_ranks(rank: int, folder: str) -> list[str]:
+    """What this rank found wrong."""
+    dist.init_process_group("gloo")
+    faults = []
+    made = {
+        name: {"tp_group": group_of(layout, rank, "tp_rank"), "pp_group": group_of(layout, rank, "pp_rank")}
+        for name, layout in FOUR_RANKS.items()
+    }
+    cases = itertools.product(FOUR_RANKS.items(), [(False, torch.bfloat16), (True, torch.float32)])
+    for (name, layout), (tied, dtype) in cases:
+        hf = small_config(tied=tied)
+        state = hf_state(hf, dtype=dtype)
+        at = layout.coordinates(rank)
+        chunks = chunks_of_rank(hf, state, layout, at, fill=None)
+        common: dict[str, Any] = {"hf": hf, "layout": layout, "coordinates": at, **made[name]}
+        for bucket_bytes in (500, 1 << 20):
+            stream = list(export_hf(chunks, bucket_bytes=bucket_bytes, **common))
+            exported = dict(stream)
+            if [n for n, _ in stream] != list(state):
+                faults.append(f"{name} tied={tied}: names")
+            faults += [f"{name} tied={tied}: {n}" for n, t in state.items() if not same(exported[n], t)]
+        out = Path(folder) / f"{name}-{tied}"
+        save_hf(chunks, out, source=folder, **common)
+        dist.barrier()
+        if not (out / "model.safetensors").is_file():
+            faults.append(f"{name} tied={tied}: nothing written")
+    return faults
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert run_ranks(4, export_on_four_ranks, str(tmp_path), device="cpu") == [[], [], [], []]

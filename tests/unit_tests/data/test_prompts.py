@@ -1,0 +1,307 @@
+"""Prompts: good files load, every bad row is named, order resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.types import Prompt
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte; 256 is the beginning-of-sequence token."""
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[256] * add_special_tokens + list(text.encode()) for text in texts]}
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        if conversation[0]["role"] == "robot":
+            raise ValueError("no robots")
+        turns = "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
+        return turns + "<assistant>" * add_generation_prompt
+
+
+def load(*files: Path, **changed: Any) -> list[Prompt]:
+    arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "vocab_size": 257, "max_prompt_tokens": 50} | changed
+    return load_prompts(files, **arguments)
+
+
+def jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_bytes(b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows) + b"\n")
+    return path
+
+
+def problems(error: pytest.ExceptionInfo[UserErrors]) -> list[str]:
+    return list(error.value.problems)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2", "noise": 1}, b"", {"prompt": "é", "answer": 7, "noise": [None]}]
+    prompts = load(jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", [{"prompt": "x", "answer": 0.5}]))
+    assert prompts == [
+        Prompt(index=0, token_ids=(256, *b"1+1="), text="1+1=", answer="2"),
+        Prompt(index=1, token_ids=(256, 0xC3, 0xA9), text="é", answer="7"),
+        Prompt(index=2, token_ids=(256, ord("x")), text="x", answer="0.5"),
+    ]
+
+
+def test_a_byte_order_mark_and_other_keys(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", ["\ufeff".encode() + b'{"q": "x", "a": "y"}'])
+    assert load(file, prompt_key="q", answer_key="a")[0].text == "x"
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "a"}, {"prompt": messages, "answer": "b"}])
+    one, two = load(file, chat_template=True)
+    assert bytes(one.token_ids) == b"<user>hi<assistant>"  # no token 256: the template adds its own
+    assert one.text == "hi"
+    assert bytes(two.token_ids) == b"<system>be brief<user>1+1<assistant>"
+    assert two.text == "1+1"
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "a.parquet"
+    messages = [{"role": "user", "content": "hi"}]
+    pq.write_table(pa.table({"prompt": ["a", "b"], "noise": [1, 2], "answer": [3, 4]}), file)
+    chat = tmp_path / "chat.parquet"
+    pq.write_table(pa.table({"prompt": [messages], "answer": ["x"]}), chat)
+    assert [(p.index, p.text, p.answer) for p in load(file)] == [(0, "a", "3"), (1, "b", "4")]
+    assert load(chat, chat_template=True)[0].text == "hi"
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    good = tmp_path / "good.parquet"
+    pq.write_table(pa.table({"prompt": ["a" * 1000] * 1000, "answer": [str(i) for i in range(1000)]}), good)
+    garbage, truncated = tmp_path / "garbage.parquet", tmp_path / "truncated.parquet"
+    garbage.write_bytes(b"not parquet at all")
+    truncated.write_bytes(good.read_bytes()[:-20])
+    hollow = tmp_path / "hollow.parquet"  # an intact footer over overwritten pages
+    content = bytearray(good.read_bytes())
+    content[4:200] = bytes(196)
+    hollow.write_bytes(content)
+    columns = tmp_path / "columns.parquet"
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), columns)
+    nulls = tmp_path / "nulls.parquet"
+    pq.write_table(pa.table({"prompt": ["a", None], "answer": ["b", "c"]}), nulls)
+    with pytest.raises(UserErrors) as error:
+        load(garbage, truncated, hollow, columns, nulls)
+    lines = problems(error)
+    assert lines[0].startswith(f"{garbage}: is not a readable Parquet file: ")
+    assert lines[1].startswith(f"{truncated}: is not a readable Parquet file: ")
+    assert lines[2].startswith(f"{hollow}: cannot be read: ")
+    assert not any("\n" in line for line in lines)
+    assert lines[3] == f"{columns}: has no column prompt; its columns are question, answer"
+    assert lines[4] == f"{nulls}: row 2: 'prompt' is null, not a string or a list of messages"
+    assert len(lines) == 5
+
+
+BAD_ROWS: list[tuple[Any, str]] = [
+    (b'{"prompt": "a", ', "is not JSON"),
+    (b'{"prompt": "\xff", "answer": "b"}', "is not UTF-8 (byte 13 of the line)"),
+    (b"[" * 100_000, "is not usable JSON"),
+    (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", "is not usable JSON"),
+    (["a", "b"], "is a list, not an object"),
+    ({"prompt": "a"}, "has no 'answer'; its keys are 'prompt'"),
+    ({}, "has no 'prompt'; its keys are none"),
+    ({"prompt": 3, "answer": "b"}, "'prompt' is a number, not a string"),
+    ({"prompt": None, "answer": "b"}, "'prompt' is null"),
+    ({"prompt": "a", "answer": ["b"]}, "'answer' is a list, not a string or a number"),
+    ({"prompt": "a", "answer": True}, "'answer' is true or false"),
+    ({"prompt": " \n", "answer": "b"}, "'prompt' is empty"),
+    ({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}, "needs data.chat_template=true"),
+    (b'{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
+    (b'{"prompt": "a", "answer": "\\udfff"}', "'answer' holds"),
+]
+
+
+def test_every_bad_row_is_named(tmp_path: Path) -> None:
+    good = {"prompt": "a", "answer": "b"}
+    file = jsonl(tmp_path / "bad.jsonl", [good, *(row for row, _ in BAD_ROWS), good])
+    with pytest.raises(UserErrors) as error:
+        load(file)
+    lines = problems(error)
+    for number, (line, (_, expected)) in enumerate(zip(lines, BAD_ROWS, strict=False), start=2):
+        assert line.startswith(f"{file}:{number}: ")
+        assert expected in line
+    assert lines[len(BAD_ROWS) :] == ["set data.malformed_rows=drop to go on without them"]
+
+
+def test_bad_rows_can_be_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = {"prompt": "a", "answer": "b"}
+    file = jsonl(tmp_path / "bad.jsonl", [*(row for row, _ in BAD_ROWS), good])
+    with caplog.at_level(logging.WARNING):
+        (prompt,) = load(file, malformed="drop")
+    assert prompt.index == len(BAD_ROWS)
+    assert f"{len(BAD_ROWS)} rows are dropped, the first is {file}:1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([], "is an empty list of messages"),
+        (["a"], "message 1 of 'prompt' is not an object"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": 1}], "message 2 of 'prompt'"),
+        ([{"role": "robot", "content": "a"}], "the tokenizer's chat template refuses it: no robots"),
+    ],
+)
+def test_bad_messages(tmp_path: Path, prompt: Any, expected: str) -> None:
+    file = jsonl(tmp_path / "bad.jsonl", [{"prompt": prompt, "answer": "b"}])
+    with pytest.raises(UserErrors, match=expected):
+        load(file, chat_template=True)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "rows.csv").touch()
+    names = ["missing.jsonl", "empty.jsonl", "folder.jsonl", "rows.csv"]
+    with pytest.raises(UserErrors) as error:
+        load(*(tmp_path / name for name in names))
+    assert problems(error) == [
+        f"{tmp_path}/missing.jsonl: no such file",
+        f"{tmp_path}/empty.jsonl: holds no rows",
+        f"{tmp_path}/folder.jsonl: is a folder, not a file",
+        f"{tmp_path}/rows.csv: unknown suffix '.csv': prompt files are .jsonl or .parquet",
+    ]
+    with pytest.raises(UserError, match=r"data\.train_files"):
+        load()
+
+
+def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "bad.jsonl", [{}] * 57)
+    with pytest.raises(UserErrors) as error:
+        load(file)
+    lines = problems(error)
+    assert len(lines) == 22
+    assert lines[19].startswith(f"{file}:20: ")
+    assert lines[20] == "... and 37 more"
+
+
+def test_overlong_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n, "answer": "y"} for n in (4, 5, 6)])
+    with pytest.raises(UserErrors) as error:
+        load(file, max_prompt_tokens=5)
+    assert problems(error) == [
+        f"{file}:2: the prompt has 6 tokens, above data.max_prompt_tokens=5",
+        f"{file}:3: the prompt has 7 tokens, above data.max_prompt_tokens=5",
+        "set data.overlong_prompts=drop to go on without them",
+    ]
+    with caplog.at_level(logging.WARNING):
+        kept = load(file, max_prompt_tokens=5, overlong="drop")
+    assert [prompt.index for prompt in kept] == [0]
+    assert "2 rows are dropped" in caplog.text
+    with pytest.raises(UserError, match="no usable prompt is left of 3 rows"):
+        load(file, max_prompt_tokens=2, overlong="drop")
+
+
+def test_token_ids_outside_the_vocabulary_are_never_dropped(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "y"}])
+    with pytest.raises(UserErrors, match=r"a\.jsonl:1: token id 256 is outside the model's vocabulary of 256"):
+        load(file, vocab_size=256, malformed="drop", overlong="drop")
+
+
+def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: i for i, symbol in enumerate(["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    messages = [{"role": "user", "content": "hi"}]
+    plain = jsonl(tmp_path / "plain.jsonl", [{"prompt": "é+1", "answer": "b"}])
+    chat = jsonl(tmp_path / "chat.jsonl", [{"prompt": messages, "answer": "b"}])
+    (prompt,) = load(plain, tokenizer=tokenizer)
+    assert prompt.token_ids[0] == 0
+    assert tokenizer.decode(prompt.token_ids[1:]) == "é+1"
+    with pytest.raises(UserErrors, match=r"chat\.jsonl:1: the tokenizer's chat template refuses it: .*chat_template"):
+        load(chat, tokenizer=tokenizer, chat_template=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not no') }}{% endif %}"
+        "<s>[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (prompt,) = load(chat, tokenizer=tokenizer, chat_template=True)
+    assert tokenizer.decode(prompt.token_ids) == "<s>[user]hi[assistant]"  # one <s>, the template's
+    refused = jsonl(tmp_path / "refused.jsonl", [{"prompt": "no", "answer": "b"}])
+    with pytest.raises(UserErrors, match="refuses it: not no"):
+        load(refused, tokenizer=tokenizer, chat_template=True)
+
+
+def some(count: int) -> list[Prompt]:
+    return [Prompt(index=i, token_ids=(i,), text=str(i), answer=str(-i)) for i in range(count)]
+
+
+def test_split() -> None:
+    prompts = some(20)
+    train, held_out = split(prompts, 5, seed=3)
+    assert (len(train), len(held_out)) == (15, 5)
+    assert sorted([*train, *held_out], key=lambda p: p.index) == prompts
+    assert [p.index for p in train] == sorted(p.index for p in train)
+    assert split(prompts, 5, seed=3) == (train, held_out)
+    assert split(prompts, 5, seed=4)[1] != held_out
+    assert split(prompts, 0, seed=3) == (prompts, [])
+    with pytest.raises(UserError, match=r"data\.val_size=20"):
+        split(prompts, 20, seed=3)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("size", "batch_size"), [(10, 3), (4, 10), (5, 5), (1, 2)])
+def test_each_epoch_has_every_prompt_once(size: int, batch_size: int, shuffle: bool) -> None:
+    sampler = PromptSampler(some(size), batch_size=batch_size, shuffle=shuffle, seed=1)
+    served = [prompt.index for step in range(size) for prompt in sampler.batch(step)]  # batch_size whole epochs
+    epochs = [served[i * size : (i + 1) * size] for i in range(batch_size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    if not shuffle:
+        assert epochs == [list(range(size))] * batch_size
+    elif size >= 10:
+        assert len({tuple(epoch) for epoch in epochs}) == batch_size
+
+
+def test_a_step_depends_on_its_number_alone() -> None:
+    sampler = PromptSampler(some(10), batch_size=7, shuffle=True, seed=1)
+    onwards = [sampler.batch(step) for step in range(6)]
+    resumed = PromptSampler(some(10), batch_size=7, shuffle=True, seed=1)
+    assert [resumed.batch(step) for step in (5, 0, 3, 4, 2, 1)] == [onwards[i] for i in (5, 0, 3, 4, 2, 1)]
+    other = PromptSampler(some(10), batch_size=7, shuffle=True, seed=2)
+    assert [other.batch(step) for step in range(6)] != onwards
+
+
+def test_shuffling_is_even() -> None:
+    sampler = PromptSampler(some(4), batch_size=4, shuffle=True, seed=0)
+    firsts = Counter(sampler.batch(step)[0].index for step in range(2000))
+    assert all(400 < count < 600 for count in firsts.values())  # 500 expected, five standard deviations are 97
+
+
+def test_fingerprint() -> None:
+    prompts = some(3)
+    same = fingerprint(some(3))
+    assert fingerprint(prompts) == same
+    assert len(same) == 64
+    assert fingerprint(prompts[::-1]) != same
+    assert fingerprint(prompts[:2]) != same
+    changed = [*prompts[:2], Prompt(index=2, token_ids=(2,), text="2", answer="x")]
+    assert fingerprint(changed) != same
+    # Where one text ends and the next begins matters.
+    a = [Prompt(index=0, token_ids=(1,), text="ab", answer="c")]
+    b = [Prompt(index=0, token_ids=(1,), text="a", answer="bc")]
+    assert fingerprint(a) != fingerprint(b)

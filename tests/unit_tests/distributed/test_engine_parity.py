@@ -1,0 +1,140 @@
+"""N ranks compute what one rank computes, and one rank computes what the Hugging Face model computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import LAYOUTS
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.unit_tests.distributed.engine_cases import run_cases
+
+# fp32 on both sides: sums of a few hundred terms in another order differ by some 1e-6 of their size.
+LOGPROB_TOLERANCE = 1e-4
+RELATIVE_TOLERANCE = 1e-5
+SPLIT_LAYOUTS = [name for name in LAYOUTS if name != "1"]
+# The batch has 8 rows of at most 24 tokens.
+CUTS: dict[str, dict[str, Any]] = {
+    "packed, one sequence": {"max_tokens_per_microbatch": 24},
+    "packed, all in one": {"max_tokens_per_microbatch": 4096},
+    "padded by 1": {"packing": False, "micro_batch_size": 1},
+    "padded by 2": {"packing": False, "micro_batch_size": 2},
+    "padded by 4": {"packing": False, "micro_batch_size": 4},
+    "padded by 3, uneven": {"packing": False, "micro_batch_size": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"), family="qwen3", tied=True)
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every case, by name; one launch for each number of ranks."""
+    untied = write_tiny_checkpoint(tmp_path_factory.mktemp("untied"), family="qwen2", tied=False)
+    found: dict[str, Any] = {}
+    for world_size in sorted({size for size, _ in LAYOUTS.values()}):
+        layouts = [name for name, (size, _) in LAYOUTS.items() if size == world_size]
+        cases = [{"name": name, "checkpoint": str(checkpoint), "layout": name} for name in layouts]
+        cases += [{"name": f"{name} value", "checkpoint": str(checkpoint), "layout": name, "head": "value"} for name in layouts]
+        cases += [{"name": f"{name} untied", "checkpoint": str(untied), "layout": name} for name in layouts]
+        cases += [{"name": f"{name} bf16", "checkpoint": str(checkpoint), "layout": name, "dtype": "bf16"} for name in layouts]
+        if world_size == 1:
+            cases += [{"name": cut, "checkpoint": str(checkpoint), "layout": "1", **how} for cut, how in CUTS.items()]
+        if world_size == 2:
+            cases += [{"name": f"pp2 {cut}", "checkpoint": str(checkpoint), "layout": "pp2", **CUTS[cut]} for cut in ("padded by 3, uneven",)]
+        found |= run_ranks(world_size, run_cases, world_size, cases, timeout_s=240)[0]
+    return found
+
+
+def worst_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest distance of two tensors of one name, relative to the norm, and that name."""
+    assert left.keys() == right.keys()
+    return max(
+        (float((left[n].double() - right[n].double()).norm() / right[n].double().norm().clamp(min=1e-12)), n) for n in left
+    )
+
+
+def test_one_rank_matches_hugging_face(checkpoint: Path, results: dict[str, Any]) -> None:
+    """Log-probs of one rank within 1e-4 of transformers' own forward."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    batch = random_experience()
+    inside = torch.arange(batch.tokens.size(1)) < batch.lengths[:, None]
+    with torch.no_grad():
+        logits = model(batch.tokens, attention_mask=inside.long()).logits
+    expected = torch.zeros_like(batch.old_logprobs)
+    expected[:, 1:] = logits.log_softmax(-1)[:, :-1].gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    found = results["1"]["outputs"]
+    assert found[~batch.loss_mask].abs().max() == 0
+    assert (found - expected)[batch.loss_mask].abs().max() <= LOGPROB_TOLERANCE
+    assert found[batch.loss_mask].std() > 0.3  # log-probs that differ by so much cannot agree by chance
+
+
+@pytest.mark.parametrize("kind", ["", " value", " untied"])
+@pytest.mark.parametrize("layout", SPLIT_LAYOUTS)
+def test_layouts_agree_with_one_rank(results: dict[str, Any], layout: str, kind: str) -> None:
+    """Outputs, loss, gradient norm, every gradient, and the weights after three optimizer steps."""
+    one, many = results[f"1{kind}"], results[f"{layout}{kind}"]
+    assert (many["outputs"] - one["outputs"]).abs().max() <= LOGPROB_TOLERANCE
+    loss = "critic/loss" if kind == " value" else "actor/loss"
+    for name in (loss, "grad_norm"):
+        assert many["metrics"][name] == pytest.approx(one["metrics"][name], rel=RELATIVE_TOLERANCE), name
+    distance, name = worst_difference(many["gradients"], one["gradients"])
+    assert distance <= RELATIVE_TOLERANCE, name
+    for after_one, after_many in zip(one["steps"], many["steps"], strict=True):
+        assert after_many["grad_norm"] == pytest.approx(after_one["grad_norm"], rel=1e-4)
+    difference = max(float((many["weights"][n] - one["weights"][n]).abs().max()) for n in one["weights"])
+    assert difference <= 1e-5
+    # Adam divides by the gradient's own size, so rounding counts for much where a gradient is small: compare the way
+    # that each tensor has gone as a whole.
+    moved = [{n: r["weights"][n] - r["start"][n] for n in r["start"]} for r in (many, one)]
+    distance, name = worst_difference(*moved)
+    assert distance <= 1e-2, name
+    assert all(float(way.norm()) > 0 for way in moved[1].values())
+
+
+@pytest.mark.parametrize("layout", SPLIT_LAYOUTS)
+def test_layouts_agree_in_bf16(results: dict[str, Any], layout: str) -> None:
+    """Bf16 keeps 8 bits: gradients agree to some 2 % of their norm, log-probs to a few hundredths."""
+    one, many = results["1 bf16"], results[f"{layout} bf16"]
+    assert (many["outputs"] - one["outputs"]).abs().mean() <= 0.02
+    assert many["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=0.05)
+    distance, name = worst_difference(many["gradients"], one["gradients"])
+    assert distance <= 0.2, name
+
+
+@pytest.mark.parametrize("cut", list(CUTS))
+def test_loss_does_not_depend_on_micro_batches(results: dict[str, Any], cut: str) -> None:
+    """The same loss and gradients for every micro-batch size, packed or padded, to 1e-6 of their size."""
+    one, other = results["1"], results[cut]
+    for name in ("actor/loss", "actor/entropy", "grad_norm"):
+        assert other["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-6), name
+    distance, name = worst_difference(other["gradients"], one["gradients"])
+    assert distance <= 1e-6, name
+
+
+def test_the_cuts_are_different(results: dict[str, Any]) -> None:
+    """The test above compares what it says it compares."""
+    counts = {cut: results[cut]["metrics"]["num_microbatches"] for cut in CUTS}
+    assert counts == {
+        "packed, one sequence": counts["packed, one sequence"],
+        "packed, all in one": 1.0,
+        "padded by 1": 8.0,
+        "padded by 2": 4.0,
+        "padded by 4": 2.0,
+        "padded by 3, uneven": 3.0,
+    }
+    assert 5 <= counts["packed, one sequence"] <= 8
+
+
+def test_uneven_padded_micro_batches_in_a_pipeline(results: dict[str, Any]) -> None:
+    """The last micro-batch of a pipeline may have another shape than the others."""
+    distance, name = worst_difference(results["pp2 padded by 3, uneven"]["gradients"], results["1"]["gradients"])
+    assert distance <= RELATIVE_TOLERANCE, name

@@ -1,0 +1,54 @@
+"""Lines of metrics.jsonl: valid JSON, there and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from mega_rl.metrics.records import decode_step, encode_step, read_metrics
+
+
+def test_numbers_come_back_and_the_line_is_strict_json() -> None:
+    metrics = {"reward/mean": 0.1, "a/nan": math.nan, "a/inf": math.inf, "a/minus_inf": -math.inf, "a/count": 3}
+    line = encode_step(7, metrics)
+    assert "\n" not in line
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(line, parse_constant=refuse)["metrics"]["a/inf"] == "Infinity"
+    record = decode_step(line)
+    assert record.step == 7
+    assert math.isnan(record.metrics.pop("a/nan"))
+    metrics.pop("a/nan")
+    assert record.metrics == metrics
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"step": "1", "metrics": {}}',
+        '{"metrics": {}}',
+        '{"step": 1}',
+        '{"step": 1, "metrics": {"a": "x"}}',
+    ],
+)
+def test_other_lines_are_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_step(line)
+
+
+def test_reading_leaves_out_a_torn_end_and_names_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = "".join(encode_step(step, {"a/b": step}) + "\n" for step in (1, 2))
+    path.write_text(whole + encode_step(3, {"a/b": 3})[:-4])
+    assert [record.step for record in read_metrics(path)] == [1, 2]
+    path.write_text("oops\n" + whole)
+    with pytest.raises(ValueError, match="line 1"):
+        list(read_metrics(path))

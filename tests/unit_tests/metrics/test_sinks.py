@@ -1,0 +1,222 @@
+"""Sinks: what they write, how a resumed run goes on, and that their failures stay theirs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mega_rl.config.schema import MetricsConfig
+from mega_rl.metrics import sinks
+from mega_rl.metrics.records import read_metrics
+from mega_rl.metrics.sinks import JsonlSink, MultiSink, NullSink, RolloutDump, TensorBoardSink, make_sink
+from mega_rl.types import Metrics
+
+
+def steps_of(path: Path) -> list[int]:
+    return [record.step for record in read_metrics(path)]
+
+
+def written(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+# -- metrics.jsonl ----------------------------------------------------------------------------------------------------
+
+
+def test_every_step_is_on_disk_at_once(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl", resume_step=1)
+    for step in range(3):
+        sink.log(step, {"reward/mean": 0.5 * step, "actor/loss": math.nan})
+        records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+        assert [record.step for record in records] == list(range(step + 1))
+        assert records[-1].metrics["reward/mean"] == 0.5 * step
+
+
+def test_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path, resume_step=1)
+    for step in range(6):
+        first.log(step, {"reward/mean": 1.0})
+    with path.open("a") as file:
+        file.write('{"step": 6, "met')  # the crash
+    resumed = JsonlSink(path, resume_step=4)
+    for step in (4, 5, 6):
+        resumed.log(step, {"reward/mean": 2.0})
+    assert [(r.step, r.metrics["reward/mean"]) for r in read_metrics(path)] == [
+        (0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("resume_step", [0, 1])
+def test_new_run_in_an_old_folder_starts_empty(tmp_path: Path, resume_step: int) -> None:
+    for _ in range(2):
+        sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=resume_step)
+        sink.log(0, {"val/reward_mean": 0.0})
+        sink.log(1, {"reward/mean": 0.0})
+    assert steps_of(tmp_path / "metrics.jsonl") == [0, 1]
+
+
+def test_full_disk_loses_lines_but_not_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=1)
+    sink.log(1, {"reward/mean": 1.0})
+    write_at = sinks._write_at
+
+    def half_written(path: Path, offset: int, line: bytes) -> None:
+        write_at(path, offset, line[: len(line) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sinks, "_write_at", half_written)
+    sink.log(2, {"reward/mean": 2.0})
+    sink.log(3, {"reward/mean": 3.0})
+    assert steps_of(path) == [1], "a torn end does not hide what came before it"
+    monkeypatch.setattr(sinks, "_write_at", write_at)
+    sink.log(4, {"reward/mean": 4.0})
+    assert steps_of(path) == [1, 4]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2, "said once when it begins and once when it ends"
+    assert "metrics of step 2 lost" in messages[0]
+    assert "No space left" in messages[0]
+    assert "from step 4 on" in messages[1]
+
+
+# -- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_holds_the_scalars_and_a_resumed_run_hides_the_old_ones(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path, resume_step=1)
+    for step in (1, 2, 3):
+        first.log(step, {"reward/mean": float(step)})
+    first.close()
+    resumed = TensorBoardSink(tmp_path, resume_step=3)
+    resumed.log(3, {"reward/mean": 30.0})
+    resumed.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_rollouts_are_one_line_each(tmp_path: Path) -> None:
+    row = {"prompt": "3+4=", "response": "7\nü", "answer": "7", "reward": 1.0, "weight_version": 3}
+    dump = RolloutDump(tmp_path / "rollouts", resume_step=1)
+    dump.dump_rollouts(10, [row, row | {"reward": math.nan}])
+    lines = (tmp_path / "rollouts" / "step_000010.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [row, row | {"reward": "NaN"}]
+
+
+def test_resumed_run_drops_the_dumps_it_will_repeat_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("step_000010.jsonl", "step_000020.jsonl", "step_000030.jsonl", "step_best.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("{}\n")
+    RolloutDump(tmp_path, resume_step=20)
+    assert written(tmp_path) == ["notes.txt", "step_000010.jsonl", "step_best.jsonl"]
+
+
+# -- many sinks, and the one the config asks for ----------------------------------------------------------------------
+
+
+class Recorder(NullSink):
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[tuple[str, int]] = []
+
+    def _call(self, name: str, step: int) -> None:
+        self.calls.append((name, step))
+        if self.error:
+            raise self.error
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._call("log", step)
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._call("dump", step)
+
+    def close(self) -> None:
+        self._call("close", -1)
+
+
+@pytest.mark.parametrize("method", ["log", "dump_rollouts", "close"])
+def test_a_sink_that_fails_is_reported_once_and_the_others_go_on(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    broken, healthy = Recorder(OSError("disk gone")), Recorder()
+    multi = MultiSink([broken, healthy])
+    arguments = {"log": (1, {}), "dump_rollouts": (1, []), "close": ()}[method]
+    getattr(multi, method)(*arguments)
+    multi.log(2, {})
+    multi.close()
+    assert len(broken.calls) == 1
+    assert healthy.calls[0][0] == {"log": "log", "dump_rollouts": "dump", "close": "close"}[method]
+    assert [r.getMessage() for r in caplog.records] == [
+        "Recorder failed and is off for the rest of the run: OSError: disk gone"
+    ]
+
+
+def test_a_bug_in_a_sink_is_not_hidden() -> None:
+    with pytest.raises(KeyError):
+        MultiSink([Recorder(KeyError("typo"))]).log(1, {})
+
+
+def test_writer_gets_everything_the_config_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1, total_steps=5)
+    sink.log(1, {"reward/mean": 0.25})
+    sink.dump_rollouts(1, [{"prompt": "p"}])
+    sink.close()
+    files = written(tmp_path)
+    assert files[:2] == ["metrics.jsonl", "rollouts/step_000001.jsonl"]
+    assert len(files) == 3
+    assert files[2].startswith("tensorboard/events.out.tfevents")
+    assert [record.getMessage() for record in caplog.records] == ["step 1 | reward 0.2500"]
+
+
+@pytest.mark.parametrize("off", [{"rollout_interval": 0}, {"rollout_samples": 0}])
+def test_what_is_off_is_not_written(tmp_path: Path, off: dict[str, int]) -> None:
+    sink = make_sink(MetricsConfig(tensorboard=False, **off), tmp_path, is_writer=True, resume_step=1)  # type: ignore[arg-type]
+    sink.log(1, {"reward/mean": 0.25})
+    sink.dump_rollouts(1, [{"prompt": "p"}])
+    sink.close()
+    assert written(tmp_path) == ["metrics.jsonl"]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sink = make_sink(MetricsConfig(), tmp_path, is_writer=False, resume_step=1)
+    sink.log(1, {"reward/mean": 0.25})
+    sink.dump_rollouts(1, [{"prompt": "p"}])
+    sink.close()
+    assert written(tmp_path) == []
+    assert not caplog.records
+
+
+def test_without_the_tensorboard_package_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1)
+    sink.log(1, {"reward/mean": 0.25})
+    sink.close()
+    assert written(tmp_path) == ["metrics.jsonl"]
+    assert any("tensorboard package is not installed" in record.getMessage() for record in caplog.records)
+
+
+def test_importing_the_package_pulls_in_nothing_heavy() -> None:
+    code = (
+        "import sys, mega_rl.metrics.sinks, mega_rl.metrics.timers, mega_rl.metrics.plot\n"
+        "heavy = {'megatron', 'transformers', 'tensorboard', 'matplotlib'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,158 @@
+"""Groups: who is in them, their timeouts, and that building them again and again leaks nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mega_rl.errors import UserError
+from mega_rl.parallel.layout import ParallelLayout
+from tests.helpers.distributed import run_ranks
+
+LAYOUTS = [
+    ParallelLayout(world_size=4, tp=2, pp=2, sequence_parallel=True),
+    ParallelLayout(world_size=4, tp=2),
+    ParallelLayout(world_size=4, pp=4),
+    ParallelLayout(world_size=4, pp=2, vpp=2),
+    ParallelLayout(world_size=4, cp=2, tp=2),
+    ParallelLayout(world_size=4),
+]
+TIMEOUT_S = 20.5  # not a whole number of minutes
+
+
+def members(layout: ParallelLayout, rank: int, *varying: str) -> list[int]:
+    """Global ranks that differ from `rank` in the named coordinates only."""
+    here = dataclasses.asdict(layout.coordinates(rank))
+    fixed = [name for name in here if name not in varying]
+    places = [dataclasses.asdict(layout.coordinates(other)) for other in range(layout.world_size)]
+    return [other for other, place in enumerate(places) if all(place[name] == here[name] for name in fixed)]
+
+
+def check_groups(rank: int, layout: ParallelLayout, accelerator: Any) -> None:
+    """Members and timeouts of one layout; groups are gone afterwards."""
+    from mega_rl.parallel import groups
+
+    built = groups.initialize(layout, accelerator=accelerator, timeout_s=TIMEOUT_S)
+    assert built.coordinates == layout.coordinates(rank)
+    expected = {
+        "tp": members(layout, rank, "tp_rank"),
+        "pp": members(layout, rank, "pp_rank"),
+        "dp": members(layout, rank, "dp_rank"),
+        "replica": members(layout, rank, "tp_rank", "cp_rank", "pp_rank"),
+        "world": list(range(4)),
+    }
+    for name, ranks in expected.items():
+        assert dist.get_process_group_ranks(getattr(built, name)) == ranks, (layout, name)
+    collection = built.collection
+    if rank in (pipeline := members(layout, rank, "pp_rank"))[:: max(1, layout.pp - 1)]:
+        ends = sorted({pipeline[0], pipeline[-1]})
+        assert dist.get_process_group_ranks(collection.embd) == ends, "tied embeddings need both ends of the pipeline"
+    for field in dataclasses.fields(collection):
+        group = getattr(collection, field.name)
+        if isinstance(group, dist.ProcessGroup):
+            timeout = group._get_backend(accelerator.device).options._timeout.total_seconds()
+            assert timeout == TIMEOUT_S, (field.name, timeout)
+    for group in (built.tp, built.pp, built.dp, built.replica, built.world):
+        one = torch.ones(1, device=accelerator.device)
+        dist.all_reduce(one, group=group)
+        assert one.item() == group.size()
+    check_seeds(built, accelerator)
+    groups.destroy()
+
+
+def check_seeds(built: Any, accelerator: Any) -> None:
+    """The default stream is common, the model-parallel one differs over tensor-parallel ranks only."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from mega_rl.parallel import groups
+
+    for seed in (3, 3, 4):  # again with the same and with another seed
+        groups.seed_model_parallel(seed, built)
+    common = torch.rand(1, device=accelerator.device)
+    with get_cuda_rng_tracker().fork():
+        own = torch.rand(1, device=accelerator.device)
+    numbers = torch.zeros(4, 3, device=accelerator.device)
+    place = built.coordinates
+    numbers[built.world.rank()] = torch.tensor([common.item(), own.item(), place.tp_rank], device=accelerator.device)
+    dist.all_reduce(numbers, group=built.world)
+    assert numbers[:, 0].unique().numel() == 1
+    for row in numbers:
+        assert torch.equal(numbers[:, 1] == row[1], numbers[:, 2] == row[2])
+
+
+def build_often(rank: int) -> list[tuple[int, int]]:
+    """(threads, open files) after each of many layouts; the last ones repeat."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups
+
+    counts = []
+    for layout in [*LAYOUTS, *[LAYOUTS[0]] * 5]:
+        check_groups(rank, layout, accelerator)
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    groups.destroy()  # nothing is left: no error
+    return counts
+
+
+def test_members_timeouts_and_no_leak_over_eleven_layouts() -> None:
+    for counts in run_ranks(4, build_often):
+        assert len({threads for threads, _ in counts}) == 1, f"(threads, files) grow: {counts}"
+        # torch keeps the last group's sockets until the next is made, so only equal layouts leave equal numbers.
+        assert len(set(counts[-5:])) == 1, f"(threads, files) grow: {counts}"
+        assert counts[-1][1] <= counts[0][1], f"(threads, files) grow: {counts}"
+
+
+def wait_alone(rank: int) -> float:
+    """Seconds until a collective fails that the other rank never joins."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    from mega_rl.parallel import groups
+
+    built = groups.initialize(ParallelLayout(world_size=2, tp=2), accelerator=accelerator, timeout_s=3.0)
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(7)
+        return 0.0
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        dist.all_reduce(torch.ones(1), group=built.tp)
+    return time.monotonic() - start
+
+
+def test_a_collective_without_its_peer_fails_in_time() -> None:
+    waited, _ = run_ranks(2, wait_alone, device="cpu")
+    assert 2.5 < waited < 6.0
+
+
+def without_torchrun(rank: int) -> list[str]:
+    """Errors and the world of one process that torchrun did not start."""
+    from mega_rl.accelerator import prepare
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups
+
+    seen = []
+    for layout, timeout_s in ((ParallelLayout(world_size=2), 5.0), (ParallelLayout(), 0.0)):
+        with pytest.raises(UserError) as error:
+            groups.initialize(layout, accelerator=accelerator, timeout_s=timeout_s)
+        seen.append(f"{type(error.value).__name__}: {error.value}")
+    for _ in range(2):
+        built = groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=5)
+        dist.barrier(group=built.replica)
+        groups.destroy()
+    return seen
+
+
+def test_one_process_needs_no_torchrun() -> None:
+    ((too_few, no_time),) = run_ranks(1, without_torchrun)
+    assert too_few.startswith("UserError: layout tp1-dp2 is for 2 rank(s), but 1 were started")
+    assert no_time.startswith("UserError: trainer.timeout_s=0.0")

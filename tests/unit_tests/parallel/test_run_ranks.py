@@ -1,0 +1,70 @@
+"""The test launcher itself: results in order, failures shown at once, no hang, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.distributed import RanksFailed, run_ranks
+
+
+def describe(rank: int, text: str) -> dict[str, object]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "MASTER_ADDR")
+    return {"text": text, "tensor": torch.tensor([rank]), "environment": [os.environ[name] for name in names]}
+
+
+def raise_or_hang(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("the culprit")
+    time.sleep(60)
+
+
+def die(rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang_with_a_child(rank: int, path: str) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    Path(path).write_text(str(child.pid))
+    time.sleep(60)
+
+
+def test_results_come_in_rank_order_and_the_environment_stays() -> None:
+    before = dict(os.environ)
+    results = run_ranks(2, describe, "hello")
+    assert dict(os.environ) == before
+    for rank, result in enumerate(results):
+        assert result["text"] == "hello"
+        assert result["tensor"].item() == rank
+        assert result["environment"] == [str(rank), "2", str(rank), "1", "127.0.0.1"]
+
+
+def test_the_first_failure_ends_everybody() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match="the culprit") as error:
+        run_ranks(2, raise_or_hang, timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert "rank 1 raised" in str(error.value)
+    assert "raise_or_hang" in str(error.value)
+
+
+def test_a_dead_rank_is_named() -> None:
+    with pytest.raises(RanksFailed, match="rank 0 died of SIGSEGV"):
+        run_ranks(1, die)
+
+
+def test_a_hang_ends_at_the_timeout_with_its_children(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with pytest.raises(RanksFailed, match=r"did not end within 8 s"):
+        run_ranks(1, hang_with_a_child, str(path), timeout_s=8)
+    state = Path(f"/proc/{path.read_text()}/stat")
+    deadline = time.monotonic() + 5
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not state.exists() or state.read_text().split()[2] == "Z", "the child lives"

@@ -1,0 +1,398 @@
+"""HFRolloutEngine against transformers itself, and against itself in other batches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from mega_rl.errors import UserError
+from mega_rl.rollout.hf import HFRolloutEngine
+from mega_rl.rollout.weight_sync import checksum
+from mega_rl.types import Prompt, Rollout
+from tests.unit_tests.rollout.tiny_qwen3 import (
+    EOS_ID,
+    VOCAB_SIZE,
+    Checkpoint,
+    make_checkpoint,
+    make_engine,
+    make_prompts,
+)
+
+LENGTHS = [5, 1, 9, 3, 3, 7]
+SEED = (11, 4)
+STOPS = list(range(0, VOCAB_SIZE, 8))  # common enough for responses of every length
+
+
+def responses(rollout: Rollout) -> dict[tuple[int, int], tuple[list[int], bool, Tensor]]:
+    """(prompt_index, sample_index) -> response tokens, finished, log-probs."""
+    found = {}
+    for row in range(rollout.tokens.shape[0]):
+        start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+        key = int(rollout.prompt_index[row]), int(rollout.sample_index[row])
+        logprobs = rollout.rollout_logprobs[row, start:stop]
+        found[key] = rollout.tokens[row, start:stop].tolist(), bool(rollout.finished[row]), logprobs
+    return found
+
+
+def assert_same_samples(left: Rollout, right: Rollout) -> None:
+    """Rows that both hold are the same tokens; log-probs differ by rounding of other matrix shapes only."""
+    first, second = responses(left), responses(right)
+    assert first.keys() & second.keys()
+    for key in first.keys() & second.keys():
+        assert first[key][:2] == second[key][:2], key
+        torch.testing.assert_close(first[key][2], second[key][2], rtol=0, atol=1e-5)
+
+
+# -- the shape of a rollout --------------------------------------------------------------------------------------------
+
+
+def test_rows_are_prompt_then_response_then_padding(checkpoint: Checkpoint) -> None:
+    prompts = make_prompts(LENGTHS)
+    rollout = make_engine(checkpoint).generate(prompts, list(range(10, 16)), n=3, seed=SEED)
+    assert rollout.batch_size == torch.Size([18])
+    assert rollout.prompt_index.tolist() == [p for p in range(10, 16) for _ in range(3)]
+    assert rollout.sample_index.tolist() == [0, 1, 2] * 6
+    assert rollout.tokens.shape[1] == int(rollout.lengths.max())
+    assert rollout.weight_version.tolist() == [1] * 18
+    types = {"tokens": torch.int64, "loss_mask": torch.bool, "rollout_logprobs": torch.float32, "finished": torch.bool}
+    for name, dtype in types.items():
+        assert rollout.get(name).dtype == dtype
+    for row in range(18):
+        prompt, length = prompts[row // 3].token_ids, int(rollout.lengths[row])
+        assert tuple(rollout.tokens[row, : len(prompt)].tolist()) == prompt
+        assert int(rollout.prompt_lengths[row]) == len(prompt)
+        expected_mask = [len(prompt) <= column < length for column in range(rollout.tokens.shape[1])]
+        assert rollout.loss_mask[row].tolist() == expected_mask
+        assert not rollout.tokens[row, length:].any()
+        assert not rollout.rollout_logprobs[row][~rollout.loss_mask[row]].any()
+        assert 1 <= length - len(prompt) <= 12
+
+
+def test_rollout_can_be_trained_on(checkpoint: Checkpoint) -> None:
+    """Nothing of it is an inference-mode tensor, which autograd refuses."""
+    rollout = make_engine(checkpoint).generate(make_prompts([4]), [0], n=1, seed=SEED)
+    assert not any(rollout.get(name).is_inference() for name in ("tokens", "rollout_logprobs", "loss_mask", "finished"))
+
+
+def test_no_prompts_make_an_empty_rollout(checkpoint: Checkpoint) -> None:
+    rollout = make_engine(checkpoint).generate([], [], n=4, seed=SEED)
+    assert rollout.batch_size == torch.Size([0])
+    assert rollout.tokens.shape == (0, 0)
+    assert rollout.finished.dtype == torch.bool
+
+
+# -- a sample depends on nothing but its own prompt and counter -------------------------------------------------------
+
+
+def test_samples_do_not_depend_on_batches_order_or_company(checkpoint: Checkpoint) -> None:
+    prompts, index = make_prompts(LENGTHS), list(range(6))
+    whole = make_engine(checkpoint, stop_token_ids=STOPS).generate(prompts, index, n=4, seed=SEED)
+    assert {finished for _, finished, _ in responses(whole).values()} == {True, False}, "both ways to end are covered"
+    for batch_size in (1, 2, 5, 7):
+        assert_same_samples(
+            whole,
+            make_engine(checkpoint, stop_token_ids=STOPS, batch_size=batch_size).generate(
+                prompts, index, n=4, seed=SEED
+            ),
+        )
+    engine = make_engine(checkpoint, stop_token_ids=STOPS)
+    backwards = engine.generate(prompts[::-1], index[::-1], n=4, seed=SEED)
+    assert backwards.prompt_index.tolist() == [p for p in reversed(index) for _ in range(4)]
+    assert_same_samples(whole, backwards)
+    assert_same_samples(whole, engine.generate(prompts[2:4], [2, 3], n=4, seed=SEED))
+    assert_same_samples(whole, engine.generate(prompts[5:], [5], n=2, seed=SEED))
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 7}], ids=str)
+def test_truncated_samples_do_not_depend_on_batches(checkpoint: Checkpoint, changes: dict[str, float]) -> None:
+    prompts, index = make_prompts(LENGTHS), list(range(6))
+    whole = make_engine(checkpoint, **changes).generate(prompts, index, n=2, seed=SEED)
+    assert_same_samples(
+        whole, make_engine(checkpoint, batch_size=3, **changes).generate(prompts, index, n=2, seed=SEED)
+    )
+
+
+def test_samples_differ_by_seed_prompt_index_and_sample(checkpoint: Checkpoint) -> None:
+    engine, prompts = make_engine(checkpoint), make_prompts([5, 5])
+    prompts[1] = prompts[0]
+    rollout = responses(engine.generate(prompts, [0, 1], n=3, seed=SEED))
+    other_seed = responses(engine.generate(prompts, [0, 1], n=3, seed=(11, 5)))
+    texts = [tuple(tokens) for tokens, _, _ in [*rollout.values(), *other_seed.values()]]
+    assert len(set(texts)) == len(texts) == 12
+
+
+def test_generating_leaves_the_global_generator_alone(checkpoint: Checkpoint) -> None:
+    before = torch.get_rng_state()
+    make_engine(checkpoint).generate(make_prompts([4]), [0], n=2, seed=SEED)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# -- against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+def test_logprobs_equal_a_fresh_forward(checkpoint: Checkpoint, temperature: float, greedy: bool) -> None:
+    engine = make_engine(checkpoint, temperature=temperature, top_k=20, top_p=0.95)
+    rollout = engine.generate(make_prompts(LENGTHS), list(range(6)), n=2, seed=SEED, greedy=greedy)
+    for row in range(12):
+        start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+        tokens = rollout.tokens[row, :stop]
+        with torch.no_grad():
+            logits = checkpoint.model(tokens[None]).logits[0].double()
+        expected = (logits / temperature).log_softmax(-1)[torch.arange(start - 1, stop - 1), tokens[start:]]
+        # Float32 model, sums in another order.
+        torch.testing.assert_close(rollout.rollout_logprobs[row, start:stop].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_greedy_equals_transformers_greedy(checkpoint: Checkpoint) -> None:
+    prompts = make_prompts([*LENGTHS, 12, 2, 6, 4])
+    rollout = make_engine(checkpoint, batch_size=4).generate(prompts, list(range(10)), n=1, seed=SEED, greedy=True)
+    ours = responses(rollout)
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt.token_ids])
+        theirs = checkpoint.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert ours[i, 0][0] == theirs[0, len(prompt.token_ids) :].tolist()
+
+
+def test_first_token_has_the_models_distribution(checkpoint: Checkpoint) -> None:
+    """20,000 samples of one prompt: chi-square against the exact truncated probabilities."""
+    prompt = make_prompts([6])
+    engine = make_engine(checkpoint, temperature=1.2, top_k=12, top_p=0.9, max_new_tokens=1, batch_size=4096)
+    rollout = engine.generate(prompt, [0], n=20_000, seed=SEED)
+    with torch.no_grad():
+        logits = checkpoint.model(torch.tensor([prompt[0].token_ids])).logits[0, -1].double() / 1.2
+    probs, order = logits.softmax(-1).sort(descending=True)
+    probs, order = probs[:12] / probs[:12].sum(), order[:12]
+    kept = probs.cumsum(-1) - probs < 0.9
+    probs, order = probs[kept] / probs[kept].sum(), order[kept]
+    counts = torch.bincount(rollout.tokens[:, 6], minlength=VOCAB_SIZE)
+    assert len(order) > 2
+    assert counts[order].sum() == 20_000
+    chi_square = float(((counts[order] - 20_000 * probs) ** 2 / (20_000 * probs)).sum())
+    freedom = len(order) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_model_from_config_equals_from_pretrained(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
+    """Weights through load_weights, buffers (rotary frequencies) from the config: every logit bit for bit."""
+    made = make_checkpoint(tmp_path / "qwen3", tied=tied)
+    if family != "qwen3":
+        kind = {"qwen2": Qwen2Config, "llama": LlamaConfig}[family]
+        others = ("model_type", "architectures", "head_dim")
+        settings = {k: v for k, v in made.model.config.to_dict().items() if k not in others}
+        rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+        settings |= {"rope_parameters": rope} if family == "llama" else {}
+        AutoModelForCausalLM.from_config(kind(**settings), dtype=dtype).save_pretrained(tmp_path / family)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=dtype).eval()
+    engine = make_engine(Checkpoint(path=tmp_path / family, model=reference), dtype=dtype)
+    ids = torch.randint(3, VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert torch.equal(engine.model(ids).logits, reference(ids).logits)
+    assert {p.dtype for p in engine.model.parameters()} == {dtype}
+
+
+def test_bf16_weights_generate(checkpoint: Checkpoint) -> None:
+    rollout = make_engine(checkpoint, dtype=torch.bfloat16).generate(
+        make_prompts(LENGTHS), list(range(6)), n=2, seed=SEED
+    )
+    assert rollout.rollout_logprobs.dtype == torch.float32
+    assert (rollout.rollout_logprobs <= 0).all()
+
+
+def test_sliding_window_models_generate_as_transformers_does(tmp_path: Path) -> None:
+    """Their cache drops old tokens, so it is transformers' own."""
+    made = make_checkpoint(
+        tmp_path, use_sliding_window=True, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    )
+    prompts = make_prompts([7, 3])
+    ours = responses(make_engine(made).generate(prompts, [0, 1], n=1, seed=SEED, greedy=True))
+    for i, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt.token_ids])
+        theirs = made.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        assert ours[i, 0][0] == theirs[0, len(prompt.token_ids) :].tolist()
+
+
+def test_long_responses_outgrow_the_first_room_of_the_cache(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path, max_position_embeddings=512, eos_token_id=None)
+    prompts = make_prompts([9, 4])
+    rollout = make_engine(made, max_new_tokens=200).generate(prompts, [0, 1], n=2, seed=SEED)
+    assert rollout.lengths.tolist() == [209, 209, 204, 204]
+    tokens = rollout.tokens[0]
+    with torch.no_grad():
+        expected = made.model(tokens[None]).logits[0].double().log_softmax(-1)[torch.arange(8, 208), tokens[9:]]
+    torch.testing.assert_close(rollout.rollout_logprobs[0, 9:].double(), expected, rtol=0, atol=2e-5)
+
+
+# -- how a response ends ----------------------------------------------------------------------------------------------
+
+
+def test_a_response_holds_its_stop_token_and_nothing_after_it(checkpoint: Checkpoint) -> None:
+    prompts, index = make_prompts(LENGTHS), list(range(6))
+    free = responses(make_engine(checkpoint).generate(prompts, index, n=4, seed=SEED))
+    extra = sorted({tokens[2] for tokens, _, _ in free.values() if len(tokens) > 2 and tokens[2] != EOS_ID})[:2]
+    stopped = responses(make_engine(checkpoint, stop_token_ids=extra).generate(prompts, index, n=4, seed=SEED))
+    stops = {EOS_ID, *extra}
+    for key, (tokens, finished, _) in stopped.items():
+        ends = [place for place, token in enumerate(tokens) if token in stops]
+        assert ends == ([len(tokens) - 1] if finished else [])
+        assert finished or len(tokens) == 12
+        # Up to its end it is the response that the run without extra stops gives.
+        assert free[key][0][: len(tokens)] == tokens
+    assert sum(finished for _, finished, _ in stopped.values()) > sum(finished for _, finished, _ in free.values())
+
+
+def test_generation_config_names_the_end_of_sequence_and_nothing_else(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint.path, tmp_path / "model")
+    prompts, index = make_prompts(LENGTHS), list(range(6))
+    free = make_engine(checkpoint).generate(prompts, index, n=2, seed=SEED)
+    some_token = int(free.tokens[0, int(free.prompt_lengths[0])])
+    settings = {
+        "eos_token_id": [some_token],
+        "repetition_penalty": 5.0,
+        "temperature": 0.1,
+        "do_sample": True,
+        "top_k": 1,
+    }
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    rollout = make_engine(Checkpoint(path=tmp_path / "model", model=checkpoint.model)).generate(
+        prompts, index, n=2, seed=SEED
+    )
+    assert responses(rollout)[0, 0][:2] == ([some_token], True)
+    for key, (tokens, finished, _) in responses(rollout).items():
+        assert not finished or tokens[-1] == some_token
+        shared = min(len(tokens), len(responses(free)[key][0]))
+        assert tokens[:shared] == responses(free)[key][0][:shared]
+
+
+def test_finished_rows_leave_the_batch(checkpoint: Checkpoint) -> None:
+    """The model computes only rows that still run, once enough of them have ended."""
+    engine = make_engine(checkpoint, stop_token_ids=list(range(0, VOCAB_SIZE, 3)))
+    widths: list[int] = []
+    engine.model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    rollout = engine.generate(make_prompts([5] * 16), list(range(16)), n=4, seed=SEED)
+    assert widths[0] == 16, "each prompt is read once"
+    assert widths[1] > widths[-1]
+    response_lengths = rollout.lengths - 5
+    running = [int((response_lengths > step).sum()) for step in range(1, len(widths))]
+    assert all(ran <= width <= max(ran / 0.75, 1) for ran, width in zip(running, widths[1:], strict=True))
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_needs_weights_first(checkpoint: Checkpoint) -> None:
+    with pytest.raises(RuntimeError, match="before any weights"):
+        make_engine(checkpoint, load=False).generate(make_prompts([3]), [0], n=1, seed=SEED)
+
+
+def test_prompts_that_do_not_fit_are_refused(checkpoint: Checkpoint) -> None:
+    engine = make_engine(checkpoint)
+    with pytest.raises(UserError, match=r"53 tokens.*max_new_tokens=12.*max_position_embeddings=64"):
+        engine.generate(make_prompts([53]), [0], n=1, seed=SEED)
+    with pytest.raises(UserError, match=r"rows \[8\]"):
+        engine.generate([Prompt(index=8, token_ids=(), text="", answer="")], [0], n=1, seed=SEED)
+    with pytest.raises(ValueError, match="one index per prompt"):
+        engine.generate(make_prompts([3]), [0, 1], n=1, seed=SEED)
+
+
+def test_logits_that_are_not_finite_stop_the_run(checkpoint: Checkpoint) -> None:
+    engine = make_engine(checkpoint)
+    weights = dict(checkpoint.model.state_dict())
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
+    engine.load_weights(weights.items())
+    with pytest.raises(RuntimeError, match=r"not finite: prompt_index=7, sample_index=0, position 3"):
+        engine.generate(make_prompts([3]), [7], n=1, seed=SEED)
+
+
+def test_missing_or_unknown_config_is_one_line(tmp_path: Path) -> None:
+    settings = {"dtype": torch.float32, "device": "cpu", "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    settings |= {"max_new_tokens": 4, "stop_token_ids": [], "batch_size": 4}
+    with pytest.raises(UserError, match=r"no config\.json"):
+        HFRolloutEngine(tmp_path, **settings)  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
+    with pytest.raises(UserError, match="cannot read"):
+        HFRolloutEngine(tmp_path, **settings)  # type: ignore[arg-type]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_take_effect_and_carry_their_version(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path, seed=5)
+    prompts = make_prompts([5, 4])
+    engine = make_engine(checkpoint)
+    before = engine.generate(prompts, [0, 1], n=2, seed=SEED)
+    engine.load_weights(other.model.state_dict().items())
+    engine.finish_update(9)
+    after = engine.generate(prompts, [0, 1], n=2, seed=SEED)
+    assert_same_samples(after, make_engine(other).generate(prompts, [0, 1], n=2, seed=SEED))
+    assert responses(before)[0, 0][0] != responses(after)[0, 0][0]
+    assert after.weight_version.tolist() == [9] * 4
+
+
+def test_bad_bucket_lists_everything_and_writes_nothing(checkpoint: Checkpoint) -> None:
+    engine = make_engine(checkpoint)
+    name = "model.layers.0.mlp.up_proj.weight"
+    held = engine.checksums([name])
+    bucket = [
+        (name, torch.ones(48, 32)),
+        ("model.layers.7.mlp.up_proj.weight", torch.ones(48, 32)),
+        ("model.norm.weight", torch.ones(31)),
+    ]
+    with pytest.raises(
+        ValueError, match=r"(?s)layers\.7.*no such weight.*norm\.weight: shape \[31\], the model's is \[32\]"
+    ):
+        engine.load_weights(bucket)
+    assert engine.checksums([name]) == held
+
+
+def test_update_without_a_weight_is_refused_by_name(checkpoint: Checkpoint) -> None:
+    engine = make_engine(checkpoint)
+    weights = [(k, v) for k, v in checkpoint.model.state_dict().items() if "k_norm" not in k]
+    engine.load_weights(weights)
+    with pytest.raises(
+        RuntimeError, match=r"version 2: model\.layers\.0\.self_attn\.k_norm\.weight, model\.layers\.1\."
+    ):
+        engine.finish_update(2)
+
+
+@pytest.mark.parametrize("given", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_one_name_of_a_tied_head_is_enough(checkpoint: Checkpoint, given: str) -> None:
+    left_out = ({"lm_head.weight", "model.embed_tokens.weight"} - {given}).pop()
+    engine = make_engine(checkpoint)
+    engine.load_weights((k, v) for k, v in checkpoint.model.state_dict().items() if k != left_out)
+    engine.finish_update(2)
+
+
+def test_untied_head_is_needed(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path, tied=False)
+    engine = make_engine(made)
+    engine.load_weights((k, v) for k, v in made.model.state_dict().items() if k != "lm_head.weight")
+    with pytest.raises(RuntimeError, match=r"version 2: lm_head\.weight$"):
+        engine.finish_update(2)
+
+
+def test_checksums_are_of_what_the_model_computes_with(checkpoint: Checkpoint) -> None:
+    engine = make_engine(checkpoint, dtype=torch.bfloat16)
+    name = "model.norm.weight"
+    assert engine.checksums([name]) == {name: checksum(checkpoint.model.state_dict()[name], torch.bfloat16)}
+    with torch.no_grad():
+        engine.model.get_parameter(name)[3] += 1
+    assert engine.checksums([name])[name] != checksum(checkpoint.model.state_dict()[name], torch.bfloat16)

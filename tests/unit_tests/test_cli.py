@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mega_rl import cli, doctor
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserError
+from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
+
+ROOT = Path(__file__).parents[2]
+GOOD = ("model.path=m", "data.train_files=[d.jsonl]")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a checkpoint m and a data file d.jsonl; no launcher."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    write_checkpoint(tmp_path / "m", qwen3_config())
+    write_prompts(tmp_path / "d.jsonl")
+    Path("bad.yaml").write_text("optim: [\n")
+    Path("twice.yaml").write_text("trainer:\n  steps: 1\n  steps: 2\n")
+    return tmp_path
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configs that reached the run, in place of runs."""
+    reached: list[Config] = []
+    assemble = ModuleType("mega_rl.assemble")
+
+    def run(config: Config, accelerator: object) -> int:
+        reached.append(config)
+        return 0
+
+    assemble.run = run  # type: ignore[attr-defined]
+    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device: device)
+    monkeypatch.setitem(sys.modules, "mega_rl.assemble", assemble)
+    return reached
+
+
+BAD_CONFIGS: list[tuple[str, str]] = [
+    ("optim.learning_rate=1", "optim.learning_rate: unknown key; did you mean optim.lr?"),
+    ("rolout.n=1", "rolout.n: unknown key; did you mean rollout.n?"),
+    ("optim.lr=fast", "optim.lr='fast': needs a finite number, above 0"),
+    ("parallel.tp=0", "parallel.tp=0: must be at least 1 (ranks)"),
+    ("model.dtype=fp16", "model.dtype='fp16': must be one of bf16, fp32"),
+    ("nonsense", "override 'nonsense': needs the form section.key=value"),
+    ("--config nope.yaml", "recipe 'nope.yaml' does not exist; see recipes/ for the ones that do"),
+    (
+        "--config bad.yaml",
+        "recipe bad.yaml: line 2: not valid YAML: expected the node content, but found '<stream end>'",
+    ),
+    ("--config twice.yaml", "recipe twice.yaml: line 3: 'steps' is given twice (first in line 2); keep one"),
+    (
+        "model.path=${oc.env:HOME}",
+        "model.path='${oc.env:HOME}': only ${section.key} references are allowed; write the value",
+    ),
+    (
+        "parallel.tp=2",
+        "world size 1 is not a multiple of parallel.tp*pp*cp=2*1*1=2; "
+        "start a multiple of 2 ranks, or choose sizes whose product divides 1",
+    ),
+    (
+        "parallel.sequence_parallel=true",
+        "parallel.sequence_parallel=true needs parallel.tp above 1; there is nothing to shard over with tp=1",
+    ),
+    (
+        "trainer.minibatch_size=48",
+        "trainer.minibatch_size=48 does not divide trainer.prompts_per_step=64; legal: 1, 2, 4, 8, 16, 32, 64",
+    ),
+    (
+        "trainer.max_tokens_per_microbatch=100",
+        "trainer.max_tokens_per_microbatch=100 cannot hold one sequence of "
+        "data.max_prompt_tokens+rollout.max_new_tokens=1280; make it at least 1280",
+    ),
+    (
+        "trainer.max_tokens_per_microbatch=99999 data.max_prompt_tokens=40900",
+        "data.max_prompt_tokens+rollout.max_new_tokens=41156 is above the 40960 positions of model.path; "
+        "make them shorter",
+    ),
+    (
+        "algorithm.advantage=grpo",
+        "rollout.n=1: algorithm.advantage=grpo compares samples of a prompt; legal: at least 2",
+    ),
+    (
+        "algorithm.kl_control=adaptive",
+        "algorithm.kl_control=adaptive has no effect: it needs algorithm.kl_placement=reward or loss; "
+        "set that or remove algorithm.kl_control",
+    ),
+    ("algorithm.dual_clip=0.5", "algorithm.dual_clip=0.5: legal: 0 (off) or above 1"),
+    ("optim.warmup_steps=500", "optim.warmup_steps=500 must be below trainer.steps=100"),
+    ("trainer.val_interval=5", "trainer.val_interval=5 needs validation prompts; set data.val_files or data.val_size"),
+    ("data.train_files=[x.jsonl]", "data.train_files: x.jsonl: no such file"),
+    (
+        "reward.function=exactmatch",
+        "reward.function='exactmatch': legal: exact_match, math_verify or path/to/file.py:function",
+    ),
+    (
+        "checkpoint.resume=gone",
+        "checkpoint.resume='gone': no such directory; legal: auto, never or a checkpoint directory",
+    ),
+]
+
+
+def assert_one_line(code: int, out: str, err: str, line: str) -> None:
+    assert code == 2
+    assert err == f"error: {line}\n"
+    assert out == ""
+
+
+@pytest.mark.parametrize(("arguments", "line"), BAD_CONFIGS)
+def test_bad_configs(arguments: str, line: str, capfd: pytest.CaptureFixture[str], runs: list[Config]) -> None:
+    code = cli.main(["train", *GOOD, *arguments.split()])
+    assert_one_line(code, *capfd.readouterr(), line)
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    ("program", "case"),
+    [
+        (("-m", "mega_rl.cli", "train"), 0),
+        (("-m", "mega_rl.cli", "train"), 10),
+        ((str(ROOT / "scripts/train_ppo_megatron.py"),), 7),
+    ],
+)
+def test_bad_configs_of_a_whole_process(program: Sequence[str], case: int) -> None:
+    arguments, line = BAD_CONFIGS[case]
+    done = subprocess.run(
+        [sys.executable, *program, *GOOD, *arguments.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert_one_line(done.returncode, done.stdout, done.stderr, line)
+
+
+def test_mistakes_are_shown_together(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "parallel.tp=3", "algorithm.dual_clip=1"]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("error: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nothing"], "No such command 'nothing'.; see mega-rl --help"),
+        (["train", "--nope"], "No such option: --nope; see mega-rl --help"),
+    ],
+)
+def test_bad_command_lines(arguments: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert_one_line(cli.main(arguments), *capfd.readouterr(), line)
+
+
+def test_bad_number_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    for text in ("0", "x"):
+        assert cli.main(["train", *GOOD, "--nproc-per-node", text]) == 2
+        assert "--nproc-per-node" in capfd.readouterr().err
+
+
+def test_answers_without_torch() -> None:
+    code = """
+    import sys
+    from mega_rl import cli
+    commands = ["--help"], ["train", "optim.lr=x"], ["train", "model.path=m"], ["train", "--print-config"]
+    codes = [cli.main(command) for command in commands]
+    heavy = {"torch", "transformers", "datasets", "numpy", "megatron", "tensordict"} & set(sys.modules)
+    print(codes, heavy, file=sys.stderr)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stderr.splitlines()[-1] == "[0, 2, 2, 0] set()"
+
+
+def test_help(capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"]):
+        assert cli.main(arguments) == 0
+        assert "train" in capfd.readouterr().out
+    assert cli.main(["train", "--help"]) == 0
+    assert "--nproc-per-node" in capfd.readouterr().out
+
+
+def test_print_config_marks_differences(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--print-config", "optim.lr=2e-6", "parallel.tp=7"]) == 0
+    out = capfd.readouterr().out
+    assert "  lr: 2.0e-06  # default: 1.0e-06\n" in out
+    assert "  tp: 7  # default: 1\n" in out
+    assert out.count("#") == 2
+
+
+def test_train_runs_the_config(runs: list[Config]) -> None:
+    Path("r.yaml").write_text("trainer:\n  steps: 3\n")
+    assert cli.main(["train", "--config", "r.yaml", *GOOD, "--nproc-per-node", "1", "trainer.seed=5"]) == 0
+    (config,) = runs
+    assert (config.trainer.steps, config.trainer.seed, config.model.path) == (3, 5, "m")
+
+
+def test_more_ranks_become_torchrun(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def execve(path: str, arguments: list[str], environment: dict[str, str]) -> None:
+        started.append((path, arguments, environment))
+        raise SystemExit(7)  # the real one does not come back
+
+    monkeypatch.setattr(os, "execve", execve)
+    Path("r.yaml").write_text("trainer:\n  steps: 3\n")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--config", "r.yaml", "--nproc-per-node", "2", *GOOD, "parallel.tp=2"])
+    ((path, arguments, environment),) = started
+    assert path == sys.executable
+    assert arguments[1:] == [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mega_rl.cli"),
+        *("train", "--config", "r.yaml", *GOOD, "parallel.tp=2"),
+    ]
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert not runs
+
+
+def test_mistakes_are_found_before_torchrun_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["train", "--nproc-per-node", "3", *GOOD, "parallel.tp=2"])
+    assert code == 2
+    assert "error: world size 3 is not a multiple" in capfd.readouterr().err
+
+
+def test_torchrun_inside_a_launcher_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    code = cli.main(["train", "--nproc-per-node", "2", *GOOD])
+    line = "--nproc-per-node=2 under a launcher that already started ranks; leave it out"
+    assert_one_line(code, *capfd.readouterr(), line)
+
+
+def test_the_exit_code_is_the_runs(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", lambda config, accelerator: 143)
+    assert cli.main(["train", *GOOD]) == 143
+
+
+def test_a_mistake_found_in_the_run_is_one_line(
+    runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config, accelerator: object) -> int:
+        raise UserError("row 3:\nmalformed")
+
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", run)
+    assert_one_line(cli.main(["train", *GOOD]), *capfd.readouterr(), "row 3: malformed")
+
+
+def test_our_own_bugs_keep_their_traceback(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(config: Config, accelerator: object) -> int:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", run)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["train", *GOOD])
+
+
+def test_ctrl_c(runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(config: Config, accelerator: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", run)
+    assert cli.main(["train", *GOOD]) == 130
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_other_ranks_speak_only_when_nobody_ended_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    slept: list[float] = []
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("time.sleep", slept.append)
+    try:
+        assert cli.main(["train", "nonsense"]) == 2
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert slept == [cli.OTHER_RANKS_WAIT_S]
+    assert capfd.readouterr().err == "error: rank 1: override 'nonsense': needs the form section.key=value\n"
+
+
+def test_torchrun_shows_each_mistake_once() -> None:
+    script = str(ROOT / "scripts/train_ppo_megatron.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "nonsense"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 1  # torchrun's own
+    assert done.stderr.count("override 'nonsense': needs the form section.key=value") == 1
+
+
+def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    out = capfd.readouterr().out
+    for word in ("python ", "torch ", "megatron-core", "cuda", "transformer-engine", "sglang", "wandb"):
+        assert word in out
+    assert "MISSING" not in out
+
+
+def test_doctor_tells_found_from_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex_of_someone_else").mkdir()
+    (tmp_path / "apex_of_someone_else/__init__.py").write_text("raise AttributeError('not for this Python')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not doctor.found("apex_of_someone_else.optimizers")
+    assert not doctor.found("no_such_package.optimizers")
+    assert doctor.found("importlib.metadata")
+    assert doctor.version("no-such-distribution") is None

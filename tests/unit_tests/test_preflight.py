@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.preflight import REWARD_FUNCTIONS, launched_world_size, preflight
+from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
+
+BASE = ("model.path=m", "data.train_files=[d.jsonl]")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with a checkpoint m and a data file d.jsonl."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    write_checkpoint(tmp_path / "m", qwen3_config())
+    write_prompts(tmp_path / "d.jsonl")
+    return tmp_path
+
+
+def problems(*overrides: str, world_size: int | None = None) -> list[str]:
+    with pytest.raises(UserErrors) as caught:
+        preflight(None, [*BASE, *overrides], world_size=world_size)
+    return list(caught.value.problems)
+
+
+def test_a_run_that_can_start() -> None:
+    write_checkpoint(Path("r"), qwen3_config("8b"))
+    pq.write_table(pa.table({"prompt": ["1+1="], "answer": ["2"]}), "v.parquet")
+    Path("reward.py").write_text("def score(text, answer):\n    raise SystemExit('must not run')\n")
+    config = preflight(
+        None,
+        [
+            *BASE,
+            "model.ref_path=r",
+            "model.critic_path=r",
+            "algorithm.kl_placement=reward",
+            "data.val_files=[v.parquet]",
+            "data.chat_template=true",
+            "trainer.val_interval=1",
+            "reward.function=reward.py:score",
+            "checkpoint.resume=m",
+        ],
+    )
+    assert config.model.path == "m"
+    assert not Path(config.trainer.run_dir).exists()  # looking makes nothing
+
+
+def test_world_size_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched_world_size() == 1
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    (line,) = problems()
+    assert line.startswith("trainer.prompts_per_step=64 is not a multiple of the data-parallel size 6")
+    assert preflight(None, BASE, world_size=2)
+    for text in ("0", "-1", "two", "", "²"):
+        monkeypatch.setenv("WORLD_SIZE", text)
+        with pytest.raises(UserError, match=r"WORLD_SIZE=.*needs a whole number of at least 1"):
+            preflight(None, BASE)
+
+
+def test_rules_see_the_model() -> None:
+    (line,) = problems("parallel.tp=32", world_size=32)
+    assert line == "parallel.tp=32 does not divide the 16 attention heads of model.path; legal: 1, 2, 4, 8, 16"
+
+
+def test_no_model_and_no_data() -> None:
+    with pytest.raises(UserErrors) as caught:
+        preflight(None, [])
+    assert caught.value.problems == (
+        "model.path is empty: name a Hugging Face checkpoint directory",
+        "data.train_files is empty: name at least one JSONL or Parquet file",
+    )
+
+
+def index(names: object) -> None:
+    Path("m/model.safetensors").unlink()
+    Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def truncated() -> None:
+    whole = Path("m/model.safetensors").read_bytes()
+    Path("m/model.safetensors").write_bytes(whole[:-2])
+
+
+def with_a_tail() -> None:
+    whole = Path("m/model.safetensors").read_bytes()
+    Path("m/model.safetensors").write_bytes(whole + b"x")
+
+
+def damaged_header() -> None:
+    Path("m/model.safetensors").write_bytes((3).to_bytes(8, "little") + b"{x}")
+
+
+def other_weights() -> None:
+    Path("m/model.safetensors").rename("m/pytorch_model.bin")
+
+
+def bad_config() -> None:
+    Path("m/config.json").write_text("{")
+
+
+def big_tokenizer() -> None:
+    Path("m/tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 151936}]}))
+
+
+BAD_CHECKPOINTS: list[tuple[Callable[[], object], str]] = [
+    (
+        other_weights,
+        "m: holds neither model.safetensors nor model.safetensors.index.json; save the model again as safetensors",
+    ),
+    (
+        lambda: index({"w": "a.safetensors"}),
+        "m/a.safetensors: missing, though the index names it; download or copy it again",
+    ),
+    (
+        lambda: index({"w": "../m/model.safetensors"}),
+        "m: the index names '../m/model.safetensors'; legal: a file inside the checkpoint",
+    ),
+    (lambda: index({"w": 5}), "m: the index names 5; legal: a file inside the checkpoint"),
+    (
+        lambda: index([]),
+        "m/model.safetensors.index.json: not an index of shards; it needs a 'weight_map' of tensor to file",
+    ),
+    (truncated, "m/model.safetensors: has 76 bytes, its header says 78; download or copy it again"),
+    (with_a_tail, "m/model.safetensors: has 79 bytes, its header says 78; download or copy it again"),
+    (damaged_header, "m/model.safetensors: its header is damaged; download or copy it again"),
+    (
+        lambda: Path("m/model.safetensors").write_bytes(b"PK\x03\x04 this is a zip"),
+        "m/model.safetensors: truncated or not a safetensors file (18 bytes); download or copy it again",
+    ),
+    (
+        lambda: Path("m/model.safetensors").write_bytes(b""),
+        "m/model.safetensors: truncated or not a safetensors file (0 bytes); download or copy it again",
+    ),
+    (
+        lambda: Path("m/tokenizer.json").unlink(),
+        "m: no tokenizer; it needs one of tokenizer.json, tokenizer.model, vocab.json, vocab.txt",
+    ),
+    (lambda: Path("m/tokenizer.json").write_text("["), "m/tokenizer.json: not JSON; download or copy it again"),
+    (
+        lambda: Path("m/tokenizer.json").write_text('{"added_tokens": [3]}'),
+        "m/tokenizer.json: not a tokenizer as the tokenizers library writes it; save it again",
+    ),
+    (
+        big_tokenizer,
+        "m: the tokenizer has token id 151936, the model a vocabulary of 151936; they do not belong together",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "line"), BAD_CHECKPOINTS, ids=range(len(BAD_CHECKPOINTS)))
+def test_damaged_checkpoints(damage: Callable[[], object], line: str) -> None:
+    damage()
+    assert problems() == [f"model.path: {line}"]
+
+
+def test_config_json_that_cannot_be_read() -> None:
+    bad_config()
+    (line,) = problems()
+    assert line.startswith("model.path: ")
+    assert "m/config.json" in line
+    (line,) = problems("model.path=nowhere")
+    assert line.startswith("model.path: ")
+    assert "nowhere" in line
+
+
+def test_all_missing_shards_are_listed_and_whole_ones_pass() -> None:
+    write_shard(Path("m/a.safetensors"))
+    index({"1": "a.safetensors", "2": "b.safetensors", "3": "c.safetensors"})
+    assert [line.split(":")[1] for line in problems()] == [" m/b.safetensors", " m/c.safetensors"]
+
+
+def test_no_chat_template() -> None:
+    Path("m/tokenizer_config.json").unlink()
+    (line,) = problems("data.chat_template=true")
+    assert line == "model.path: m: the tokenizer has no chat template; set data.chat_template=false"
+    Path("m/chat_template.jinja").write_text("{{ messages }}")
+    assert preflight(None, [*BASE, "data.chat_template=true"])
+
+
+def test_reference_and_critic_are_checked_too() -> None:
+    write_checkpoint(Path("r"), qwen3_config("8b", vocab_size=1000, num_hidden_layers=7))
+    (Path("r") / "model.safetensors").unlink()
+    lines = problems(
+        "model.ref_path=r", "algorithm.kl_placement=loss", "model.critic_path=c", "parallel.pp=2", world_size=2
+    )
+    assert [line.split(";")[0] for line in lines[:2]] == [
+        "parallel.pp*vpp=2*1=2 does not divide the 7 layers of model.ref_path",
+        "model.ref_path: r: holds neither model.safetensors nor model.safetensors.index.json",
+    ]
+    assert lines[2].startswith("model.critic_path: ")
+    assert lines[3:] == [
+        "model.ref_path has a vocabulary of 1000, model.path one of 151936; they must share the tokenizer",
+    ]
+
+
+def test_data_files() -> None:
+    Path("empty.jsonl").touch()
+    Path("text.txt").write_text("x")
+    Path("other.jsonl").write_text('{"question": "1", "answer": "2"}\n')
+    Path("broken.parquet").write_bytes(b"PAR1")
+    pq.write_table(pa.table({"q": ["1"]}), "other.parquet")
+    files = "[no.jsonl,empty.jsonl,text.txt,other.jsonl,broken.parquet,other.parquet]"
+    expected = [
+        "no.jsonl: no such file",
+        "empty.jsonl: is empty",
+        "text.txt: unknown kind of file; legal: .jsonl, .parquet",
+        "other.jsonl: has no column 'prompt' (data.prompt_key); it has answer, question",
+        "broken.parquet: not a readable Parquet file; write it again",
+        "other.parquet: has no column 'prompt' (data.prompt_key); it has q",
+    ]
+    assert problems(f"data.train_files={files}") == [f"data.train_files: {line}" for line in expected]
+    lines = problems(f"data.val_files={files}", "trainer.val_interval=1")
+    assert lines == [f"data.val_files: {line}" for line in expected]
+
+
+def test_reward_functions() -> None:
+    Path("reward.py").write_text(
+        "import math\nfrom os import path as p\nlimit = 3\ndef score():\n    def inner(): ...\n"
+    )
+    Path("broken.py").write_text("x = 1\ndef f(:\n")
+    for name in ("score", "limit", "math", "p"):
+        assert preflight(None, [*BASE, f"reward.function=reward.py:{name}"])
+    bad = {
+        "exact": "legal: exact_match, math_verify or path/to/file.py:function",
+        "reward.py": "legal: exact_match, math_verify or path/to/file.py:function",
+        "no.py:score": "no such file no.py",
+        "broken.py:f": "broken.py is not valid Python in line 2",
+        "reward.py:inner": "reward.py defines no 'inner'; it has limit, math, p, score",
+    }
+    for function, why in bad.items():
+        assert problems(f"reward.function='{function}'") == [f"reward.function={function!r}: {why}"]
+
+
+def test_the_builtin_functions_are_those_of_the_reward_worker() -> None:
+    from mega_rl.workers.reward_functions import BUILTINS
+
+    assert set(REWARD_FUNCTIONS) == set(BUILTINS)
+
+
+def test_folders() -> None:
+    assert problems("trainer.run_dir=d.jsonl/run") == [
+        f"trainer.run_dir='d.jsonl/run': {Path('d.jsonl').absolute()} is a file; name a folder"
+    ]
+    assert problems("checkpoint.resume=step_5") == [
+        "checkpoint.resume='step_5': no such directory; legal: auto, never or a checkpoint directory"
+    ]
+
+
+def test_a_folder_without_write_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    (line,) = problems("trainer.run_dir=runs/x")
+    assert line == f"trainer.run_dir='runs/x': {Path.cwd()} is not writable; name another folder"
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert problems("model.transformer_impl=transformer_engine", "trainer.device=cpu") == [
+        "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'",
+        "model.transformer_impl=transformer_engine: the package is not installed; set auto or local",
+        "model.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local",
+    ]

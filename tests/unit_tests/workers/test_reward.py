@@ -1,0 +1,166 @@
+"""The reward role: what is scored, and that every rank hears of a failure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.types import Prompt, Rollout
+from mega_rl.workers.reward import RewardError, RewardWorker
+
+PROMPTS = [
+    Prompt(index=17, token_ids=(1, 2), text="1+1=", answer="2"),
+    Prompt(index=23, token_ids=(3,), text="2+3=", answer="5"),
+]
+
+
+class Broadcasts:
+    """Threads that play the ranks of one replica; only what the reward role uses."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=10)
+        self._sent = torch.zeros(0)
+
+    def rank(self, rank: int) -> OneRank:
+        return OneRank(self, rank)
+
+    def exchange(self, rank: int, tensor: Tensor) -> Tensor:
+        if rank == 0:
+            self._sent = tensor
+        self._barrier.wait()
+        sent = self._sent
+        self._barrier.wait()
+        assert sent.shape == tensor.shape, f"rank 0 sends {tuple(sent.shape)}, rank {rank} takes {tuple(tensor.shape)}"
+        assert sent.dtype == tensor.dtype
+        return sent.clone()
+
+
+class OneRank:
+    def __init__(self, group: Broadcasts, rank: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = group.size
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return self._group.exchange(self.rank, tensor)
+
+
+def rollout_of() -> Rollout:
+    """Three rows: prompt 1 (finished), prompt 0 (cut off by length), prompt 1 (only a stop token)."""
+    tokens = torch.tensor([[3, 50, 51, 9, 0], [1, 2, 52, 53, 54], [3, 9, 0, 0, 0]])
+    prompt_lengths = torch.tensor([1, 2, 1])
+    lengths = torch.tensor([4, 5, 2])
+    column = torch.arange(5)
+    return Rollout(
+        tokens=tokens,
+        loss_mask=(column >= prompt_lengths[:, None]) & (column < lengths[:, None]),
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        rollout_logprobs=torch.zeros(3, 5),
+        finished=torch.tensor([True, False, True]),
+        prompt_index=torch.tensor([1, 0, 1]),
+        sample_index=torch.tensor([0, 0, 1]),
+        weight_version=torch.zeros(3, dtype=torch.int64),
+        batch_size=[3],
+    )
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return ",".join(map(str, token_ids))
+
+
+def score_on(size: int, function: Callable[[str, str, str], object]) -> list[Tensor | RewardError]:
+    """What `score` returns or raises on each rank of a replica."""
+    group = Broadcasts(size)
+    results: list[Tensor | RewardError] = [torch.zeros(0)] * size
+
+    def work(rank: int) -> None:
+        worker = RewardWorker(function, decode=decode, ranks=group.rank(rank))  # type: ignore[arg-type]
+        try:
+            results[rank] = worker.score(rollout_of(), PROMPTS)
+        except RewardError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_what_the_function_sees() -> None:
+    calls = []
+
+    def function(prompt: str, response: str, answer: str) -> float:
+        calls.append((prompt, response, answer))
+        return len(calls) / 2
+
+    (scores,) = score_on(1, function)
+    assert calls == [("2+3=", "50,51", "5"), ("1+1=", "52,53,54", "2"), ("2+3=", "", "5")]
+    assert isinstance(scores, Tensor)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [0.5, 1.0, 1.5]
+
+
+def test_the_function_runs_once_and_all_ranks_get_its_scores() -> None:
+    calls = []
+
+    def function(prompt: str, response: str, answer: str) -> float:
+        calls.append(threading.get_ident())
+        return float(len(calls))
+
+    results = score_on(3, function)
+    assert len(calls) == 3
+    assert all(isinstance(result, Tensor) and result.tolist() == [1.0, 2.0, 3.0] for result in results)
+
+
+@pytest.mark.parametrize("value", [1, True, torch.tensor(2.0).numpy()[()]], ids=["int", "bool", "numpy"])
+def test_numbers_of_other_types(value: object) -> None:
+    (scores,) = score_on(1, lambda *_: value)
+    assert isinstance(scores, Tensor)
+    assert scores.tolist() == [float(value)] * 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (float("nan"), "returned nan, which is not finite in float32"),
+        (float("-inf"), "returned -inf, which is not finite in float32"),
+        (1e300, "returned 1e+300, which is not finite in float32"),
+        (None, "returned None, which is no number"),
+        ("0.5", "returned '0.5', which is no number"),
+        (10**400, "raised OverflowError"),
+        ("x" * 1000, "... (1002 characters), which is no number"),
+    ],
+)
+def test_what_is_no_score_is_an_error_on_every_rank(value: object, expected: str) -> None:
+    results = score_on(2, lambda *_: value)
+    assert all(isinstance(result, RewardError) for result in results)
+    first, second = map(str, results)
+    assert first == second
+    assert expected in first
+    assert "prompt 23: '2+3=', response: '50,51', answer: '5'" in first
+
+
+def test_a_function_that_raises_is_an_error_on_every_rank() -> None:
+    def function(prompt: str, response: str, answer: str) -> float:
+        return 1.0 if prompt == "2+3=" else {}["é\ud800"]  # type: ignore[return-value]
+
+    results = score_on(2, function)
+    for result in results:
+        assert isinstance(result, RewardError)
+        assert "raised KeyError: 'é" in str(result)
+        assert "prompt 17: '1+1='" in str(result)
+    assert isinstance(results[0], RewardError)
+    assert isinstance(results[0].__cause__, KeyError)
+
+
+def test_no_rows() -> None:
+    worker = RewardWorker(lambda *_: 1.0, decode=decode, ranks=Broadcasts(1).rank(0))  # type: ignore[arg-type]
+    assert worker.score(rollout_of()[:0], PROMPTS).shape == (0,)

@@ -1,0 +1,171 @@
+"""Built-in reward functions, and finding a user's."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from mega_rl.errors import UserError
+from mega_rl.workers.reward_functions import exact_match, final_answer, math_verify, resolve
+
+
+def test_exact_match() -> None:
+    assert exact_match("", " 42\n", "42") == 1.0
+    assert exact_match("", "42.", "42") == 0.0
+    assert exact_match("", "4 2", "42") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{3}, no, \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed{4} and \boxed{5", "4"),  # cut off in the middle of a box
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        ("2 + 3\n#### 5", "5"),
+        ("#### 5\nor\n#### 6 \nand more", "6"),
+        (r"#### 5 \boxed{6}", "6"),
+        (r"\boxed{6} #### 5", "5"),
+        (r"\boxed{}", ""),
+        ("####", ""),
+        ("five", None),
+    ],
+)
+def test_final_answer(text: str, expected: str | None) -> None:
+    assert final_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"thus \boxed{72}", "72", 1.0),
+        (r"\boxed{3} wait, \boxed{4}", "4", 1.0),
+        (r"\boxed{4} wait, \boxed{3}", "4", 0.0),
+        (r"\boxed{3}, \boxed{4}", "3", 0.0),  # naming every number is no answer
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{1,000}", "She earns 5 * 200 = 1000.\n#### 1000", 1.0),
+        ("5 * 200\n#### 1000", "#### 1,000", 1.0),
+        ("5 * 200\n#### 1001", "#### 1,000", 0.0),
+        ("the answer is 72", "72", 1.0),
+        ("the answer is 71", "72", 0.0),
+        (r"\boxed{(1, 2)}", "(1,2)", 1.0),
+        (r"\boxed{x + 1}", "1 + x", 1.0),
+        ("", "72", 0.0),
+        (r"\boxed{}", "72", 0.0),
+        (r"\boxed{\frac{1}{", "72", 0.0),
+        (r"\boxed{72}", "", 0.0),
+        ("\0{{\\", "72", 0.0),
+    ],
+)
+def test_math_verify(response: str, answer: str, expected: float) -> None:
+    assert math_verify("", response, answer) == expected
+
+
+def test_math_verify_off_the_main_thread() -> None:
+    scores = []
+    thread = threading.Thread(target=lambda: scores.append(math_verify("", r"\boxed{2}", "2")))
+    thread.start()
+    thread.join()
+    assert scores == [1.0]
+
+
+def test_sympy_is_imported_only_where_it_is_used() -> None:
+    import subprocess
+
+    code = "import sys, mega_rl.workers.reward_functions; sys.exit('sympy' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+USER_FILE = """
+from dataclasses import dataclass
+
+@dataclass
+class Length:
+    scale: float
+    def __call__(self, prompt, response, answer):
+        return self.scale * len(response)
+
+half = Length(0.5)
+number = 3
+
+def score(prompt, response, answer):
+    return len(prompt) + len(response) + len(answer)
+
+def score_with_more(prompt, response, answer, scale=2.0, **rest):
+    return scale
+
+def two(response, answer):
+    return 0.0
+
+def keyword_only(*, prompt, response, answer):
+    return 0.0
+
+async def later(prompt, response, answer):
+    return 0.0
+
+def several(prompt, response, answer):
+    yield 0.0
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    file = tmp_path / "my_reward.py"
+    file.write_text(USER_FILE)
+    return file
+
+
+def test_builtins() -> None:
+    assert resolve("exact_match") is exact_match
+    assert resolve("math_verify") is math_verify
+
+
+def test_user_functions(user_file: Path) -> None:
+    assert resolve(f"{user_file}:score")("a", "bb", "ccc") == 6
+    assert resolve(f"{user_file}:score_with_more")("a", "bb", "ccc") == 2.0
+    assert resolve(f"{user_file}:half")("a", "bb", "ccc") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("exact_mach", r"exact_mach.*built-in functions exact_match, math_verify; did you mean exact_match\?"),
+        ("zzz", r"or give path/to/file\.py:function"),
+        ("", r"reward\.function=''"),
+        ("FILE", r"add the function: .*my_reward\.py:name"),
+        ("FILE:", r"must be path/to/file\.py:function"),
+        ("math:sqrt", r"must be path/to/file\.py:function"),
+        ("/no/such/file.py:score", r"there is no file /no/such/file\.py"),
+        ("FILE:scores", r"has no 'scores'; its functions are .*keyword_only, later, score,"),
+        ("FILE:number", r"is of type int, not a function"),
+        ("FILE:two", r"signature \(response, answer\).*\(prompt, response, answer\): too many"),
+        ("FILE:keyword_only", r"too many positional"),
+        ("FILE:later", r"asynchronous or a generator"),
+        ("FILE:several", r"asynchronous or a generator"),
+    ],
+)
+def test_specs_that_name_nothing(user_file: Path, spec: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as error:
+        resolve(spec.replace("FILE", str(user_file)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("import no_such_module_x", "ModuleNotFoundError: No module named 'no_such_module_x'"),
+        ("def f(:", "SyntaxError"),
+        ("raise KeyError('k')", "KeyError: 'k'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_files_that_fail_to_import(tmp_path: Path, content: str, expected: str) -> None:
+    file = tmp_path / "broken_reward.py"
+    file.write_text(content)
+    with pytest.raises(UserError, match="fails to import") as error:
+        resolve(f"{file}:f")
+    assert expected in str(error.value)
+    assert "mega_rl_reward_broken_reward" not in sys.modules
