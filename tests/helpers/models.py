@@ -90,3 +90,18 @@ def random_experience(
         token_weights=weights,
         batch_size=[rows],
     )
+
+
+def write_digit_tokenizer(directory: Path, *, vocab_size: int) -> None:
+    """A character tokenizer of digits, letters and a few signs: id 0 pads, id 1 ends a sequence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<eos>", *"0123456789+-=*. abcdefghijklmnopqrstuvwxyz"]
+    names += [f"<{number}>" for number in range(len(names), vocab_size)]
+    assert len(names) == vocab_size
+    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(directory)

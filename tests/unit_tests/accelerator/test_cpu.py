@@ -148,11 +148,9 @@ def feel_nothing(rank: int) -> dict[str, object]:
 
     owners = (torch, torch.cuda, torch.backends, torch.version, torch.Tensor, torch.nn.Module, torch.distributed)
     tokens, before = sample(), [public(owner) for owner in owners]
-    prepare("cpu")
-    assert prepare("auto") is prepare("cpu")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
-        cpu._quiet()
+        assert prepare("cpu") is prepare("auto")
         for name in ("megatron.core", "megatron.core.models.gpt", "megatron.core.optimizer"):
             importlib.import_module(name)
     changed = [

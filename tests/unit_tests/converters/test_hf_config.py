@@ -81,6 +81,11 @@ def test_rope_parameters_of_a_plain_model_are_no_scaling() -> None:
     assert parse_hf_config(LLAMA | {"rope_scaling": plain}).rope == Rope("default", 5e5)
 
 
+def test_theta_beside_the_scaling_wins_as_in_transformers() -> None:
+    assert parse_hf_config(QWEN2 | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}).rope.theta == 7.0
+    assert parse_hf_config(QWEN2 | {"rope_parameters": {"rope_type": "default"}}).rope.theta == 1e6
+
+
 def test_head_dim_defaults_differ_by_family() -> None:
     assert parse_hf_config(QWEN2 | {"model_type": "qwen3"}).head_dim == 128
     assert parse_hf_config(LLAMA | {"head_dim": None}).head_dim == 64
