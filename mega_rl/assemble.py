@@ -21,6 +21,7 @@ from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from mega_rl.checkpoint.store import DistCheckpointStore
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.schema import Config
+from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.engines.build import build_engine
@@ -90,18 +91,17 @@ def build_trainer(
     config: Config, accelerator: Accelerator, groups: Groups, *, stop_requested: Callable[[], bool]
 ) -> PPOTrainer:
     """Every part of a run, connected."""
+    # Mistakes in data and reward function are found before the weights are loaded, and before anything is written.
+    reward_function = resolve(config.reward.function)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
-    roles = build_roles(config, accelerator, groups)
-    train, held_out = load_data(config, tokenizer, vocab_size=roles.actor_engine.hf.vocab_size)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
+    train, held_out = load_data(config, tokenizer, vocab_size=read_hf_config(config.model.path).vocab_size)
+    roles = build_roles(config, accelerator, groups)
     actor = roles.actor_engine
     rollout_engine = build_rollout_engine(config, accelerator)
     world = GroupRanks(groups.world)
     is_writer = world.rank == 0
     run_dir = Path(config.trainer.run_dir)
-    if is_writer:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(resolved_yaml(config))
     sync = EmbeddedWeightSync(
         actor.export_weights,
         rollout_engine,
@@ -117,6 +117,9 @@ def build_trainer(
         identity={"seed": config.trainer.seed, "data": fingerprint(train), "model": config.model.path},
     )
     start = resume(checkpoints, roles.kl, sync)
+    if is_writer:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(resolved_yaml(config))
     return PPOTrainer(
         settings=RunSettings(
             steps=config.trainer.steps,
@@ -140,7 +143,7 @@ def build_trainer(
             n=config.rollout.n,
             seed=config.trainer.seed,
         ),
-        reward=RewardWorker(resolve(config.reward.function), decode=decode, ranks=actor.replica),
+        reward=RewardWorker(reward_function, decode=decode, replica=actor.replica, everyone=world),
         actor=roles.actor,
         critic=roles.critic,
         reference=roles.reference,

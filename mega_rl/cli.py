@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import RunError, UserError, UserErrors
 
+EXIT_RUN_ERROR = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
@@ -94,12 +95,17 @@ def _become_torchrun(nproc: int, config: Path | None, overrides: Sequence[str]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for a mistake of the user, 130 for Ctrl-C."""
+    """Run the command line; returns the exit code.
+
+    0; 1 for a run that cannot go on; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a run that was stopped.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         outcome = app(args=given, prog_name="mega-rl", standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
+    except RunError as error:
+        return _report([str(error)], code=EXIT_RUN_ERROR)
     except typer.BadParameter as error:
         return _report([f"{error.format_message()}; see mega-rl --help"])
     except typer.TyperException as error:
@@ -109,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return outcome if isinstance(outcome, int) else 0
 
 
-def _report(problems: Sequence[str]) -> int:
+def _report(problems: Sequence[str], *, code: int = EXIT_USER_ERROR) -> int:
     rank = os.environ.get("RANK", "0")
     prefix = "error: "
     if rank != "0":
@@ -119,7 +125,7 @@ def _report(problems: Sequence[str]) -> int:
     for problem in problems:
         sys.stderr.write(prefix + " ".join(problem.split("\n")) + "\n")
     sys.stderr.flush()
-    return EXIT_USER_ERROR
+    return code
 
 
 def entry_point() -> None:

@@ -1,4 +1,4 @@
-"""The one error a user's mistake raises."""
+"""Errors that end a run with one message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ class UserError(ValueError):
     """A mistake in what the user gave us: shown as one message, exit code 2, never a traceback.
 
     The message names the thing, its value, the rule it breaks and the fix.
+    """
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on for a reason that its own numbers or the user's code gave: one message, exit code 1.
+
+    Raised on all ranks alike. The message names what was found and where, and what to look at.
     """
 
 

@@ -19,7 +19,7 @@ from mega_rl.protocols import Engine, Ranks
 
 log = logging.getLogger(__name__)
 
-STEP_FOLDER = re.compile(r"step_(\d+)$")
+STEP_FOLDER = re.compile(r"step_\d+")
 STATE_FILE = "trainer.json"  # written last: its presence says that the folder is complete
 
 
@@ -56,27 +56,46 @@ class DistCheckpointStore:
                 os.fsync(file.fileno())
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
-            for old in complete_checkpoints(self.root)[: -self.keep]:
-                shutil.rmtree(old)
             log.info("saved %s", final)
+            self._tidy(step)
         self._wait()
         return final
+
+    def _tidy(self, step: int) -> None:
+        """Remove all but the newest `keep` checkpoints, and what torn saves have left.
+
+        Checkpoints of later steps are of a history that this run has left by resuming before them; kept, they would be
+        taken for the newest.
+        """
+        complete = complete_checkpoints(self.root)
+        abandoned = [folder for folder in complete if step_of(folder) > step]
+        for folder in abandoned:
+            log.warning("removing %s: this run went back before it", folder)
+        old = [folder for folder in complete if step_of(folder) <= step][: -self.keep]
+        for folder in (*abandoned, *old, *self.root.glob(".step_*.tmp")):
+            shutil.rmtree(folder)
 
     def restore(self) -> dict[str, Any] | None:
         """{"step", "state"} of the checkpoint to resume from, with the engines loaded; None to start afresh.
 
         Raises:
-            UserError: the checkpoint asked for is not complete, or is of a run with another identity.
+            UserError: the checkpoint asked for is damaged or not complete, or is of a run with another identity.
         """
         folder = self._to_resume()
         if folder is None:
             return None
-        record: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+        record = _read_record(folder / STATE_FILE)
         differing = [key for key, value in self.identity.items() if record["identity"].get(key) != value]
         if differing:
             changes = ", ".join(f"{k}: {record['identity'].get(k)!r} -> {self.identity[k]!r}" for k in differing)
             raise UserError(
                 f"checkpoint {folder} is of another run ({changes}); set checkpoint.resume=never or another trainer.run_dir"
+            )
+        missing = [name for name in self.engines if not (folder / name).is_dir()]
+        if missing:
+            raise UserError(
+                f"checkpoint {folder} has no {' and no '.join(missing)}; it is of a run with other models, or damaged: "
+                "set checkpoint.resume=never or to another checkpoint"
             )
         for name, engine in self.engines.items():
             engine.load(folder / name)
@@ -102,5 +121,25 @@ def complete_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoint folders under `root`, oldest first."""
     if not root.is_dir():
         return []
-    folders = [f for f in root.iterdir() if STEP_FOLDER.match(f.name) and (f / STATE_FILE).is_file()]
-    return sorted(folders, key=lambda f: int(STEP_FOLDER.match(f.name).group(1)))  # type: ignore[union-attr]
+    folders = [f for f in root.iterdir() if STEP_FOLDER.fullmatch(f.name) and (f / STATE_FILE).is_file()]
+    return sorted(folders, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Steps done when this checkpoint was saved."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's trainer.json. Raises UserError."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record["step"], int):
+            raise TypeError("step is no number")
+        if not (isinstance(record["identity"], dict) and isinstance(record["state"], dict)):
+            raise TypeError("identity or state is no object")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"checkpoint file {path} is damaged ({error!r}); remove that folder or set checkpoint.resume=never"
+        ) from error
+    return record

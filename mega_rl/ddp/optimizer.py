@@ -16,7 +16,10 @@ from mega_rl.config.schema import OptimConfig
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], *, optim: OptimConfig, bf16: bool, collection: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Megatron-Core's optimizer of these chunks; FP32 main parameters, clipping by the true global norm."""
+    """Megatron-Core's optimizer of these chunks; FP32 main parameters, clipping by the true global norm.
+
+    Weight decay is decoupled (AdamW) and spares tensors of one dimension: norms and biases.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -29,19 +32,40 @@ def build_optimizer(
         use_distributed_optimizer=optim.distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=collection)
-    for torch_optimizer in torch_optimizers(optimizer):
-        if isinstance(torch_optimizer, torch.optim.AdamW):
-            # Without TE or apex Megatron-Core falls back to torch's AdamW, whose default per-tensor path is an
-            # order of magnitude slower on CPU than its fused one.
-            for group in torch_optimizer.param_groups:
-                group["fused"], group["foreach"] = True, False
+    apply_settings(optimizer)
     return optimizer
+
+
+def apply_settings(optimizer: MegatronOptimizer) -> None:
+    """Write the optimizer's config into its parameter groups; a loaded checkpoint has put its own there."""
+    config = optimizer.config
+    for torch_optimizer in torch_optimizers(optimizer):
+        for group in torch_optimizer.param_groups:
+            # Megatron-Core only marks what is spared; the scheduler that would turn marks into numbers is not used here.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = (config.adam_beta1, config.adam_beta2), config.adam_eps
+            if isinstance(torch_optimizer, torch.optim.AdamW):
+                # Without TE or apex Megatron-Core falls back to torch's AdamW, whose default per-tensor path is an
+                # order of magnitude slower on CPU than its fused one.
+                group["fused"], group["foreach"] = True, False
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron-Core's wrappers (none on a rank without trainable parameters)."""
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
     return [o.optimizer for o in inner if o.optimizer is not None]
+
+
+def separate_step_counters(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter a step counter of its own, after a load.
+
+    Where Transformer Engine and apex are missing, Megatron-Core (0.16.1, `DistributedOptimizer.load_state_dict`) loads
+    one tensor as the counter of all parameters, and torch's Adam then adds one to it for each of them.
+    """
+    for torch_optimizer in torch_optimizers(optimizer):
+        for state in torch_optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
 
 
 def learning_rate(step: int, *, peak: float, optim: OptimConfig, total_steps: int) -> float:

@@ -23,9 +23,11 @@ from torch import Tensor
 from mega_rl.converters.export import export_hf
 from mega_rl.converters.hf_config import HFConfig
 from mega_rl.data.packing import MicroBatch, scatter_back
+from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, torch_optimizers
 from mega_rl.engines.microbatches import Batching, to_device
 from mega_rl.engines.offload import StorageOffload
 from mega_rl.models.attention import packed_sequences
+from mega_rl.errors import RunError
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
@@ -36,7 +38,7 @@ from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 Forwarded = tuple[MicroBatch, TokenOutputs]
 
 
-class NonFiniteGradientError(ArithmeticError):
+class NonFiniteGradientError(RunError):
     """A loss or gradient is NaN or infinite; the weights and moments are unchanged."""
 
 
@@ -138,6 +140,8 @@ class MegatronEngine:
             model.load_state_dict(loaded[key])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(loaded["optimizer"])
+            separate_step_counters(self.optimizer)
+            apply_settings(self.optimizer)
 
     def offload(self) -> int:
         """Give back the memory of parameters, gradients and optimizer state; returns the bytes."""
@@ -247,7 +251,11 @@ class MegatronEngine:
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         """Megatron-Core's sharded state dict of the chunks and the optimizer."""
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": self.groups.collection.dp_cp}
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "dp_cp_group": self.groups.collection.dp_cp,
+        }
         state: dict[str, Any] = {}
         for key, model in zip(self._chunk_keys(), self.models, strict=True):
             state[key] = model.sharded_state_dict(metadata=metadata)
@@ -264,10 +272,8 @@ class MegatronEngine:
                     yield buffer.grad_data
                     if buffer.param_data is not None:
                         yield buffer.param_data
-        for inner in getattr(self.optimizer, "chained_optimizers", []):
-            if inner.optimizer is None:
-                continue
-            for group in inner.optimizer.param_groups:
+        for optimizer in [] if self.optimizer is None else torch_optimizers(self.optimizer):
+            for group in optimizer.param_groups:
                 yield from (parameter.data for parameter in group["params"])
-            for state in inner.optimizer.state.values():
+            for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)

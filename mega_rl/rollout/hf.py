@@ -265,8 +265,6 @@ def _build_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.
             config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
         )
     model.tie_weights()
-    # What generation_config.json asks for (penalties, temperatures) is not the policy that is trained.
-    model.generation_config = GenerationConfig()
     return model.eval().requires_grad_(False)
 
 

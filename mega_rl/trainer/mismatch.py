@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mega_rl.algorithms.mismatch import combine, logprob_mismatch
+from mega_rl.errors import RunError
 from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics, Rollout, TokenOutputs
 
 
-class RolloutMismatchError(RuntimeError):
+class RolloutMismatchError(RunError):
     """The rollout engine and the trainer disagree about a token's probability: training on it would be wrong."""
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import numbers
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from mega_rl.errors import RunError
 from mega_rl.protocols import Ranks
 from mega_rl.types import Prompt, Rollout
 
 SHOWN_CHARACTERS = 200  # of a prompt or response in an error
 
 
-class RewardError(RuntimeError):
+class RewardError(RunError):
     """The reward function raised, or returned something that is no finite number."""
 
 
@@ -26,36 +28,49 @@ class RewardWorker:
     """
 
     def __init__(
-        self, function: Callable[[str, str, str], object], *, decode: Callable[[Sequence[int]], str], ranks: Ranks
+        self,
+        function: Callable[[str, str, str], object],
+        *,
+        decode: Callable[[Sequence[int]], str],
+        replica: Ranks,
+        everyone: Ranks,
     ) -> None:
-        """`decode` turns response token ids into text and leaves special tokens out; `ranks` hold one replica."""
+        """`decode` turns response token ids into text and leaves special tokens out; `everyone` are all ranks."""
         self._function = function
         self._decode = decode
-        self._ranks = ranks
+        self._replica = replica
+        self._everyone = everyone
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] float32, the reward of each row, on the device of the rollout; collective over the replica.
+        """[B] float32, the reward of each row, on the device of the rollout; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. The text that is scored is the
         response without the stop token that ended it (where `finished`).
-        Raises RewardError on every rank of the replica, naming prompt, response and cause.
+        Raises RewardError on every rank of the run, naming prompt, response and cause.
         """
         device = rollout.tokens.device
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         failure: RewardError | None = None
-        if self._ranks.rank == 0:
+        if self._replica.rank == 0:
             try:
                 scores = self._score_here(rollout, prompts)
             except RewardError as error:
                 failure = error
-        # The length of the error message is the flag: every rank learns whether scores or an error come next.
+        self._raise_together(failure)
+        return self._replica.broadcast(scores.to(device))
+
+    def _raise_together(self, failure: RewardError | None) -> None:
+        """Raise on every rank if any rank has failed, with the first one's message; else nothing."""
+        everyone = self._everyone
         message = list(str(failure).encode(errors="backslashreplace")) if failure else []
-        size = int(self._ranks.broadcast(torch.tensor([len(message)], dtype=torch.int64, device=device)))
-        if size == 0:
-            return self._ranks.broadcast(scores.to(device))
-        if self._ranks.rank != 0:
-            message = [0] * size
-        text = bytes(self._ranks.broadcast(torch.tensor(message, dtype=torch.uint8, device=device)).tolist()).decode()
+        sizes = torch.zeros(everyone.size, dtype=torch.int64)
+        sizes[everyone.rank] = len(message)
+        sizes = everyone.sum(sizes)
+        if not sizes.any():
+            return
+        first = int(sizes.nonzero()[0])
+        sent = torch.tensor(message if everyone.rank == first else [0] * int(sizes[first]), dtype=torch.uint8)
+        text = bytes(everyone.broadcast(sent, source=first).tolist()).decode()
         raise failure or RewardError(text)
 
     def _score_here(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
@@ -70,7 +85,9 @@ class RewardWorker:
             value = self._function(prompt.text, response, prompt.answer)
             number = float(value) if isinstance(value, numbers.Real) else None
         except Exception as error:  # the user's code may raise anything; the cause is kept
-            raise _failure(f"raised {type(error).__name__}: {error}", prompt, response) from error
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
+            raise _failure(what, prompt, response) from error
         if number is None:
             raise _failure(f"returned {_cut(value)}, which is no number", prompt, response)
         # The score becomes a float32: 1e300 is finite only before that.

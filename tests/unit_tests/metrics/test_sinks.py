@@ -80,11 +80,12 @@ def test_full_disk_loses_lines_but_not_the_file(
 
     monkeypatch.setattr(sinks, "_write_at", half_written)
     sink.log(2, {"reward/mean": 2.0})
-    sink.log(3, {"reward/mean": 3.0})
+    sink.log(3, {f"reward/mean_{i}": 3.0 for i in range(20)})  # half of it is longer than the next whole line
     assert steps_of(path) == [1], "a torn end does not hide what came before it"
     monkeypatch.setattr(sinks, "_write_at", write_at)
     sink.log(4, {"reward/mean": 4.0})
     assert steps_of(path) == [1, 4]
+    assert path.read_text().endswith("}\n"), "nothing is left of the lines that were lost"
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2, "said once when it begins and once when it ends"
     assert "metrics of step 2 lost" in messages[0]

@@ -90,6 +90,7 @@ def test_every_part_of_the_counter_matters_and_so_does_its_place() -> None:
         stream_keys((0,), one, zero),
         stream_keys((1,), zero, zero),
         stream_keys((0, 0), zero, zero),
+        stream_keys((0, 0), one),  # the words of the second key, divided elsewhere
         stream_keys((), zero, zero),
         stream_keys((2**63 + 5,), zero, zero),
         stream_keys((-1,), zero, zero),

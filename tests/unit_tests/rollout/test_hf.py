@@ -279,6 +279,17 @@ def test_generation_config_names_the_end_of_sequence_and_nothing_else(checkpoint
         assert tokens[:shared] == responses(free)[key][0][:shared]
 
 
+def test_padding_takes_no_positions(checkpoint: Checkpoint) -> None:
+    """Rotary scores see distances only, but scaled and learned positions do not: each prompt starts at 0."""
+    engine = make_engine(checkpoint, max_new_tokens=2)
+    seen: list[list[list[int]]] = []
+    engine.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"].tolist()), with_kwargs=True
+    )
+    engine.generate(make_prompts([2, 4]), [0, 1], n=1, seed=SEED)
+    assert seen == [[[0, 0, 0, 1], [0, 1, 2, 3]], [[2], [4]]]
+
+
 def test_finished_rows_leave_the_batch(checkpoint: Checkpoint) -> None:
     """The model computes only rows that still run, once enough of them have ended."""
     engine = make_engine(checkpoint, stop_token_ids=list(range(0, VOCAB_SIZE, 3)))

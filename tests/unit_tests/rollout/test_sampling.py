@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.rollout.counter_rng import stream_keys, uniform_at
-from mega_rl.rollout.sampling import Sampler
+from mega_rl.rollout.sampling import Sampler, _first_above
 
 NUM_DRAWS = 40_000
 
@@ -104,6 +104,13 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
         tokens, logprobs = Sampler(temperature=1.0).draw(logits.expand(6, -1), uniforms)
         assert not set(tokens.tolist()) & set(dead)
         assert logprobs.isfinite().all()
+
+
+def test_a_target_rounded_up_to_the_total_finds_the_last_token_with_a_weight() -> None:
+    sums = torch.tensor([[0.0, 1.0, 3.0, 3.0, 3.0]], dtype=torch.float64)
+    targets = {0.0: 1, 0.5: 1, 1.0: 2, 2.9: 2, 3.0: 2, 3.1: 2}
+    for target, index in targets.items():
+        assert _first_above(sums, torch.tensor([target], dtype=torch.float64)).tolist() == [index]
 
 
 def test_extreme_uniforms_take_the_first_and_the_last_possible_token() -> None:

@@ -18,36 +18,38 @@ PROMPTS = [
 ]
 
 
-class Broadcasts:
-    """Threads that play the ranks of one replica; only what the reward role uses."""
+class ThreadGroup:
+    """Threads that play ranks; only what the reward role uses."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=10)
-        self._sent = torch.zeros(0)
+        self._sent: dict[int, Tensor] = {}
 
     def rank(self, rank: int) -> OneRank:
         return OneRank(self, rank)
 
-    def exchange(self, rank: int, tensor: Tensor) -> Tensor:
-        if rank == 0:
-            self._sent = tensor
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor; they must agree in shape and dtype."""
+        self._sent[rank] = tensor
         self._barrier.wait()
-        sent = self._sent
+        sent = [self._sent[source] for source in range(self.size)]
         self._barrier.wait()
-        assert sent.shape == tensor.shape, f"rank 0 sends {tuple(sent.shape)}, rank {rank} takes {tuple(tensor.shape)}"
-        assert sent.dtype == tensor.dtype
-        return sent.clone()
+        assert {(one.shape, one.dtype) for one in sent} == {(tensor.shape, tensor.dtype)}
+        return sent
 
 
 class OneRank:
-    def __init__(self, group: Broadcasts, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         self._group = group
         self.rank = rank
         self.size = group.size
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        return self._group.exchange(self.rank, tensor)
+    def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
+        return self._group.exchange(self.rank, tensor)[source].clone()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._group.exchange(self.rank, tensor)).sum(0)
 
 
 def rollout_of() -> Rollout:
@@ -74,19 +76,23 @@ def decode(token_ids: Sequence[int]) -> str:
     return ",".join(map(str, token_ids))
 
 
-def score_on(size: int, function: Callable[[str, str, str], object]) -> list[Tensor | RewardError]:
-    """What `score` returns or raises on each rank of a replica."""
-    group = Broadcasts(size)
-    results: list[Tensor | RewardError] = [torch.zeros(0)] * size
+def score_on(
+    size: int, function: Callable[[str, str, str], object], *, replicas: int = 1
+) -> list[Tensor | RewardError]:
+    """What `score` returns or raises on each rank of replicas of `size` ranks; each scores the same rows."""
+    everyone = ThreadGroup(size * replicas)
+    groups = [ThreadGroup(size) for _ in range(replicas)]
+    results: list[Tensor | RewardError] = [torch.zeros(0)] * everyone.size
 
     def work(rank: int) -> None:
-        worker = RewardWorker(function, decode=decode, ranks=group.rank(rank))  # type: ignore[arg-type]
+        replica = groups[rank // size].rank(rank % size)
+        worker = RewardWorker(function, decode=decode, replica=replica, everyone=everyone.rank(rank))  # type: ignore[arg-type]
         try:
             results[rank] = worker.score(rollout_of(), PROMPTS)
         except RewardError as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(everyone.size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -156,11 +162,24 @@ def test_a_function_that_raises_is_an_error_on_every_rank() -> None:
     for result in results:
         assert isinstance(result, RewardError)
         assert "raised KeyError: 'é" in str(result)
+        assert f"(at {__file__}:" in str(result)
         assert "prompt 17: '1+1='" in str(result)
     assert isinstance(results[0], RewardError)
     assert isinstance(results[0].__cause__, KeyError)
 
 
+def test_a_failure_on_one_replica_is_an_error_on_all() -> None:
+    """The other replicas would wait for it in the next collective until the deadline."""
+    first = threading.Lock()
+
+    def function(prompt: str, response: str, answer: str) -> float:
+        return float("nan") if first.acquire(blocking=False) else 1.0
+
+    results = score_on(2, function, replicas=2)
+    assert all(isinstance(result, RewardError) and "returned nan" in str(result) for result in results)
+
+
 def test_no_rows() -> None:
-    worker = RewardWorker(lambda *_: 1.0, decode=decode, ranks=Broadcasts(1).rank(0))  # type: ignore[arg-type]
+    alone = ThreadGroup(1).rank(0)
+    worker = RewardWorker(lambda *_: 1.0, decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
     assert worker.score(rollout_of()[:0], PROMPTS).shape == (0,)

@@ -1,0 +1,186 @@
+"""Roles without models: a policy that is a table of numbers, so that the whole loop runs in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
+
+LONGEST = 6  # tokens: two of prompt, four of response
+
+
+class FakeRanks:
+    """A group of one."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def gather_rows(self, rows: Any) -> Any:
+        return rows
+
+    def exchange_rows(self, rows: Any, destinations: torch.Tensor) -> Any:
+        assert not destinations.any()
+        return rows
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+        return tensor.clone()
+
+
+class FakePrompts:
+    """The same four prompts in every step."""
+
+    def batch(self, step: int) -> list[Prompt]:
+        return [Prompt(index=i, token_ids=(2 + i, 1), text=f"p{i}", answer=str(i)) for i in range(4)]
+
+
+class FakePolicy:
+    """Actor, rollout engine and weight sync in one: token v of the vocabulary has a logit that training moves.
+
+    The rollout side uses `published`, a copy that only `publish` renews.
+    """
+
+    def __init__(self, events: list[str], *, vocab_size: int = 8, lr: float = 0.5) -> None:
+        self.events = events
+        self.logits = torch.zeros(vocab_size)
+        self.published = self.logits.clone()
+        self.weight_version = 0
+        self.lr = lr
+
+    def resume_at(self, version: int) -> None:
+        self.weight_version = version - 1
+
+    def publish(self) -> Metrics:
+        self.events.append("publish")
+        self.published = self.logits.clone()
+        self.weight_version += 1
+        return {"rollout/weight_version": float(self.weight_version)}
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        self.events.append("validate" if greedy else "generate")
+        count = 2 if not greedy else 1
+        rows = len(prompts) * count
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.zeros(rows, LONGEST, dtype=torch.int64)
+        tokens[:, :2] = torch.tensor([p.token_ids for p in prompts for _ in range(count)])
+        drawn = torch.multinomial(self.published.softmax(0), rows * 4, replacement=True, generator=generator)
+        tokens[:, 2:] = self.published.argmax() if greedy else drawn.view(rows, 4)
+        mask = torch.zeros(rows, LONGEST, dtype=torch.bool)
+        mask[:, 2:] = True
+        return Rollout(
+            tokens=tokens,
+            loss_mask=mask,
+            prompt_lengths=torch.full((rows,), 2),
+            lengths=torch.full((rows,), LONGEST),
+            rollout_logprobs=self.published.log_softmax(0)[tokens] * mask,
+            finished=torch.ones(rows, dtype=torch.bool),
+            prompt_index=torch.arange(len(prompts)).repeat_interleave(count),
+            sample_index=torch.arange(count).repeat(len(prompts)),
+            weight_version=torch.full((rows,), self.weight_version),
+            batch_size=[rows],
+        )
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        self.events.append("old_logprobs")
+        return TokenOutputs(logprobs=self.logits.log_softmax(0)[batch.tokens] * batch.loss_mask)
+
+    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+        self.events.append("update_actor")
+        logits = self.logits.clone().requires_grad_()
+        logprobs = logits.log_softmax(0)[minibatch.tokens]
+        loss = -(minibatch.loss_weights * minibatch.advantages * logprobs).sum()
+        loss.backward()
+        assert logits.grad is not None
+        self.logits -= self.lr * logits.grad
+        return {"actor/loss": float(loss.detach())}
+
+
+class FakeCritic:
+    """Predicts one number everywhere and moves it towards the mean return."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.value = 0.0
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        self.events.append("values")
+        return TokenOutputs(values=self.value * batch.loss_mask.float())
+
+    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+        self.events.append("update_critic")
+        target = float((minibatch.token_weights * minibatch.returns).sum())
+        self.value += 0.5 * (target - self.value)
+        return {"critic/loss": (target - self.value) ** 2}
+
+
+class FakeReward:
+    """The share of response tokens that are number 5."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> torch.Tensor:
+        self.events.append("reward")
+        return (rollout.tokens[:, 2:] == 5).float().mean(dim=1)
+
+
+class FakeTimer:
+    """Takes no time; refuses nested phases."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.inside = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert not self.inside
+        self.inside = True
+        self.phases.append(name)
+        yield
+        self.inside = False
+
+    def reset(self) -> None:
+        self.phases.clear()
+
+    def metrics(self) -> Metrics:
+        return {f"time/{name}_s": 0.0 for name in self.phases}
+
+
+class FakeSink:
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, Metrics] = {}
+        self.dumps: dict[int, Sequence[Mapping[str, Any]]] = {}
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        assert step not in self.records
+        self.records[step] = metrics
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.dumps[step] = rows
+
+    def close(self) -> None: ...
+
+
+class FakeStore:
+    """Keeps what is saved."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.saved: dict[int, Mapping[str, Any]] = {}
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        self.events.append("save")
+        self.saved[step] = state
+        return Path("nowhere")

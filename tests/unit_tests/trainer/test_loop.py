@@ -1,0 +1,181 @@
+"""The whole loop on fakes: order, intervals, learning, stopping. No Megatron-Core, well under a second."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
+from mega_rl.trainer import PPOTrainer, RunSettings
+from mega_rl.trainer.experience import GAEAdvantages, GRPOAdvantages, MinibatchPlan
+from mega_rl.trainer.mismatch import MismatchGuard, RolloutMismatchError
+from mega_rl.workers.models import AbsentWorker
+from tests.helpers.fakes import (
+    FakeCritic,
+    FakePolicy,
+    FakePrompts,
+    FakeRanks,
+    FakeReward,
+    FakeSink,
+    FakeStore,
+    FakeTimer,
+)
+
+
+def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
+    """A trainer of fakes; keyword arguments replace its parts."""
+    events: list[str] = []
+    policy = FakePolicy(events)
+    kl = FixedKL(0.0)
+    parts: dict[str, Any] = {
+        "settings": RunSettings(steps=3),
+        "prompts": FakePrompts(),
+        "val_prompts": [],
+        "rollout": policy,
+        "reward": FakeReward(events),
+        "actor": policy,
+        "critic": AbsentWorker() if grpo else FakeCritic(events),
+        "reference": AbsentWorker(),
+        "estimator": GRPOAdvantages(std_normalization=True)
+        if grpo
+        else GAEAdvantages(gamma=1.0, gae_lambda=1.0, whiten=True, kl=None, kl_estimator="k1"),
+        "minibatches": MinibatchPlan(
+            minibatch_size=2, epochs=1, aggregation="token-mean", max_response_tokens=4, seed=0
+        ),
+        "kl": kl,
+        "check_mismatch": MismatchGuard(limit=0.5, ranks=FakeRanks()),
+        "sync": policy,
+        "ranks": FakeRanks(),
+        "timer": FakeTimer(),
+        "metrics": FakeSink(),
+        "checkpoints": FakeStore(events),
+        "decode": lambda ids: " ".join(map(str, ids)),
+        "stop_requested": lambda: False,
+    }
+    trainer = PPOTrainer(**(parts | changes))
+    trainer.events = events  # type: ignore[attr-defined]
+    return trainer
+
+
+def test_a_step_is_generate_score_evaluate_learn_publish() -> None:
+    trainer = make_trainer(settings=RunSettings(steps=1))
+    assert trainer.fit() == 1
+    assert trainer.events == [  # type: ignore[attr-defined]
+        "publish", "generate", "reward", "old_logprobs", "values",
+        "update_critic", "update_critic", "update_actor", "update_actor", "publish",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("grpo", [False, True])
+def test_the_policy_learns_what_is_rewarded(grpo: bool) -> None:
+    trainer = make_trainer(grpo=grpo, settings=RunSettings(steps=80))
+    trainer.fit()
+    records = trainer.metrics.records
+    assert records[1]["reward/mean"] < 0.3
+    assert records[80]["reward/mean"] > 0.8
+
+
+def test_validation_saving_and_dumps_keep_their_intervals() -> None:
+    settings = RunSettings(steps=5, val_interval=2, save_interval=3, rollout_interval=4, rollout_samples=3)
+    trainer = make_trainer(settings=settings, val_prompts=FakePrompts().batch(0))
+    trainer.fit()
+    records = trainer.metrics.records
+    assert [step for step, record in records.items() if "val/reward_mean" in record] == [0, 2, 4, 5]
+    assert list(trainer.checkpoints.saved) == [3]
+    assert {step: len(rows) for step, rows in trainer.metrics.dumps.items()} == {4: 3}
+    assert trainer.metrics.dumps[4][0]["prompt"] == "p0"
+    assert trainer.metrics.dumps[4][0]["weight_version"] == 4
+
+
+def test_a_stop_request_ends_after_the_step_and_saves() -> None:
+    answers = iter([False, True])
+    trainer = make_trainer(settings=RunSettings(steps=9), stop_requested=lambda: next(answers))
+    assert trainer.fit() == 2
+    assert list(trainer.checkpoints.saved) == [2]
+    assert trainer.checkpoints.saved[2]["weight_version"] == 3
+    assert list(trainer.metrics.records) == [0, 1, 2]
+
+
+def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
+    trainer = make_trainer(settings=RunSettings(steps=5, val_interval=5), start=3, val_prompts=FakePrompts().batch(0))
+    assert trainer.fit() == 5
+    assert list(trainer.metrics.records) == [4, 5]
+
+
+def test_save_final() -> None:
+    trainer = make_trainer(settings=RunSettings(steps=2, save_final=True))
+    trainer.fit()
+    assert list(trainer.checkpoints.saved) == [2]
+
+
+def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
+    kl = AdaptiveKL(0.1, target=1e-6, horizon=4)
+    reference = FakeFrozen()
+    trainer = make_trainer(kl=kl, reference=reference, settings=RunSettings(steps=1))
+    trainer.fit()
+    assert trainer.metrics.records[1]["kl/ref"] > 1e-3
+    assert kl.value == pytest.approx(0.1 * 1.2)  # four prompts against a horizon of four: the largest step
+    assert trainer.metrics.records[1]["kl/coef"] == pytest.approx(0.1)
+
+
+class FakeFrozen:
+    """A reference policy that prefers token 3."""
+
+    def evaluate(self, batch: Any) -> Any:
+        from mega_rl.types import TokenOutputs
+
+        logits = torch.zeros(8)
+        logits[3] = 1.0
+        return TokenOutputs(logprobs=logits.log_softmax(0)[batch.tokens] * batch.loss_mask)
+
+
+def test_a_rollout_engine_with_other_weights_stops_the_run() -> None:
+    trainer = make_trainer()
+    trainer.sync.publish()
+    trainer.rollout.published = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 3.0])
+    with pytest.raises(RolloutMismatchError, match=r"logprob_diff_limit=0.5: token id 7 at position \d"):
+        trainer.step(0)
+    assert "update_actor" not in trainer.events  # type: ignore[attr-defined]
+
+
+def test_minibatches_cover_the_batch_once_per_epoch() -> None:
+    trainer = make_trainer()
+    rollout = trainer.rollout.generate(FakePrompts().batch(0), step=0)
+    from mega_rl.trainer.experience import build_experience
+
+    experience = build_experience(
+        rollout,
+        trainer.reward.score(rollout, []),
+        old=trainer.actor.evaluate(rollout),
+        ref=AbsentWorker().evaluate(rollout),
+        critic=trainer.critic.evaluate(rollout),
+        estimator=trainer.estimator,
+        sum_over_ranks=FakeRanks().sum,
+    )
+    plan = MinibatchPlan(minibatch_size=2, epochs=3, aggregation="token-mean", max_response_tokens=4, seed=1)
+    cut = list(plan.cut(experience, num_prompts=4, step=0, ranks=FakeRanks()))
+    assert len(cut) == 6
+    for epoch in range(3):
+        pair = cut[2 * epoch : 2 * epoch + 2]
+        assert sorted(torch.cat([m.prompt_index for m in pair]).tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert all(float(m.loss_weights.sum()) == pytest.approx(1.0) for m in pair)
+    orders = {tuple(m.prompt_index.tolist()) for m in cut}
+    assert len(orders) > 2  # epochs differ
+
+
+def test_fit_needs_neither_megatron_nor_a_second() -> None:
+    """Runs this file's loop in a fresh interpreter: what it imported and how long `fit` took."""
+    code = (
+        "import sys, time\n"
+        "from tests.unit_tests.trainer.test_loop import make_trainer\n"
+        "trainer = make_trainer()\n"
+        "start = time.perf_counter(); trainer.fit(); seconds = time.perf_counter() - start\n"
+        "loaded = [m for m in ('megatron', 'sglang', 'transformers') if m in sys.modules]\n"
+        "print(seconds < 1.0, loaded)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split("\n")[0] == "True []", done.stdout + done.stderr
