@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -69,6 +70,7 @@ def train(
 
     from mega_rl.accelerator import prepare
 
+    configure_logging()
     accelerator = prepare(resolved.trainer.device)
     from mega_rl.assemble import run  # after prepare: it brings Megatron-Core in
 
@@ -82,6 +84,13 @@ def doctor() -> None:
 
     for line in report.report():
         typer.echo(line)
+
+
+def configure_logging() -> None:
+    """Progress of rank 0 and warnings of every rank, on stderr; of other packages only warnings."""
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+    logging.getLogger("mega_rl").setLevel(logging.INFO if rank == "0" else logging.WARNING)
 
 
 def _become_torchrun(nproc: int, config: Path | None, overrides: Sequence[str]) -> None:
@@ -100,16 +109,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0; 1 for a run that cannot go on; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a run that was stopped.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    return run_app(app, given, prog_name="mega-rl")
+
+
+def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -> int:
+    """Run a typer app with this project's exit codes and one-line errors; returns the exit code, as `main` does."""
     try:
-        outcome = app(args=given, prog_name="mega-rl", standalone_mode=False)
+        outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
     except RunError as error:
         return _report([str(error)], code=EXIT_RUN_ERROR)
     except typer.BadParameter as error:
-        return _report([f"{error.format_message()}; see mega-rl --help"])
+        return _report([f"{error.format_message()}; see {prog_name} --help"])
     except typer.TyperException as error:
-        return _report([f"{error}; see mega-rl --help"])
+        return _report([f"{error}; see {prog_name} --help"])
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     return outcome if isinstance(outcome, int) else 0

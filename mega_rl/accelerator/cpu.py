@@ -136,22 +136,6 @@ def _state_before_first_step(module: ModuleType) -> None:
 
 
 @_patch(
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-    sha256="393f78388da771d3321a70d6e1912d07e93c1dbd50c81150f284fa89ebbf531c",
-)
-def _one_step_counter_each(module: ModuleType) -> None:
-    """Upstream loads one step tensor for all parameters, and torch's Adam adds one to it for each of them."""
-    original = module.DistributedOptimizer.load_state_dict
-
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        original(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    module.DistributedOptimizer.load_state_dict = load_state_dict
-
-
-@_patch(
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
     sha256="0fb8c1343b9d75846dbdc8e318c8e92c12461ac34976151344ebc34e4d9fb95b",
 )

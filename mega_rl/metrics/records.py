@@ -23,25 +23,25 @@ def to_json_value(value: float) -> float | str:
 
 
 def from_json_value(value: float | str) -> float:
-    """Inverse of `to_json_value`; ValueError for another string."""
-    if isinstance(value, str):
-        if value not in _NOT_FINITE:
-            raise ValueError(f"{value!r} is not a metric's value")
+    """Inverse of `to_json_value`; ValueError for anything else."""
+    if isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is not a metric's value")
     return float(value)
 
 
 def encode_step(step: int, metrics: Metrics) -> str:
-    """One line, without its newline: {"step": 3, "metrics": {"reward/mean": 0.5}}."""
+    """One line, without its newline: {"step": 3, "reward/mean": 0.5}."""
     values = {name: to_json_value(float(value)) for name, value in metrics.items()}
-    return json.dumps({"step": step, "metrics": values}, allow_nan=False)
+    return json.dumps({"step": step, **values}, allow_nan=False)
 
 
 def decode_step(line: str) -> StepMetrics:
     """Inverse of `encode_step`; ValueError for a line that is not a record."""
     record: Any = json.loads(line)
     match record:
-        case {"step": int(step), "metrics": dict(values)}:
+        case {"step": int(step), **values}:
             return StepMetrics(step=step, metrics={name: from_json_value(value) for name, value in values.items()})
         case _:
             raise ValueError(f"not a metrics record: {line[:80]!r}")

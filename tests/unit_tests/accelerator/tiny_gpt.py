@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
+from mega_rl.ddp.optimizer import separate_step_counters
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -205,3 +206,4 @@ def load(training: Training, directory: Path) -> None:
     for number, chunk in enumerate(training.chunks):
         chunk.module.load_state_dict(state[f"model{number}"])
     training.optimizer.load_state_dict(state["optimizer"])
+    separate_step_counters(training.optimizer)

@@ -19,7 +19,7 @@ def test_numbers_come_back_and_the_line_is_strict_json() -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    assert json.loads(line, parse_constant=refuse)["metrics"]["a/inf"] == "Infinity"
+    assert json.loads(line, parse_constant=refuse)["a/inf"] == "Infinity"
     record = decode_step(line)
     assert record.step == 7
     assert math.isnan(record.metrics.pop("a/nan"))
@@ -33,10 +33,11 @@ def test_numbers_come_back_and_the_line_is_strict_json() -> None:
         "{",
         "[]",
         "3",
-        '{"step": "1", "metrics": {}}',
-        '{"metrics": {}}',
-        '{"step": 1}',
-        '{"step": 1, "metrics": {"a": "x"}}',
+        '{"step": "1", "a/b": 2}',
+        '{"a/b": 2}',
+        '{"step": 1, "a/b": "x"}',
+        '{"step": 1, "a/b": true}',
+        '{"step": 1, "a/b": {}}',
     ],
 )
 def test_other_lines_are_refused(line: str) -> None:

@@ -1,0 +1,216 @@
+"""Sorting five digits: the task, tokenizer and fresh model of the quickstart.
+
+A prompt is five digits and an equals sign, its answer the digits in ascending order: `53172=` -> `12357`. The warm
+start imitates demonstrations of mixed quality: some are right, the others made a single pass of bubble sort and stopped
+(`53172=` -> `31527`). A single pass is right for about two prompts in ten, so the warm-started model is mostly
+wrong when it decodes greedily, and PPO has to find out from the reward which of the two habits pays.
+
+No two held-out prompts have the same digits, and no ordering of a held-out prompt's digits occurs in the
+demonstrations or the training prompts: held-out accuracy measures sorting of digits the model never met together.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from mega_rl.errors import UserError
+
+NUM_DIGITS = 5
+PROMPT_TOKENS = NUM_DIGITS + 1  # the digits and "="
+RESPONSE_TOKENS = NUM_DIGITS + 1  # the digits and the end of sequence
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+# "+" and "-" do not occur in the task; they round the vocabulary up to 16, which small tensor-parallel sizes divide.
+VOCABULARY = (PAD, EOS, UNK, *"0123456789=+-")
+
+DEFAULT_NUM_TRAIN = 8192
+DEFAULT_NUM_HELD_OUT = 256
+DEFAULT_NUM_DEMONSTRATIONS = 32_000
+DEFAULT_RIGHT_FRACTION = 0.35
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt and its right answer: `Problem("53172=", "12357")`."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and the response the warm start imitates, right or not: `Demonstration("53172=", "31527")`."""
+
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Three sets of prompts without a common prompt; no ordering of a held-out prompt's digits is in the other two."""
+
+    train: tuple[Problem, ...]  # prompts of PPO
+    held_out: tuple[Problem, ...]  # prompts of the accuracy before and after; never trained on
+    demonstrations: tuple[Demonstration, ...]  # text of the warm start, in random order
+
+
+@dataclass(frozen=True)
+class DatasetFiles:
+    """Where `write_dataset` put the three sets."""
+
+    train: Path  # rows {"prompt", "answer"}
+    held_out: Path  # rows {"prompt", "answer"}
+    demonstrations: Path  # rows {"prompt", "response"}
+
+
+def sort_digits(digits: str) -> str:
+    """The digits in ascending order: `53172` -> `12357`."""
+    return "".join(sorted(digits))
+
+
+def single_bubble_pass(digits: str) -> str:
+    """The digits after one left-to-right pass that swaps neighbours in the wrong order: `53172` -> `31527`."""
+    row = list(digits)
+    for i in range(len(row) - 1):
+        if row[i] > row[i + 1]:
+            row[i], row[i + 1] = row[i + 1], row[i]
+    return "".join(row)
+
+
+def make_task(
+    seed: int,
+    *,
+    num_train: int = DEFAULT_NUM_TRAIN,
+    num_held_out: int = DEFAULT_NUM_HELD_OUT,
+    num_demonstrations: int = DEFAULT_NUM_DEMONSTRATIONS,
+    right_fraction: float = DEFAULT_RIGHT_FRACTION,
+) -> Task:
+    """The task of `seed`: the same seed and sizes give the same rows in the same order.
+
+    `right_fraction` is the probability of a demonstration to be right; the others made a single bubble pass.
+
+    Raises:
+        UserError: a size is below 1, the fraction is not in [0, 1], or there are too few prompts for the sizes.
+    """
+    _check_sizes(num_train=num_train, num_held_out=num_held_out, num_demonstrations=num_demonstrations)
+    if not 0.0 <= right_fraction <= 1.0:
+        raise UserError(f"right_fraction={right_fraction} is not a probability; give a number from 0 to 1")
+    rng = random.Random(seed)
+    universe = [f"{number:0{NUM_DIGITS}d}" for number in range(10**NUM_DIGITS)]
+    rng.shuffle(universe)
+
+    held_out: dict[str, str] = {}  # sorted digits -> the one ordering that is asked
+    for digits in universe:
+        if len(held_out) == num_held_out:
+            break
+        held_out.setdefault(sort_digits(digits), digits)
+    rest = [digits for digits in universe if sort_digits(digits) not in held_out]
+    if len(held_out) < num_held_out or len(rest) < num_train + num_demonstrations:
+        raise UserError(
+            f"num_held_out={num_held_out} leaves {len(rest)} prompts for num_train={num_train} plus "
+            f"num_demonstrations={num_demonstrations}; lower one of the three"
+        )
+    return Task(
+        train=tuple(_problem(digits) for digits in rest[:num_train]),
+        held_out=tuple(_problem(digits) for digits in held_out.values()),
+        demonstrations=tuple(
+            _demonstration(digits, right=rng.random() < right_fraction)
+            for digits in rest[num_train : num_train + num_demonstrations]
+        ),
+    )
+
+
+def write_dataset(directory: Path, task: Task) -> DatasetFiles:
+    """Paths of the three JSONL files written to `directory`, which is created if it is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = DatasetFiles(
+        train=directory / "train.jsonl",
+        held_out=directory / "held_out.jsonl",
+        demonstrations=directory / "demonstrations.jsonl",
+    )
+    _write_rows(files.train, ({"prompt": row.prompt, "answer": row.answer} for row in task.train))
+    _write_rows(files.held_out, ({"prompt": row.prompt, "answer": row.answer} for row in task.held_out))
+    _write_rows(files.demonstrations, ({"prompt": row.prompt, "response": row.response} for row in task.demonstrations))
+    return files
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per character, 16 in all, which adds no special token of its own.
+
+    A character outside the vocabulary becomes `<unk>`.
+    """
+    token_ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=token_ids, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        padding_side="right",
+        model_max_length=64,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def model_config() -> Qwen3Config:
+    """The quickstart's Qwen3: two layers of width 64, about 76 thousand weights, divisible by tp=2 and by pp=2."""
+    return Qwen3Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        # The usual 0.02 suits widths of thousands; at width 64 it makes the first hundred steps learn nothing.
+        initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None,
+        eos_token_id=VOCABULARY.index(EOS),
+        pad_token_id=VOCABULARY.index(PAD),
+    )
+
+
+def write_checkpoint(directory: Path, *, seed: int) -> None:
+    """Write a randomly initialised Hugging Face checkpoint (safetensors, FP32) with its tokenizer to `directory`.
+
+    The same seed gives the same weights; the caller's random state is left as it was.
+    """
+    config = model_config()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name}={size} is below 1; give a positive number of rows")
+
+
+def _problem(digits: str) -> Problem:
+    return Problem(prompt=f"{digits}=", answer=sort_digits(digits))
+
+
+def _demonstration(digits: str, *, right: bool) -> Demonstration:
+    response = sort_digits(digits) if right else single_bubble_pass(digits)
+    return Demonstration(prompt=f"{digits}=", response=response)
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

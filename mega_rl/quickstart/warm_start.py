@@ -1,0 +1,124 @@
+"""A short supervised warm start through the same engine that PPO will use.
+
+`mega_rl.accelerator.prepare` must have run before this module is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.algorithms.aggregation import loss_weights
+from mega_rl.algorithms.supervised import nll_loss
+from mega_rl.assemble import session
+from mega_rl.config.schema import Config
+from mega_rl.converters.export import save_hf
+from mega_rl.data.ordering import permutation
+from mega_rl.engines.build import build_engine
+from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.protocols import LossOutput
+from mega_rl.types import Experience, TokenOutputs
+
+log = logging.getLogger(__name__)
+
+Demonstration = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response, the stop token included
+
+
+def warm_start(
+    config: Config,
+    accelerator: Accelerator,
+    demonstrations: Sequence[Demonstration],
+    *,
+    output: Path,
+    steps: int,
+    batch_size: int,
+    lr: float,
+) -> None:
+    """Fit `config.model.path` to the demonstrations and write the result as a Hugging Face checkpoint; collective.
+
+    Each step takes the next `batch_size` demonstrations of a fixed random order. The learning rate `lr` warms up over
+    the first tenth and falls to a tenth along a cosine.
+    """
+    with session(config, accelerator) as groups:
+        source = Path(config.model.path)
+        engine = build_engine(
+            "actor", path=source, head="lm", trainable=True, config=config, groups=groups, accelerator=accelerator
+        )
+        order = permutation(len(demonstrations), key=(config.trainer.seed,))
+        for step in range(steps):
+            chosen = [order[(step * batch_size + i) % len(order)] for i in range(batch_size)]
+            batch = own_share(supervised_batch([demonstrations[i] for i in chosen]), engine)
+            metrics = engine.train_minibatch(batch, supervised_loss, lr=lr * learning_rate_factor(step, steps))
+            if step % 25 == 0 or step == steps - 1:
+                log.info("warm start %d/%d: loss %.3f", step + 1, steps, metrics["sft/loss"])
+        save_hf(
+            engine.models,
+            output,
+            source=source,
+            hf=engine.hf,
+            layout=groups.layout,
+            coordinates=groups.coordinates,
+            tp_group=groups.tp,
+            pp_group=groups.pp,
+        )
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth, then a cosine from 1 to 0.1."""
+    warmup = max(1, steps // 10)
+    return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def supervised_loss(outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    """Mean negative log-likelihood of the response tokens."""
+    assert outputs.logprobs is not None
+    return nll_loss(outputs.logprobs, loss_weights=fields["loss_weights"])
+
+
+def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
+    """The demonstrations as a batch whose loss weights make the token mean; nothing of it comes from a policy."""
+    rows = len(demonstrations)
+    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in demonstrations])
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in demonstrations])
+    tokens = torch.zeros(rows, int(lengths.max()), dtype=torch.int64)
+    for row, (prompt, response) in enumerate(demonstrations):
+        tokens[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
+    positions = torch.arange(tokens.size(1))
+    mask = (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
+    weights = loss_weights(
+        mask,
+        "token-mean",
+        global_tokens=float(mask.sum()),
+        global_sequences=float(rows),
+        max_response_tokens=tokens.size(1),
+    )
+    blank = torch.zeros(tokens.shape)
+    return Experience(
+        tokens=tokens,
+        loss_mask=mask,
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        prompt_index=torch.arange(rows),
+        sample_index=torch.zeros(rows, dtype=torch.int64),
+        rollout_logprobs=blank,
+        old_logprobs=blank,
+        ref_logprobs=blank,
+        values=blank,
+        advantages=blank,
+        returns=blank,
+        loss_weights=weights,
+        token_weights=weights,
+        batch_size=[rows],
+    )
+
+
+def own_share(batch: Experience, engine: MegatronEngine) -> Experience:
+    """This data-parallel rank's rows of a global batch."""
+    ranks, rows = engine.data_parallel, batch.tokens.size(0)
+    return batch[rows * ranks.rank // ranks.size : rows * (ranks.rank + 1) // ranks.size]

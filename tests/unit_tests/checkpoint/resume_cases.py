@@ -1,0 +1,79 @@
+"""Runs of the whole trainer, on each rank of a launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.schema import Config
+from tests.helpers.engines import exported, replaced
+from tests.unit_tests.distributed.test_layout_invariance import run_config
+
+STEPS, SAVED = 5, 2
+
+
+def config_of(folder: Path, layout: str, name: str) -> Config:
+    """PPO with a critic, an adaptive KL coefficient, and one validation prompt: fewer than there are ranks."""
+    config = run_config(folder, layout, "ppo")
+    config = replaced(config, "data", val_size=1)
+    config = replaced(config, "optim", schedule="linear", warmup_steps=1, weight_decay=0.1)
+    config = replaced(config, "rollout", n=2, max_new_tokens=6)
+    return replaced(
+        config, "trainer", run_dir=str(folder / name), val_interval=2, prompts_per_step=4, minibatch_size=2
+    )
+
+
+def run_all(rank: int, folder: str, runs: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """By name, (layout, name of the run to resume from or ""); weights at the start, after two steps, at the end."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    return {
+        name: one_run(Path(folder), name, layout, source, accelerator) for name, (layout, source) in runs.items()
+    }
+
+
+def one_run(folder: Path, name: str, layout: str, source: str, accelerator: Any) -> dict[str, Any]:
+    from mega_rl.assemble import build_trainer, session
+
+    config = config_of(folder, layout, name)
+    saved = folder / source / "checkpoints" / f"step_{SAVED:06d}"
+    config = replaced(config, "checkpoint", save_interval=0 if source else SAVED, resume=str(saved) if source else "auto")
+    weights: list[dict[str, torch.Tensor]] = []
+    with session(config, accelerator) as groups:
+
+        def after_each_step() -> bool:
+            weights.append(weights_of(trainer))
+            return False
+
+        trainer = build_trainer(config, accelerator, groups, stop_requested=after_each_step)
+        first = weights_of(trainer)
+        counters = step_counters(trainer.actor.engine)
+        trainer.fit()
+        trainer.metrics.close()
+        return {
+            "start": trainer.start,
+            "first": first,
+            "steps": weights,
+            "counters": counters,
+            "last counters": step_counters(trainer.actor.engine),
+        }
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Exported weights of actor and critic."""
+    return {
+        f"{worker.role} {name}": tensor
+        for worker in (trainer.actor, trainer.critic)
+        for name, tensor in exported(worker.engine).items()
+    }
+
+
+def step_counters(engine: Any) -> list[float]:
+    """Adam's number of steps, of each parameter."""
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    states = [state for optimizer in torch_optimizers(engine.optimizer) for state in optimizer.state.values()]
+    return [float(state["step"]) for state in states]

@@ -1,0 +1,95 @@
+"""A resumed run is the run that never stopped, and may go on under another layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.checkpoint.resume_cases import SAVED, STEPS, run_all
+from tests.unit_tests.distributed.test_layout_invariance import write_inputs
+
+FULL = {1: {"full 1": ("1", "")}, 2: {"full dp2": ("dp2", ""), "full tp2": ("tp2", "")}}
+RESUMED = {
+    1: {"1 from 1": ("1", "full 1"), "1 from tp2": ("1", "full tp2")},
+    2: {"dp2 from dp2": ("dp2", "full dp2"), "pp2 from tp2": ("pp2", "full tp2")},
+}
+SAME_LAYOUT = {"1 from 1": "full 1", "dp2 from dp2": "full dp2"}
+OTHER_LAYOUT = {"1 from tp2": "full tp2", "pp2 from tp2": "full tp2"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Any]:
+    """Whole runs first; then, in fresh processes, what is resumed from their checkpoint after step 2."""
+    found: dict[str, Any] = {}
+    for stage in (FULL, RESUMED):
+        for world_size, wanted in stage.items():
+            found |= run_ranks(world_size, run_all, str(folder), wanted, timeout_s=180)[0]
+    return found
+
+
+def metrics(folder: Path, run: str) -> dict[int, dict[str, float]]:
+    """The records of a run by step, without what tells of time and machine."""
+    records: dict[int, dict[str, float]] = {}
+    for line in (folder / run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        step = record.pop("step")
+        assert step not in records
+        records[step] = {
+            name: value
+            for name, value in record.get("metrics", record).items()
+            if not name.startswith(("time/", "perf/", "memory/"))
+        }
+    return records
+
+
+@pytest.mark.parametrize("run", [*SAME_LAYOUT, *OTHER_LAYOUT])
+def test_a_checkpoint_holds_every_weight(runs: dict[str, Any], run: str) -> None:
+    """Actor and critic, every bit, under whatever layout they are loaded; Adam's counters too, each its own."""
+    full = runs[(SAME_LAYOUT | OTHER_LAYOUT)[run]]
+    saved, loaded = full["steps"][SAVED - 1], runs[run]["first"]
+    assert runs[run]["start"] == SAVED
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert any(name.startswith("critic") for name in saved)
+    assert set(runs[run]["counters"]) == {2.0 * SAVED}  # two mini-batches a step
+    assert set(runs[run]["last counters"]) == {2.0 * STEPS}
+
+
+@pytest.mark.parametrize("run", list(SAME_LAYOUT))
+def test_a_resumed_run_is_bit_equal(folder: Path, runs: dict[str, Any], run: str) -> None:
+    """Metrics and weights of steps 3 to 5."""
+    full = SAME_LAYOUT[run]
+    expected, found = metrics(folder, full), metrics(folder, run)
+    assert list(expected) == [0, 1, 2, 3, 4, 5]
+    assert found == {step: expected[step] for step in (3, 4, 5)}
+    assert found[4].keys() > found[3].keys()  # step 4 validates
+    for after_full, after_resume in zip(runs[full]["steps"][SAVED:], runs[run]["steps"], strict=True):
+        assert all(torch.equal(after_full[name], after_resume[name]) for name in after_full)
+
+
+@pytest.mark.parametrize("run", list(OTHER_LAYOUT))
+def test_a_run_resumed_under_another_layout_agrees(folder: Path, runs: dict[str, Any], run: str) -> None:
+    """Metrics to 1e-4 of their size, as between whole runs on two layouts; weights to 1e-5."""
+    full = OTHER_LAYOUT[run]
+    expected, found = metrics(folder, full), metrics(folder, run)
+    for step in (3, 4, 5):
+        assert found[step].keys() == expected[step].keys()
+        for name, value in expected[step].items():
+            if name.endswith("num_microbatches") or name.startswith("rollout/logprob_diff"):
+                continue
+            assert math.isclose(found[step][name], value, rel_tol=1e-4, abs_tol=1e-6), (step, name)
+    end, resumed_end = runs[full]["steps"][-1], runs[run]["steps"][-1]
+    assert max(float((end[name] - resumed_end[name]).abs().max()) for name in end) <= 1e-5
+    moved = max(float((end[name] - runs[run]["first"][name]).abs().max()) for name in end)
+    assert moved > 1e-3

@@ -1,0 +1,156 @@
+"""The optimizer step is torch's AdamW with clipping by the global norm, whatever the layout; and the schedule."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.config.schema import OptimConfig
+from mega_rl.types import Experience, TokenOutputs
+from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import exported, make_config, own_rows, running_engine
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.unit_tests.distributed.engine_cases import losses
+
+# A large eps keeps Adam from blowing rounding up where a gradient is small, so the comparison can be sharp.
+OPTIM = OptimConfig(lr=0.5, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-3, clip_grad=0.05)
+RATES = [1e-2, 5e-3, 2e-3]
+CASES: dict[str, dict[str, Any]] = {
+    "dp2": {"layout": "dp2"},
+    "dp2, not sharded": {"layout": "dp2", "distributed_optimizer": False},
+    "tp2-sp": {"layout": "tp2-sp"},
+    "pp2": {"layout": "pp2"},
+}
+SCHEDULES = {
+    "constant": OptimConfig(),
+    "warm-up": OptimConfig(warmup_steps=4),
+    "linear": OptimConfig(schedule="linear", warmup_steps=2),
+    "linear to a tenth": OptimConfig(schedule="linear", min_lr_ratio=0.1),
+    "cosine": OptimConfig(schedule="cosine", warmup_steps=2, min_lr_ratio=0.5),
+}
+
+
+def run_cases(rank: int, checkpoint: str) -> dict[str, Any]:
+    """Weights and norms after three steps on each layout, the reference's, and the schedules."""
+    from mega_rl.accelerator import prepare
+
+    prepare("auto")
+    from mega_rl.ddp.optimizer import learning_rate
+
+    results: dict[str, Any] = {name: run_engine(Path(checkpoint), **case) for name, case in CASES.items()}
+    results["bf16"] = run_engine(Path(checkpoint), "dp2", dtype="bf16")
+    results["schedules"] = {
+        name: [learning_rate(step, peak=2.0, optim=optim, total_steps=10) for step in range(12)]
+        for name, optim in SCHEDULES.items()
+    }
+    if rank == 0:
+        results["reference"] = run_reference(Path(checkpoint))
+    return results
+
+
+def run_engine(checkpoint: Path, layout: str, *, dtype: str = "fp32", **optim: Any) -> dict[str, Any]:
+    """Three optimizer steps of a MegatronEngine."""
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    config = make_config(checkpoint, layout=layout, dtype=dtype, optim=OptimConfig(**(vars(OPTIM) | optim)))
+    with running_engine(config) as engine:
+        start = exported(engine)
+        rows = own_rows(random_experience(), engine)
+        norms = [engine.train_minibatch(rows, losses("lm"), lr=rate)["grad_norm"] for rate in RATES]
+        inner = torch_optimizers(engine.optimizer)
+        groups = [group for optimizer in inner for group in optimizer.param_groups]
+        return {
+            "start": start,
+            "weights": exported(engine),
+            "norms": norms,
+            "classes": sorted({type(optimizer).__name__ for optimizer in inner}),
+            "fused": [bool(group["fused"]) and not group["foreach"] for group in groups],
+            "dtypes": sorted({str(p.dtype) for group in groups for p in group["params"]}),
+        }
+
+
+def run_reference(checkpoint: Path) -> dict[str, Any]:
+    """The same with transformers' model, torch's AdamW and torch's clipping, in fp64 and in one process."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
+    )
+    norms = []
+    for rate in RATES:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        reference_loss(model, random_experience()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad)))
+        optimizer.step()
+    return {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}, "norms": norms}
+
+
+def reference_loss(model: torch.nn.Module, batch: Experience) -> torch.Tensor:
+    """The policy loss of padded rows, each token's fields beside its own log-prob."""
+    inside = torch.arange(batch.tokens.size(1)) < batch.lengths[:, None]
+    distribution = model(batch.tokens, attention_mask=inside.long()).logits.log_softmax(-1)[:, :-1]
+    logprobs = distribution.gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    fields = {name: value[:, 1:] for name, value in batch.items() if value.dim() == 2}
+    loss: torch.Tensor = losses("lm")(TokenOutputs(logprobs=logprobs, entropy=entropy), fields).loss
+    return loss
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    # Qwen2 has biases beside norms and matrices.
+    checkpoint = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), family="qwen2", tied=True)
+    return dict(run_ranks(2, run_cases, str(checkpoint), device="cpu")[0])
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_steps_are_those_of_adamw(results: dict[str, Any], case: str) -> None:
+    """Norms before clipping to 1e-5; each tensor's way to 1e-4 of its length (fp32 against fp64)."""
+    found, reference = results[case], results["reference"]
+    assert found["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+    assert min(found["norms"]) > 4 * OPTIM.clip_grad  # clipping has something to do
+    assert reference["weights"].keys() <= found["weights"].keys()
+    for name, expected in reference["weights"].items():
+        start = found["start"][name].double()
+        way = expected - start
+        assert way.norm() > 0
+        distance = (found["weights"][name].double() - start - way).norm() / way.norm()
+        assert distance <= 1e-4, name
+
+
+def test_bf16_steps_on_fp32_main_parameters(results: dict[str, Any]) -> None:
+    """What Adam holds is fp32 in a bf16 model."""
+    assert results["bf16"]["dtypes"] == ["torch.float32"]
+    assert {tensor.dtype for tensor in results["bf16"]["weights"].values()} == {torch.bfloat16}
+
+
+def test_adam_is_fused(results: dict[str, Any]) -> None:
+    """torch's loop over tensors costs ten times as much on a CPU."""
+    for case in CASES:
+        assert results[case]["classes"] == ["AdamW"]
+        assert results[case]["fused"] == [True, True]
+
+
+def test_schedules(results: dict[str, Any]) -> None:
+    """Peak 2 over 10 steps, and 2 steps beyond."""
+    cosine = [1 + (math.cos(math.pi * done / 8) + 1) / 2 for done in range(8)]
+    expected = {
+        "constant": [2.0] * 12,
+        "warm-up": [0.5, 1.0, 1.5, 2.0] + [2.0] * 8,
+        "linear": [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0],
+        "linear to a tenth": [2.0, 1.82, 1.64, 1.46, 1.28, 1.1, 0.92, 0.74, 0.56, 0.38, 0.2, 0.2],
+        "cosine": [1.0, 2.0, *cosine, 1.0, 1.0],
+    }
+    for name, rates in expected.items():
+        assert results["schedules"][name] == pytest.approx(rates, abs=1e-12), name

@@ -1,0 +1,137 @@
+"""What each of two ranks does for test_megatron.py: one launch for all."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.schema import OptimConfig
+from tests.helpers.engines import exported, make_config, own_rows, running_engine
+from tests.helpers.models import random_experience
+from tests.unit_tests.distributed.engine_cases import losses
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "fp32": {"layout": "dp2"},
+    "bf16": {"layout": "dp2", "dtype": "bf16"},
+    "not sharded": {"layout": "dp2", "distributed_optimizer": False},
+    "frozen": {"layout": "pp2", "trainable": False},
+}
+SPOILED = {"dp2": "nan", "pp2": "inf", "dp2 bf16": "inf"}
+
+
+def run_all(rank: int, checkpoint: str) -> dict[str, Any]:
+    """Every case, on both ranks."""
+    path = Path(checkpoint)
+    return {
+        "offload": {name: offload_case(path, **case) for name, case in OFFLOADS.items()},
+        "spoiled": {name: spoiled_case(path, name, float(value)) for name, value in SPOILED.items()},
+    }
+
+
+@contextmanager
+def engine_of(
+    checkpoint: Path, layout: str, *, dtype: str = "fp32", trainable: bool = True, **optim: Any
+) -> Iterator[Any]:
+    """An engine that has done one optimizer step, if it does any."""
+    config = make_config(checkpoint, layout=layout, dtype=dtype, optim=OptimConfig(**optim))
+    with running_engine(config, trainable=trainable) as engine:
+        if trainable:
+            train(engine)
+        yield engine
+
+
+def train(engine: Any, *, seed: int = 0) -> dict[str, float]:
+    """One optimizer step."""
+    metrics: dict[str, float] = engine.train_minibatch(
+        own_rows(random_experience(seed=seed), engine), losses("lm"), lr=1e-2
+    )
+    return metrics
+
+
+def state(engine: Any) -> dict[str, torch.Tensor]:
+    """Exported weights, main parameters and moments of this rank, as copies."""
+    found = exported(engine)
+    if engine.optimizer is None:
+        return found
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    for optimizer in torch_optimizers(engine.optimizer):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            found[f"main {number}"] = parameter.detach().clone()
+            found |= {f"{key} {number}": value.clone() for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether every bit is equal."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def storage_bytes() -> int:
+    """Bytes in the storages of all tensors of this process."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.layout == torch.strided]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def offload_case(checkpoint: Path, layout: str, *, trainable: bool = True, **more: Any) -> dict[str, Any]:
+    """An engine taken off and back on between steps, beside one that never was."""
+    with engine_of(checkpoint, layout, trainable=trainable, **more) as engine:
+        if trainable:
+            train(engine, seed=1)
+        expected = state(engine)
+        logprobs = engine.forward(own_rows(random_experience(), engine)).logprobs
+    nothing = storage_bytes()
+    with engine_of(checkpoint, layout, trainable=trainable, **more) as engine:
+        before = storage_bytes()
+        given_back = engine.offload()
+        left = storage_bytes()
+        result = {"given back": given_back, "fell by": before - left, "left": left - nothing}
+        result["parameters"] = sum(p.untyped_storage().nbytes() for m in engine.models for p in m.parameters())
+        try:
+            engine.offload()
+        except RuntimeError as error:
+            result["twice"] = str(error)
+        engine.onload()
+        engine.onload()  # nothing is off: nothing happens
+        result["back"] = storage_bytes() - before
+        if trainable:
+            train(engine, seed=1)
+        result["same state"] = same(state(engine), expected)
+        result["same outputs"] = torch.equal(
+            engine.forward(own_rows(random_experience(), engine)).logprobs, logprobs
+        )
+        result["again"] = engine.offload() == given_back
+        engine.onload()
+    return result
+
+
+def spoiled_case(checkpoint: Path, name: str, value: float) -> dict[str, Any]:
+    """A mini-batch with one bad advantage on one rank, then a good one; beside an engine that only saw the good one."""
+    from mega_rl.engines.megatron import NonFiniteGradientError
+
+    layout, _, dtype = name.partition(" ")
+    with engine_of(checkpoint, layout, dtype=dtype or "fp32") as engine:
+        train(engine, seed=1)
+        expected = state(engine)
+    with engine_of(checkpoint, layout, dtype=dtype or "fp32") as engine:
+        before = state(engine)
+        batch = random_experience()
+        row, column = batch.loss_mask.nonzero()[0].tolist()  # of the first data-parallel rank
+        batch.advantages[row, column] = value
+        message = ""
+        try:
+            engine.train_minibatch(own_rows(batch, engine), losses("lm"), lr=1e-2)
+        except NonFiniteGradientError as error:
+            message = str(error)
+        result: dict[str, Any] = {"message": message, "unchanged": same(state(engine), before)}
+        norm = train(engine, seed=1)["grad_norm"]
+        return result | {"usable": math.isfinite(norm) and same(state(engine), expected)}

@@ -1,0 +1,63 @@
+"""Taking an engine off the accelerator and back, and what is no finite gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.engines.offload import StorageOffload
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.engines.engine_cases import OFFLOADS, SPOILED, run_all
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both ranks found."""
+    checkpoint: Path = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), family="qwen3", tied=True)
+    return run_ranks(2, run_all, str(checkpoint), timeout_s=180)
+
+
+@pytest.mark.parametrize("case", list(OFFLOADS))
+def test_offload_gives_back_what_it_says(ranks: list[dict[str, Any]], case: str) -> None:
+    """Every storage of parameters, gradients and optimizer state is empty; little else is left in the process."""
+    for found in (rank["offload"][case] for rank in ranks):
+        assert found["given back"] == found["fell by"] > 0
+        assert found["parameters"] == 0
+        assert found["left"] < 0.2 * found["given back"]
+        assert found["twice"] == "offload() called twice: call onload() first"
+
+
+@pytest.mark.parametrize("case", list(OFFLOADS))
+def test_training_goes_on_after_onload(ranks: list[dict[str, Any]], case: str) -> None:
+    """Weights, main parameters, moments and outputs of the next step: every bit as without the detour."""
+    for found in (rank["offload"][case] for rank in ranks):
+        assert found["back"] == 0
+        assert found["same state"]
+        assert found["same outputs"]
+        assert found["again"]
+
+
+@pytest.mark.parametrize("case", list(SPOILED))
+def test_a_gradient_that_is_not_finite(ranks: list[dict[str, Any]], case: str) -> None:
+    """An error on all ranks; no bit of weights and moments changes, and the engine goes on as if it had not been."""
+    for found in (rank["spoiled"][case] for rank in ranks):
+        assert found["message"].startswith("actor: the gradient norm is ")
+        assert found["unchanged"]
+        assert found["usable"]
+
+
+def test_views_stay_views() -> None:
+    """Tensors that share a storage share it again, and it is counted once."""
+    whole = torch.arange(10.0)
+    part, other = whole[2:5], torch.ones(3, dtype=torch.bfloat16)
+    offload = StorageOffload()
+    assert offload.offload([whole, part, other, torch.empty(0)]) == 46
+    assert whole.untyped_storage().nbytes() == 0
+    offload.onload()
+    assert part.tolist() == [2.0, 3.0, 4.0]
+    whole[2] = 9
+    assert part[0] == 9

@@ -1,0 +1,99 @@
+"""How rows become micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.engines.microbatches import Batching, to_device, token_fields
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.types import Experience
+from tests.helpers.models import random_experience
+
+
+class Busier(SingleRank):
+    """A data-parallel group in which another rank needs `most` micro-batches."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def max(self, tensor: Tensor) -> Tensor:
+        return tensor.clamp(min=self.most)
+
+
+def batching(*, packing: bool = True, max_tokens: int = 48, micro_batch_size: int = 3, **more: int) -> Batching:
+    return Batching(packing=packing, max_tokens=max_tokens, micro_batch_size=micro_batch_size, **more)
+
+
+def batch_of(lengths: list[int]) -> Experience:
+    """Rows of these lengths."""
+    batch = random_experience(num_prompts=len(lengths), samples=1)
+    batch.lengths = torch.tensor(lengths)
+    batch.prompt_lengths = torch.ones(len(lengths), dtype=torch.int64)
+    return batch
+
+
+def test_packed_micro_batches_keep_to_the_budget() -> None:
+    """Every row once, at most the budget in each, and as few as can be: 96 tokens need two of 48."""
+    micros = batching().split(batch_of([24, 24, 20, 4, 12, 12]), data_parallel=SingleRank())
+    assert sorted(row for micro in micros for row in micro.rows) == list(range(6))
+    assert [micro.tokens.shape for micro in micros] == [(1, 48), (1, 48)]
+    assert all(micro.packed for micro in micros)
+
+
+def test_padded_micro_batches_hold_a_number_of_rows() -> None:
+    """The longest rows come first, so that padding is small and too little memory shows at once."""
+    micros = batching(packing=False).split(batch_of([6, 24, 7, 22, 5, 23, 8]), data_parallel=SingleRank())
+    assert [micro.rows for micro in micros] == [(1, 3, 5), (0, 2, 6), (4,)]
+    assert [tuple(micro.tokens.shape) for micro in micros] == [(3, 24), (3, 8), (1, 5)]
+    assert not any(micro.packed for micro in micros)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_rank_with_less_work_ends_with_empty_micro_batches(packing: bool) -> None:
+    """All ranks run as many passes as the busiest one; what is empty weighs nothing in a loss."""
+    micros = batching(packing=packing, max_tokens=24, micro_batch_size=1).split(
+        batch_of([24, 20]), data_parallel=Busier(4)
+    )
+    assert [micro.rows for micro in micros] == [(0,), (1,), (), ()]
+    for micro in micros[2:]:
+        assert micro.tokens.numel() == 1
+        assert all(not field.any() for field in micro.fields.values())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_rank_without_rows_takes_part(packing: bool) -> None:
+    """With rows nowhere there is still one pass: the collectives inside need all ranks."""
+    empty = batch_of([9, 9])[:0]
+    assert [m.rows for m in batching(packing=packing).split(empty, data_parallel=Busier(3))] == [(), (), ()]
+    assert [m.rows for m in batching(packing=packing).split(empty, data_parallel=SingleRank())] == [()]
+
+
+@pytest.mark.parametrize(("packing", "most", "expected"), [(True, 1, 4), (False, 1, 4), (True, 5, 6), (False, 6, 6)])
+def test_counts_are_multiples(packing: bool, most: int, expected: int) -> None:
+    """The interleaved pipeline schedule takes whole rounds of micro-batches: here 3 needed, in twos."""
+    made = batching(packing=packing, max_tokens=24, micro_batch_size=1, count_multiple=2).split(
+        batch_of([24, 23, 22]), data_parallel=Busier(most)
+    )
+    assert len(made) == expected
+    assert sorted(row for micro in made for row in micro.rows) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_token_counts_are_multiples(packing: bool) -> None:
+    """Sequence parallelism divides the tokens of a micro-batch evenly over its ranks."""
+    micros = batching(packing=packing, pad_to_multiple=4).split(batch_of([7, 9, 6]), data_parallel=SingleRank())
+    assert all(micro.tokens.size(1) % 4 == 0 for micro in micros)
+
+
+def test_fields() -> None:
+    """Every per-token tensor travels, the tokens apart; a rollout's and an experience's."""
+    batch = random_experience()
+    names = token_fields(batch)
+    assert {"advantages", "old_logprobs", "values", "returns", "loss_weights", "loss_mask"} <= set(names)
+    assert not {"tokens", "lengths", "prompt_index"} & set(names)
+    (micro,) = to_device(batching(max_tokens=999).split(batch, data_parallel=SingleRank()), torch.device("cpu"))
+    assert set(micro.fields) == set(names)
+    # The shift moves what is said of token i + 1 to position i and loses nothing: no first token is ever in the mask.
+    assert micro.fields["advantages"].double().sum() == pytest.approx(float(batch.advantages.double().sum()))

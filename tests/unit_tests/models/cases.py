@@ -1,0 +1,163 @@
+"""What the one rank of the launch in conftest.py computes; the tests look at its numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.schema import OptimConfig
+from mega_rl.errors import UserError
+from tests.helpers.engines import exported_gradients, make_config, replaced, running_engine
+from tests.helpers.models import random_experience
+from tests.unit_tests.distributed.engine_cases import losses
+from tests.unit_tests.models.attention_cases import attention_cases
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def run_all(rank: int, folder: str) -> dict[str, Any]:
+    """Every case."""
+    from mega_rl.accelerator import prepare
+
+    prepare("auto")
+    return {
+        "attention": attention_cases(),
+        "norm": norm_cases(),
+        "head": head_cases(),
+        "impl": impl_cases(),
+        "recompute": {how: recompute_case(Path(folder) / "qwen3", how) for how in RECOMPUTE},
+        "marks": marks_case(Path(folder) / "qwen2"),
+    }
+
+
+def small_config(**changes: Any) -> Any:
+    """A TransformerConfig of 24 hidden units."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=4, use_cpu_initialization=True, **changes)
+
+
+def norm_cases() -> dict[str, Any]:
+    """Largest differences to fp64 and to transformers, forward and backward; the mark."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    from mega_rl.models.norm import RMSNorm
+
+    generator = torch.Generator().manual_seed(0)
+    result: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        norm = RMSNorm(small_config(params_dtype=dtype, bf16=dtype is torch.bfloat16), 24, eps=1e-6)
+        theirs = Qwen3RMSNorm(24, eps=1e-6).to(dtype)
+        weight = torch.randn(24, generator=generator).to(dtype)
+        norm.weight.data.copy_(weight)
+        theirs.weight.data.copy_(weight)
+        x = (3 * torch.randn(5, 7, 24, generator=generator)).to(dtype)
+        x[0, 0] = 0  # only eps is left to divide by
+        grad = torch.randn(5, 7, 24, generator=generator).to(dtype)
+        exact = x.double().requires_grad_()
+        exact_weight = weight.double().requires_grad_()
+        reference = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt() * exact_weight
+        expected = (reference, *torch.autograd.grad(reference, [exact, exact_weight], grad.double()))
+        result[str(dtype)] = {
+            name: [relative(a, b) for a, b in zip(through(module, x, grad), expected, strict=True)]
+            for name, module in (("ours", norm), ("theirs", theirs))
+        }
+        result[str(dtype)]["dtype"] = str(norm(x).dtype)
+    sharded = small_config(sequence_parallel=True, tensor_model_parallel_size=2)
+    result["marks"] = [RMSNorm(config, 24).weight.sequence_parallel for config in (small_config(), sharded)]
+    return result
+
+
+def through(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of input and weight."""
+    x = x.clone().requires_grad_()
+    output = module(x)
+    return [output, *torch.autograd.grad(output, [x, module.weight], grad)]  # type: ignore[list-item]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference relative to the norm of what is expected."""
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def head_cases() -> dict[str, Any]:
+    """A fresh value head of a bf16 model on bf16 hidden states."""
+    from types import SimpleNamespace
+
+    from mega_rl.models.heads import ValueHead
+
+    groups: Any = SimpleNamespace(tp=None)
+    result: dict[str, Any] = {}
+    for sharded in (False, True):
+        config = small_config(
+            bf16=True, params_dtype=torch.bfloat16, sequence_parallel=sharded, tensor_model_parallel_size=1 + sharded
+        )
+        head = ValueHead(config, groups)
+        result[f"mark {sharded}"] = head.weight.sequence_parallel
+    head = ValueHead(small_config(bf16=True, params_dtype=torch.bfloat16), groups)
+    hidden = torch.randn(6, 2, 24).bfloat16()
+    values, bias = head(hidden)
+    assert bias is None
+    result |= {"dtype": str(head.weight.dtype), "values": values.detach(), "shape": list(head.weight.shape)}
+    head.weight.data.fill_(1 / 3)
+    result["third"] = float((head(hidden)[0].double() - (hidden.double() / 3).sum(-1, keepdim=True)).abs().max())
+    return result
+
+
+def impl_cases() -> dict[str, Any]:
+    """What each request gives on each device, with Transformer Engine there and not there."""
+    from mega_rl.models import specs
+
+    original = importlib.util.find_spec
+    found: dict[str, Any] = {}
+    for installed in (False, True):
+        importlib.util.find_spec = (lambda there: lambda name: object() if there else None)(installed)  # type: ignore
+        for requested in ("auto", "local", "transformer_engine"):
+            for device in ("cpu", "cuda"):
+                key = f"{requested} {device} {'with' if installed else 'without'}"
+                found[key] = outcome(lambda r=requested, d=device: specs.choose_transformer_impl(r, device_type=d))
+    importlib.util.find_spec = original
+    return found
+
+
+def outcome(function: Callable[[], str]) -> str:
+    """What it returns, or the message of its UserError."""
+    try:
+        return function()
+    except UserError as error:
+        return f"error: {error}"
+
+
+def recompute_case(checkpoint: Path, how: str) -> dict[str, Any]:
+    """Gradients of one mini-batch, and how often core attention and MLP ran forward."""
+    from megatron.core.transformer.mlp import MLP
+
+    from mega_rl.models.attention import SDPACoreAttention
+
+    config = replaced(make_config(checkpoint, optim=OptimConfig(distributed_optimizer=False)), "model", recompute=how)
+    counts = {"SDPACoreAttention": 0, "MLP": 0}
+
+    def count(module: torch.nn.Module, *_: Any) -> None:
+        counts[type(module).__name__] += 1
+
+    with running_engine(config) as engine:
+        for model in engine.models:
+            for module in model.modules():
+                if isinstance(module, (SDPACoreAttention, MLP)):
+                    module.register_forward_pre_hook(count)
+        metrics = engine.train_minibatch(random_experience(), losses("lm"), lr=0.0)
+        return {"gradients": exported_gradients(engine), "counts": counts, "micros": metrics["num_microbatches"]}
+
+
+def marks_case(checkpoint: Path) -> dict[str, Any]:
+    """Whether, and along which dimension, each parameter says that it is sharded over tensor parallel."""
+    with running_engine(make_config(checkpoint), trainable=False) as engine:
+        (model,) = engine.models
+        return {
+            name: parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+            for name, parameter in model.named_parameters()
+        }

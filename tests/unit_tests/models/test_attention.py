@@ -1,0 +1,45 @@
+"""Core attention is softmax(q k / sqrt(d)) v within each sequence, to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit_tests.models.attention_cases import GROUPS, HEADS, MIXES
+
+# Both sides compute in fp64: sums of up to 130 terms in another order.
+FP64_TOLERANCE = 1e-12
+
+
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_packed_and_padded_are_explicit_softmax(found: dict[str, Any], mix: str) -> None:
+    """Context and gradients of query, key and value; so packed equals padded too."""
+    differences = found["attention"]["mixes"][mix]
+    assert len(differences) == 8
+    assert max(differences.values()) <= FP64_TOLERANCE, differences
+
+
+@pytest.mark.parametrize("groups", [1, GROUPS, HEADS])
+def test_grouped_queries(found: dict[str, Any], groups: int) -> None:
+    """Multi-query, grouped-query and multi-head attention."""
+    assert max(found["attention"]["groups"][groups].values()) <= FP64_TOLERANCE
+
+
+def test_any_mix_of_lengths(found: dict[str, Any]) -> None:
+    """Forty random mixes, by hypothesis."""
+    assert 0 < found["attention"]["hypothesis"] <= FP64_TOLERANCE
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 5e-2)])
+def test_training_dtypes(found: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    """fp32 to some units of its last place, bf16 to some of its 8 bits."""
+    differences = found["attention"]["dtypes"][str(dtype)]
+    assert max(differences.values()) <= tolerance, differences
+
+
+@pytest.mark.parametrize("poison", ["0.5", "nan", "inf"])
+def test_packed_sequences_never_see_each_other(found: dict[str, Any], poison: str) -> None:
+    """One sequence overwritten, with NaN too: context and gradients of all others keep every bit."""
+    assert found["attention"]["leaks"][poison] == []

@@ -1,0 +1,75 @@
+"""Norm, value head, the choice of the layer implementation, recomputation and the marks of sharded weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+LAYERS = 4
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_rms_norm(found: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    """Output and gradients of input and weight, against the formula in fp64; no worse than transformers' own norm."""
+    case = found["norm"][str(dtype)]
+    assert max(case["ours"]) <= tolerance
+    assert max(case["theirs"]) <= tolerance
+    assert all(ours <= 1.1 * theirs + 1e-7 for ours, theirs in zip(case["ours"], case["theirs"], strict=True))
+    assert case["dtype"] == str(dtype)
+
+
+def test_the_mark_of_sequence_parallel_norms(found: dict[str, Any]) -> None:
+    """`finalize_model_grads` adds the parts of what is marked."""
+    assert found["norm"]["marks"] == [False, True]
+    assert (found["head"]["mark False"], found["head"]["mark True"]) == (False, True)
+
+
+def test_a_fresh_value_head(found: dict[str, Any]) -> None:
+    """Predicts exactly 0, in float32, in a bf16 model too; its weight keeps more than bf16's digits."""
+    head = found["head"]
+    assert (head["dtype"], head["shape"]) == ("torch.float32", [1, 24])
+    assert torch.equal(head["values"], torch.zeros(6, 2, 1))
+    assert head["values"].dtype == torch.float32
+    assert head["third"] < 1e-5  # a bf16 third would be off by 1e-3
+
+
+def test_the_choice_of_the_layer_implementation(found: dict[str, Any]) -> None:
+    """Transformer Engine needs its package and a CUDA device; asked for by name without them it is an error."""
+    impl = found["impl"]
+    errors = {key for key, value in impl.items() if value.startswith("error")}
+    assert {key for key, value in impl.items() if value == "te"} == {"auto cuda with", "transformer_engine cuda with"}
+    assert errors == {"transformer_engine cpu with", "transformer_engine cpu without", "transformer_engine cuda without"}
+    assert all(impl[key] == "local" for key in impl if key.startswith("local"))
+    for key in errors:
+        assert "model.transformer_impl=transformer_engine" in impl[key]
+        assert "use model.transformer_impl=auto or local" in impl[key]
+
+
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_recomputation_changes_no_gradient(found: dict[str, Any], how: str) -> None:
+    """The same operators on the same numbers: every bit."""
+    plain, recomputed = found["recompute"]["none"]["gradients"], found["recompute"][how]["gradients"]
+    assert plain.keys() == recomputed.keys()
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    assert all(gradient.abs().max() > 0 for gradient in plain.values())
+
+
+def test_recomputation_recomputes(found: dict[str, Any]) -> None:
+    """Selective runs core attention again in the backward, full everything."""
+    runs = {how: case["counts"] for how, case in found["recompute"].items()}
+    once = LAYERS * int(found["recompute"]["none"]["micros"])
+    assert runs["none"] == {"SDPACoreAttention": once, "MLP": once}
+    assert runs["selective"] == {"SDPACoreAttention": 2 * once, "MLP": once}
+    assert runs["full"] == {"SDPACoreAttention": 2 * once, "MLP": 2 * once}
+
+
+def test_sharded_weights_are_marked(found: dict[str, Any]) -> None:
+    """Without a mark the gradient norm leaves the shards of tensor-parallel ranks above 0 out."""
+    dims = {"word_embeddings": 0, "output_layer": 0, "linear_qkv": 0, "linear_fc1": 0, "linear_proj": 1, "linear_fc2": 1}
+    for name, dim in found["marks"].items():
+        module = name.split(".")[-2]
+        replicated = "layernorm" in name
+        assert dim == (None if replicated else dims[module]), name
+    assert len(found["marks"]) == 3 + 7 * LAYERS

@@ -1,0 +1,239 @@
+"""The quickstart's task, tokenizer and checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from mega_rl.errors import UserError
+from mega_rl.quickstart.task import (
+    NUM_DIGITS,
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    VOCABULARY,
+    Task,
+    build_tokenizer,
+    make_task,
+    model_config,
+    single_bubble_pass,
+    sort_digits,
+    write_checkpoint,
+    write_dataset,
+)
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return make_task(3)
+
+
+def _all_prompts(task: Task) -> list[str]:
+    return [row.prompt for rows in (task.train, task.held_out, task.demonstrations) for row in rows]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# --- the task
+
+
+@pytest.mark.parametrize(
+    ("digits", "ordered", "one_pass"),
+    [
+        ("53172", "12357", "31527"),
+        ("54321", "12345", "43215"),
+        ("12345", "12345", "12345"),
+        ("21345", "12345", "12345"),
+        ("00900", "00009", "00009"),
+        ("77707", "07777", "77077"),
+    ],
+)
+def test_the_two_habits_by_hand(digits: str, ordered: str, one_pass: str) -> None:
+    assert sort_digits(digits) == ordered
+    assert single_bubble_pass(digits) == one_pass
+
+
+def test_sizes_and_shapes_of_the_default_task(task: Task) -> None:
+    assert (len(task.train), len(task.held_out), len(task.demonstrations)) == (8192, 256, 32_000)
+    for prompt in _all_prompts(task):
+        assert len(prompt) == PROMPT_TOKENS
+        assert prompt[:NUM_DIGITS].isdecimal()
+        assert prompt[NUM_DIGITS] == "="
+
+
+def test_answers_hold_the_prompts_digits_in_ascending_order(task: Task) -> None:
+    for row in (*task.train, *task.held_out):
+        assert Counter(row.answer) == Counter(row.prompt[:NUM_DIGITS])
+        assert all(left <= right for left, right in zip(row.answer, row.answer[1:], strict=False))
+
+
+def test_no_prompt_occurs_twice_in_the_three_sets(task: Task) -> None:
+    prompts = _all_prompts(task)
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_no_ordering_of_held_out_digits_is_trained_on(task: Task) -> None:
+    held_out = [sort_digits(row.prompt[:NUM_DIGITS]) for row in task.held_out]
+    trained = {sort_digits(row.prompt[:NUM_DIGITS]) for row in (*task.train, *task.demonstrations)}
+    assert len(set(held_out)) == len(held_out)
+    assert trained.isdisjoint(held_out)
+
+
+def test_demonstrations_are_right_or_one_bubble_pass_in_the_asked_proportion(task: Task) -> None:
+    telling = [row for row in task.demonstrations if _habits_differ(row.prompt)]
+    right = sum(row.response == sort_digits(row.prompt[:NUM_DIGITS]) for row in telling)
+    wrong = sum(row.response == single_bubble_pass(row.prompt[:NUM_DIGITS]) for row in telling)
+    assert right + wrong == len(telling) > 20_000
+    # Five standard deviations of a binomial proportion with p=0.35 and at least 20 000 draws are 0.017.
+    assert right / len(telling) == pytest.approx(0.35, abs=0.017)
+
+
+def test_the_wrong_habit_is_mostly_wrong_on_held_out_prompts(task: Task) -> None:
+    agreeing = sum(not _habits_differ(row.prompt) for row in task.held_out)
+    assert 0.1 < agreeing / len(task.held_out) < 0.35  # 0.21 on average: far below the half a warm start may reach
+
+
+@pytest.mark.parametrize("right_fraction", [0.0, 1.0])
+def test_extreme_fractions_give_one_habit_only(right_fraction: float) -> None:
+    habit = sort_digits if right_fraction else single_bubble_pass
+    rows = make_task(0, num_train=1, num_demonstrations=500, right_fraction=right_fraction).demonstrations
+    assert all(row.response == habit(row.prompt[:NUM_DIGITS]) for row in rows)
+
+
+def test_a_seed_fixes_the_task_and_another_changes_it(task: Task) -> None:
+    assert make_task(3) == task
+    other = make_task(4)
+    assert other.held_out != task.held_out
+    assert other.train != task.train
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"num_train": 0}, ("num_train=0", "below 1")),
+        ({"num_held_out": -1}, ("num_held_out=-1", "below 1")),
+        ({"num_demonstrations": 0}, ("num_demonstrations=0", "below 1")),
+        ({"right_fraction": 1.5}, ("right_fraction=1.5", "from 0 to 1")),
+        ({"num_train": 90_000}, ("num_train=90000", "lower one of the three")),
+        ({"num_held_out": 2003}, ("num_held_out=2003", "lower one of the three")),
+    ],
+)
+def test_impossible_sizes_name_the_setting_and_the_fix(sizes: dict[str, int], words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        make_task(0, **sizes)
+    assert all(word in str(caught.value) for word in words)
+
+
+# --- files
+
+
+def test_dataset_files_hold_the_rows_in_order(tmp_path: Path) -> None:
+    task = make_task(1, num_train=20, num_held_out=10, num_demonstrations=30)
+    files = write_dataset(tmp_path / "new" / "folder", task)
+    assert _rows(files.train) == [{"prompt": row.prompt, "answer": row.answer} for row in task.train]
+    assert _rows(files.held_out) == [{"prompt": row.prompt, "answer": row.answer} for row in task.held_out]
+    assert _rows(files.demonstrations) == [
+        {"prompt": row.prompt, "response": row.response} for row in task.demonstrations
+    ]
+
+
+# --- tokenizer
+
+
+def test_one_token_per_character_and_back(task: Task) -> None:
+    tokenizer = build_tokenizer()
+    for row in task.train[:50]:
+        text = row.prompt + row.answer
+        ids = tokenizer(text).input_ids
+        assert ids == [VOCABULARY.index(character) for character in text]
+        assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == len(VOCABULARY) == 16
+    assert len(tokenizer(task.train[0].answer + "<eos>").input_ids) == RESPONSE_TOKENS
+
+
+def test_special_tokens_are_dropped_on_decoding_and_unknown_text_is_unk() -> None:
+    tokenizer = build_tokenizer()
+    ids = tokenizer("12<eos><pad>").input_ids
+    assert ids[2:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
+    assert tokenizer("1 a\n").input_ids[1:] == [tokenizer.unk_token_id] * 3
+
+
+# --- checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory, seed=5)
+    return directory
+
+
+def test_checkpoint_loads_through_the_auto_classes(checkpoint: Path) -> None:
+    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer("53172=", return_tensors="pt").input_ids
+    assert ids.tolist() == build_tokenizer()("53172=", return_tensors="pt").input_ids.tolist()
+    response = model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert 7 <= response.shape[1] <= 8
+
+
+def test_special_ids_agree_everywhere(checkpoint: Path) -> None:
+    config = AutoConfig.from_pretrained(checkpoint)
+    generation = GenerationConfig.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert config.eos_token_id == generation.eos_token_id == tokenizer.eos_token_id == VOCABULARY.index("<eos>")
+    assert config.pad_token_id == generation.pad_token_id == tokenizer.pad_token_id == VOCABULARY.index("<pad>")
+    assert config.vocab_size == len(tokenizer)
+
+
+def test_the_model_can_be_cut_in_two_both_ways() -> None:
+    config = model_config()
+    for size in (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.num_hidden_layers,
+        config.intermediate_size,
+        config.vocab_size,
+    ):
+        assert size % 2 == 0
+
+
+def test_the_seed_fixes_the_weights_and_nothing_else_is_disturbed(checkpoint: Path, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    write_checkpoint(tmp_path / "same", seed=5)
+    assert torch.equal(torch.rand(3), expected)
+    write_checkpoint(tmp_path / "other", seed=6)
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    assert (tmp_path / "same" / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() != weights
+
+
+def test_loading_says_nothing_on_standard_error(checkpoint: Path) -> None:
+    """In a fresh process, because the libraries give most warnings only once."""
+    code = (
+        "import sys\n"
+        "from transformers import AutoTokenizer\n"
+        "AutoTokenizer.from_pretrained(sys.argv[1])('53172=')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(checkpoint)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def _habits_differ(prompt: str) -> bool:
+    digits = prompt[:NUM_DIGITS]
+    return sort_digits(digits) != single_bubble_pass(digits)

@@ -1,0 +1,139 @@
+"""The model roles: which fields a loss reads, how metrics are named, and when a role learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
+from mega_rl.algorithms.policy_loss import ppo_policy_loss
+from mega_rl.algorithms.value_loss import clipped_value_loss
+from mega_rl.protocols import LossOutput, TokenLoss
+from mega_rl.types import Experience, Metrics, TokenOutputs
+from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+from tests.helpers.models import random_experience
+
+BATCH = random_experience()
+FIELDS: dict[str, Tensor] = {name: value for name, value in BATCH.items() if value.dim() == 2}
+GENERATOR = torch.Generator().manual_seed(3)
+LOGPROBS = FIELDS["old_logprobs"] + 0.5 * torch.randn(BATCH.tokens.shape, generator=GENERATOR)
+ENTROPY = torch.rand(BATCH.tokens.shape, generator=GENERATOR)
+
+
+class RecordingEngine:
+    """An engine that learns nothing and remembers what it was asked."""
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self.metrics = metrics or {}
+        self.updates: list[tuple[Experience, TokenLoss, float]] = []
+        self.outputs = TokenOutputs(logprobs=LOGPROBS)
+
+    def forward(self, batch: Experience) -> TokenOutputs:
+        assert batch is BATCH
+        return self.outputs
+
+    def train_minibatch(self, minibatch: Experience, loss: TokenLoss, *, lr: float) -> Metrics:
+        self.updates.append((minibatch, loss, lr))
+        return dict(self.metrics)
+
+
+def learner(engine: RecordingEngine, **changes: Any) -> LearningWorker:
+    settings: dict[str, Any] = {"loss": ValueLoss(value_clip=0.2), "learning_rate": lambda step: 0.1 * step} | changes
+    return LearningWorker("critic", engine, **settings)  # type: ignore[arg-type]
+
+
+def same(found: LossOutput, expected: LossOutput) -> bool:
+    """Whether two losses are the same numbers under the same names."""
+    return (
+        torch.equal(found.loss, expected.loss)
+        and {k: float(v) for k, v in found.sums.items()} == {k: float(v) for k, v in expected.sums.items()}
+        and {k: float(v) for k, v in found.maxima.items()} == {k: float(v) for k, v in expected.maxima.items()}
+    )
+
+
+def policy_loss(kl: FixedKL | AdaptiveKL | None) -> PolicyLoss:
+    return PolicyLoss(clip_low=0.1, clip_high=0.4, dual_clip=3.0, entropy_coef=0.02, kl=kl, kl_estimator="k2")
+
+
+def direct_policy_loss(kl_coef: float | None) -> LossOutput:
+    return ppo_policy_loss(
+        LOGPROBS,
+        ENTROPY,
+        old_logprobs=BATCH.old_logprobs,
+        advantages=BATCH.advantages,
+        loss_weights=BATCH.loss_weights,
+        token_weights=BATCH.token_weights,
+        clip_low=0.1,
+        clip_high=0.4,
+        dual_clip=3.0,
+        entropy_coef=0.02,
+        ref_logprobs=None if kl_coef is None else BATCH.ref_logprobs,
+        kl_coef=kl_coef or 0.0,
+        kl_estimator="k2",
+    )
+
+
+@pytest.mark.parametrize("kl_coef", [None, 0.3])
+def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
+    """The reference's log-probs only with a KL term in the loss. All fields differ, so that none can stand for another."""
+    assert len({float(FIELDS[name].sum()) for name in FIELDS if name != "token_weights"}) == len(FIELDS) - 1
+    loss = policy_loss(None if kl_coef is None else FixedKL(kl_coef))
+    found = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS)
+    assert same(found, direct_policy_loss(kl_coef))
+    assert ("actor/ref_kl" in found.sums) == (kl_coef is not None)
+
+
+def test_the_policy_loss_follows_the_coefficient() -> None:
+    """An adaptive coefficient is read anew in every step."""
+    kl = AdaptiveKL(0.3, target=0.1, horizon=10)
+    loss, outputs = policy_loss(kl), TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY)
+    assert same(loss(outputs, FIELDS), direct_policy_loss(0.3))
+    kl.update(5.0, num_sequences=8)
+    assert kl.value != 0.3
+    assert same(loss(outputs, FIELDS), direct_policy_loss(kl.value))
+
+
+def test_the_value_loss_reads_its_fields() -> None:
+    """Old values are the experience's."""
+    values = BATCH.values + ENTROPY
+    expected = clipped_value_loss(
+        values,
+        old_values=BATCH.values,
+        returns=BATCH.returns,
+        loss_weights=BATCH.loss_weights,
+        token_weights=BATCH.token_weights,
+        value_clip=0.2,
+    )
+    assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), FIELDS), expected)
+
+
+def test_metrics_carry_the_role() -> None:
+    """The engine's own names get the role's prefix, the loss's have one."""
+    engine = RecordingEngine({"critic/loss": 1.0, "grad_norm": 2.0, "lr": 3.0})
+    assert learner(engine).update(BATCH, step=2) == {"critic/loss": 1.0, "critic/grad_norm": 2.0, "critic/lr": 3.0}
+    ((minibatch, loss, rate),) = engine.updates
+    assert minibatch is BATCH
+    assert loss == ValueLoss(value_clip=0.2)
+    assert rate == pytest.approx(0.2)
+
+
+def test_the_critic_may_learn_first() -> None:
+    """Before `first_step` the actor stands still: no metrics, and the engine is not asked."""
+    engine = RecordingEngine({"grad_norm": 1.0})
+    worker = learner(engine, first_step=3)
+    assert [bool(worker.update(BATCH, step=step)) for step in range(5)] == [False, False, False, True, True]
+    assert [rate for _, _, rate in engine.updates] == pytest.approx([0.3, 0.4])
+
+
+def test_evaluation_is_the_engines() -> None:
+    engine = RecordingEngine()
+    assert learner(engine).evaluate(BATCH) is engine.outputs
+    assert ReferenceWorker(engine).evaluate(BATCH) is engine.outputs  # type: ignore[arg-type]
+
+
+def test_an_absent_role_says_nothing() -> None:
+    assert AbsentWorker().evaluate(BATCH) == TokenOutputs()
+    assert AbsentWorker().update(BATCH, step=0) == {}

@@ -1,0 +1,141 @@
+"""How the prompts of a step are shared over all ranks, and how a replica puts its rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.rollout.hf import HFRolloutEngine
+from mega_rl.types import Prompt, Rollout
+from mega_rl.workers.rollout import RolloutWorker, share
+from tests.helpers.models import write_tiny_checkpoint
+
+PROMPTS = [Prompt(index=100 + i, token_ids=(2 + i,), text=f"p{i}", answer=str(i)) for i in range(7)]
+
+
+@dataclass
+class Place(SingleRank):
+    """A rank of a group, for arithmetic only."""
+
+    rank: int
+    size: int
+
+
+class Replica(Place):
+    """Ranks of one replica in one process: the others' rows have been handed over before."""
+
+    def __init__(self, rank: int, size: int, rows: list[Rollout]) -> None:
+        super().__init__(rank, size)
+        self.rows = rows
+
+    def gather_rows(self, rows: Rollout) -> Rollout:
+        assert torch.equal(self.rows[self.rank].prompt_index, rows.prompt_index)
+        return torch.cat(self.rows)  # type: ignore[call-overload, no-any-return]
+
+
+class CountingEngine:
+    """A rollout engine whose samples are made of what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], bool, int]] = []
+
+    def generate(
+        self, prompts: Sequence[Prompt], prompt_index: Sequence[int], *, n: int, seed: tuple[int, ...], greedy: bool = False
+    ) -> Rollout:
+        self.calls.append((seed, greedy, n))
+        count = len(prompts) * n
+        index = torch.tensor(list(prompt_index), dtype=torch.int64).repeat_interleave(n)
+        first = torch.tensor([p.token_ids[0] for p in prompts], dtype=torch.int64).repeat_interleave(n)
+        return Rollout(
+            tokens=torch.stack([first, first], dim=1),
+            loss_mask=torch.tensor([[False, True]]).expand(count, 2),
+            prompt_lengths=torch.ones(count, dtype=torch.int64),
+            lengths=torch.full((count,), 2),
+            rollout_logprobs=torch.zeros(count, 2),
+            finished=torch.ones(count, dtype=torch.bool),
+            prompt_index=index,
+            sample_index=torch.arange(n).repeat(len(prompts)),
+            weight_version=torch.ones(count, dtype=torch.int64),
+            batch_size=[count],
+        )
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_shares_are_a_partition(count: int, size: int) -> None:
+    """Every item once, in order, and as even as can be."""
+    parts = [share(count, Place(rank, size)) for rank in range(size)]
+    assert [item for part in parts for item in part] == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def generate_everywhere(count: int, *, dp: int, replica: int, greedy: bool = False) -> list[list[Rollout]]:
+    """What every rank holds after a step with `count` prompts, by data-parallel rank and rank of the replica."""
+    found = []
+    for group in range(dp):
+        # First each rank's own rows: a replica of one gathers nothing.
+        rows: list[Rollout] = []
+        for rank in range(replica):
+            alone = Replica(rank, replica, [])
+            alone.gather_rows = lambda own: own  # type: ignore[method-assign]
+            rows.append(worker(group, dp, alone).generate(PROMPTS[:count], step=3, greedy=greedy))
+        gathered = [Replica(rank, replica, rows) for rank in range(replica)]
+        found.append([worker(group, dp, one).generate(PROMPTS[:count], step=3, greedy=greedy) for one in gathered])
+    return found
+
+
+def worker(group: int, dp: int, replica: Replica) -> RolloutWorker:
+    return RolloutWorker(engine=CountingEngine(), data_parallel=Place(group, dp), replica=replica, n=3, seed=8)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
+def test_every_row_is_generated_once_and_known_to_its_replica(count: int) -> None:
+    """Two replicas of two ranks; with 1 to 3 prompts some ranks have none."""
+    ranks = generate_everywhere(count, dp=2, replica=2)
+    for first, second in ranks:
+        assert torch.equal(first.prompt_index, second.prompt_index)
+        assert torch.equal(first.tokens, second.tokens)
+    index = torch.cat([replica[0].prompt_index for replica in ranks])
+    sample = torch.cat([replica[0].sample_index for replica in ranks])
+    assert index.tolist() == [prompt for prompt in range(count) for _ in range(3)]
+    assert sample.tolist() == [0, 1, 2] * count
+    tokens = torch.cat([replica[0].tokens for replica in ranks])[:, 0]
+    assert tokens.tolist() == [PROMPTS[prompt].token_ids[0] for prompt in index.tolist()]
+
+
+def test_seed_and_samples() -> None:
+    """The seed is the run's and the step's; greedy takes one sample."""
+    engine = CountingEngine()
+    one = RolloutWorker(engine=engine, data_parallel=SingleRank(), replica=SingleRank(), n=3, seed=8)
+    assert len(one.generate(PROMPTS, step=5).tokens) == 21
+    assert len(one.generate(PROMPTS, step=6, greedy=True).tokens) == 7
+    assert engine.calls == [((8, 5), False, 3), ((8, 6), True, 1)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+
+
+def test_a_rank_without_prompts(checkpoint: Path) -> None:
+    """The real engine gives a rollout without rows, which joins with others' rows."""
+    engine = HFRolloutEngine(
+        checkpoint, dtype=torch.float32, device="cpu", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4,
+        stop_token_ids=[], batch_size=8,
+    )  # fmt: skip
+    weights = {name: torch.zeros_like(tensor) for name, tensor in engine.model.state_dict().items()}
+    engine.load_weights(weights.items())
+    engine.finish_update(1)
+    empty = engine.generate([], [], n=3, seed=(0, 0))
+    some = engine.generate(PROMPTS[:1], [4], n=3, seed=(0, 0))
+    assert empty.batch_size == torch.Size([0])
+    for name, field in some.items():
+        assert getattr(empty, name).dtype == field.dtype, name
+        assert getattr(empty, name).dim() == field.dim(), name
+    assert torch.equal(SingleRank().gather_rows(empty).lengths, torch.zeros(0, dtype=torch.int64))
