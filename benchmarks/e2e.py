@@ -71,7 +71,7 @@ def start(name: str, folder: Path, launcher: list[str], threads: int) -> Contend
             stderr=subprocess.STDOUT,
             env=environment,
         )
-    return Contender(process, open(folder / name / "commands", "w"), open(folder / name / "reports"), log)  # noqa: SIM115
+    return Contender(process, open(folder / name / "commands", "w"), open(folder / name / "reports"), log)
 
 
 def bootstrap(ratios: list[float], *, draws: int = 2000) -> tuple[float, float]:
@@ -120,7 +120,10 @@ def main() -> int:
     for label, rows in records.items():
         seconds = [row["seconds"] for row in rows]
         tokens = statistics.median(row["tokens"] for row in rows)
-        print(f"{label:8s} step {statistics.median(seconds):6.2f} s (min {min(seconds):.2f}, max {max(seconds):.2f}), {tokens:.0f} new tokens")
+        print(
+            f"{label:8s} step {statistics.median(seconds):6.2f} s "
+            f"(min {min(seconds):.2f}, max {max(seconds):.2f}), {tokens:.0f} new tokens"
+        )
     phases = {
         name: statistics.median(row["phases"].get(name, 0.0) for row in records["mega_rl"])
         for name in records["mega_rl"][0]["phases"]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.protocols import Learner, Scored
+from mega_rl.protocols import Engine, Learner, Scored
 from mega_rl.rollout.hf import HFRolloutEngine
 from mega_rl.rollout.weight_sync import EmbeddedWeightSync
 from mega_rl.trainer import PPOTrainer, RunSettings
@@ -94,9 +93,12 @@ def build_trainer(
     # Mistakes in data and reward function are found before the weights are loaded, and before anything is written.
     reward_function = resolve(config.reward.function)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
     train, held_out = load_data(config, tokenizer, vocab_size=read_hf_config(config.model.path).vocab_size)
     roles = build_roles(config, accelerator, groups)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
     actor = roles.actor_engine
     rollout_engine = build_rollout_engine(config, accelerator)
     world = GroupRanks(groups.world)
@@ -108,9 +110,12 @@ def build_trainer(
         bucket_bytes=config.rollout.bucket_mib << 20,
         verify_interval=config.rollout.verify_interval,
     )
+    engines: dict[str, Engine] = {"actor": actor}
+    if roles.critic_engine is not None:
+        engines["critic"] = roles.critic_engine
     checkpoints = DistCheckpointStore(
         root=run_dir / "checkpoints",
-        engines={"actor": actor} | ({} if roles.critic_engine is None else {"critic": roles.critic_engine}),
+        engines=engines,
         ranks=world,
         keep=config.checkpoint.keep,
         resume=config.checkpoint.resume,

@@ -15,8 +15,6 @@ import typer
 
 from mega_rl.errors import RunError, UserError, UserErrors
 
-EXIT_RUN_ERROR = 1
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
 # this found something of its own.
@@ -95,7 +93,7 @@ def configure_logging() -> None:
 
 def _become_torchrun(nproc: int, config: Path | None, overrides: Sequence[str]) -> None:
     """Replace this process by torchrun, which then gets the signals and gives the exit code itself."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m", "mega_rl.cli"]
+    launcher = ["-m", "mega_rl.launch", str(nproc), "mega_rl.cli"]
     recipe = [] if config is None else ["--config", str(config)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     sys.stdout.flush()
@@ -106,7 +104,7 @@ def _become_torchrun(nproc: int, config: Path | None, overrides: Sequence[str]) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
-    0; 1 for a run that cannot go on; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a run that was stopped.
+    0; 1 for a run that cannot go on; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a stopped run.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     return run_app(app, given, prog_name="mega-rl")
@@ -119,7 +117,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
     except RunError as error:
-        return _report([str(error)], code=EXIT_RUN_ERROR)
+        return _report([str(error)], code=error.exit_code)
     except typer.BadParameter as error:
         return _report([f"{error.format_message()}; see {prog_name} --help"])
     except typer.TyperException as error:
@@ -129,7 +127,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     return outcome if isinstance(outcome, int) else 0
 
 
-def _report(problems: Sequence[str], *, code: int = EXIT_USER_ERROR) -> int:
+def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
     rank = os.environ.get("RANK", "0")
     prefix = "error: "
     if rank != "0":

@@ -11,12 +11,16 @@ class UserError(ValueError):
     The message names the thing, its value, the rule it breaks and the fix.
     """
 
+    exit_code = 2
+
 
 class RunError(RuntimeError):
     """A run that cannot go on for a reason that its own numbers or the user's code gave: one message, exit code 1.
 
-    Raised on all ranks alike. The message names what was found and where, and what to look at.
+    Raised on all ranks alike. The message names what was found and where.
     """
+
+    exit_code = 1
 
 
 class UserErrors(UserError):

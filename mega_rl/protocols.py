@@ -94,8 +94,8 @@ class Engine(Protocol):
         """Read what `save` wrote; collective."""
         ...
 
-    def offload(self) -> None:
-        """Move parameters, gradients and optimizer state off the accelerator."""
+    def offload(self) -> int:
+        """Give back the memory of parameters, gradients and optimizer state; returns the bytes."""
         ...
 
     def onload(self) -> None:
@@ -107,7 +107,13 @@ class RolloutEngine(Protocol):
     """Generates; holds its own copy of the policy's weights."""
 
     def generate(
-        self, prompts: Sequence[Prompt], prompt_index: Sequence[int], *, n: int, seed: tuple[int, ...], greedy: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        n: int,
+        seed: tuple[int, ...],
+        greedy: bool = False,
     ) -> Rollout:
         """n samples of each prompt, rows ordered by prompt then sample.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import tensorclass
 from torch import Tensor
 
@@ -30,13 +29,13 @@ class Prompt:
 
 @tensorclass
 class Rollout:
-    """Sampled responses of this data-parallel rank; batch_size [B], sharded over DP, equal on all ranks of a replica."""
+    """Sampled responses; batch_size [B], this data-parallel rank's rows, equal on all ranks of a replica."""
 
     tokens: Tensor  # [B, S] int64, prompt then response then padding (0)
     loss_mask: Tensor  # [B, S] bool, True on response tokens: the ones that train
     prompt_lengths: Tensor  # [B] int64
     lengths: Tensor  # [B] int64, prompt plus response
-    rollout_logprobs: Tensor  # [B, S] float32, log-prob under the sampling temperature before top-k/top-p; 0 off the mask
+    rollout_logprobs: Tensor  # [B, S] float32, at the sampling temperature, before top-k and top-p; 0 off the mask
     finished: Tensor  # [B] bool, ended by a stop token rather than by length
     prompt_index: Tensor  # [B] int64, position of the prompt in the step's global batch (0 .. prompts_per_step-1)
     sample_index: Tensor  # [B] int64, number of the sample of its prompt (0 .. n-1)
@@ -45,7 +44,7 @@ class Rollout:
 
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass
 class Experience:
-    """A rollout with everything the losses need; batch_size [B], sharded over DP, equal on all ranks of a replica."""
+    """A rollout with everything the losses need; batch_size [B], this data-parallel rank's rows, as in `Rollout`."""
 
     tokens: Tensor  # [B, S] int64
     loss_mask: Tensor  # [B, S] bool
@@ -59,8 +58,8 @@ class Experience:
     values: Tensor  # [B, S] float32, critic before the update; 0 without a critic
     advantages: Tensor  # [B, S] float32, 0 off the mask
     returns: Tensor  # [B, S] float32, value targets; 0 off the mask
-    loss_weights: Tensor  # [B, S] float32, weight of each token's loss in the global mean of its mini-batch; see algorithms.aggregation
-    token_weights: Tensor  # [B, S] float32, loss_mask / response tokens of the global mini-batch: weights of metric means
+    loss_weights: Tensor  # [B, S] float32, share of each token in its global mini-batch's loss; algorithms.aggregation
+    token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: the weights of metric means
 
 
 @dataclass(frozen=True)

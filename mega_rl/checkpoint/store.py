@@ -89,7 +89,8 @@ class DistCheckpointStore:
         if differing:
             changes = ", ".join(f"{k}: {record['identity'].get(k)!r} -> {self.identity[k]!r}" for k in differing)
             raise UserError(
-                f"checkpoint {folder} is of another run ({changes}); set checkpoint.resume=never or another trainer.run_dir"
+                f"checkpoint {folder} is of another run ({changes}); "
+                "set checkpoint.resume=never or another trainer.run_dir"
             )
         missing = [name for name in self.engines if not (folder / name).is_dir()]
         if missing:

@@ -41,7 +41,7 @@ def apply_settings(optimizer: MegatronOptimizer) -> None:
     config = optimizer.config
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
-            # Megatron-Core only marks what is spared; the scheduler that would turn marks into numbers is not used here.
+            # Megatron-Core only marks what is spared; its scheduler, which turns marks into numbers, is not used here.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             group["betas"], group["eps"] = (config.adam_beta1, config.adam_beta2), config.adam_eps
             if isinstance(torch_optimizer, torch.optim.AdamW):

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from mega_rl.converters.export import export_hf
 from mega_rl.converters.hf_config import HFConfig
+from mega_rl.converters.plan import Head
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, torch_optimizers
 from mega_rl.engines.microbatches import Batching, to_device
 from mega_rl.engines.offload import StorageOffload
-from mega_rl.models.attention import packed_sequences
 from mega_rl.errors import RunError
+from mega_rl.models.attention import packed_sequences
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
@@ -57,7 +58,7 @@ class MegatronEngine:
     hf: HFConfig
     groups: Groups
     batching: Batching
-    head: str
+    head: Head
     device: torch.device
     temperature: float = 1.0
     export_bucket_bytes: int = 256 << 20
@@ -111,7 +112,7 @@ class MegatronEngine:
         return metrics
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor in training dtype) of every weight, on all ranks of the replica; collective."""
+        """(Hugging Face name, full tensor) of every weight in training dtype, on all ranks of the replica; collective."""
         return export_hf(
             self.models,
             hf=self.hf,
@@ -209,6 +210,7 @@ class MegatronEngine:
             vocab_size=self.hf.vocab_size,
             temperature=self.temperature,
         )
+        assert entropy is not None
         return TokenOutputs(logprobs=logprobs.view(shape), entropy=entropy.view(shape))
 
     def _reduce(self, outputs: list[LossOutput]) -> Metrics:
@@ -228,7 +230,7 @@ class MegatronEngine:
     def _apply_gradients(self, lr: float) -> float:
         """Clip by the global norm and step; returns the norm before clipping.
 
-        These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before anything changes.
+        These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before any change.
         """
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:

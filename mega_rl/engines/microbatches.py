@@ -49,7 +49,8 @@ class Batching:
 
 def token_fields(batch: Rollout | Experience) -> list[str]:
     """Names of the per-token tensors of a batch, tokens excepted."""
-    return [name for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 2 and name != "tokens"]
+    fields = batch.items()  # type: ignore[union-attr]
+    return [name for name, value in fields if isinstance(value, Tensor) and value.dim() == 2 and name != "tokens"]
 
 
 def to_device(micros: list[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:

@@ -41,8 +41,9 @@ def decode_step(line: str) -> StepMetrics:
     """Inverse of `encode_step`; ValueError for a line that is not a record."""
     record: Any = json.loads(line)
     match record:
-        case {"step": int(step), **values}:
-            return StepMetrics(step=step, metrics={name: from_json_value(value) for name, value in values.items()})
+        case {"step": int(step)}:
+            values = {name: from_json_value(value) for name, value in record.items() if name != "step"}
+            return StepMetrics(step=step, metrics=values)
         case _:
             raise ValueError(f"not a metrics record: {line[:80]!r}")
 

@@ -78,7 +78,7 @@ class _ToClasses(torch.autograd.Function):
         return packed.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         (slots,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad.index_select(0, slots), None, None
 
@@ -94,7 +94,7 @@ class _ToPacked(torch.autograd.Function):
         return padded.index_select(0, slots)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, filled = ctx.saved_tensors  # type: ignore[attr-defined]
         shape = [filled.numel()] + [1] * (grad.dim() - 1)
         return grad.index_select(0, index) * filled.view(shape), None, None, None
@@ -120,8 +120,10 @@ class SDPACoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert config.context_parallel_size == 1, "SDPACoreAttention has no context parallelism"
-        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
-        assert config.window_size is None and config.softmax_type == "vanilla"
+        assert attn_mask_type == AttnMaskType.causal
+        assert attention_type == "self"
+        assert config.window_size is None
+        assert config.softmax_type == "vanilla"
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -146,7 +148,8 @@ class SDPACoreAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
         assert isinstance(packed_seq_params, PackedSequences)
-        assert packed_seq_params.slots is not None and packed_seq_params.filled is not None
+        assert packed_seq_params.slots is not None
+        assert packed_seq_params.filled is not None
         classes = packed_seq_params.classes
         index = classes[0].flatten() if len(classes) == 1 else torch.cat([c.flatten() for c in classes])
         padded = [_ToClasses.apply(x, index, packed_seq_params.slots) for x in (query, key, value)]
@@ -156,7 +159,7 @@ class SDPACoreAttention(MegatronModule):
             contexts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
             offset += shape.numel()
         context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
-        return _ToPacked.apply(context, index, packed_seq_params.slots, packed_seq_params.filled)  # type: ignore[no-any-return]
+        return _ToPacked.apply(context, index, packed_seq_params.slots, packed_seq_params.filled)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[B, heads, S, D] of causal attention; key and value have [B, groups, S, D]."""

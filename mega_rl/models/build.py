@@ -18,6 +18,8 @@ from megatron.core.transformer import TransformerConfig
 from mega_rl.config.schema import ModelConfig, ParallelConfig
 from mega_rl.converters.hf_config import HFConfig
 from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
+from mega_rl.converters.names import Spec
+from mega_rl.converters.plan import Head
 from mega_rl.models.heads import ValueHead
 from mega_rl.models.specs import decoder_spec
 from mega_rl.parallel.groups import Groups
@@ -72,8 +74,8 @@ def build_chunks(
     *,
     config: TransformerConfig,
     groups: Groups,
-    head: str,
-    impl: str,
+    head: Head,
+    impl: Spec,
     padded_vocab: int,
     device: torch.device,
 ) -> list[GPTModel]:

@@ -32,5 +32,7 @@ class ValueHead(MegatronModule):
         values = torch.nn.functional.linear(hidden.float(), self.weight)
         if self.config.sequence_parallel:
             # Every rank goes on to compute the same loss of all tokens: the backward is a split, not a sum.
-            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.tp_group
+            )
         return values, None

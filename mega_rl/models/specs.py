@@ -16,6 +16,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from mega_rl.converters.names import Spec
 from mega_rl.errors import UserError
 from mega_rl.models.attention import SDPACoreAttention
 from mega_rl.models.norm import RMSNorm
@@ -23,8 +24,8 @@ from mega_rl.models.norm import RMSNorm
 log = logging.getLogger(__name__)
 
 
-def choose_transformer_impl(requested: str, *, device_type: str) -> str:
-    """"te" or "local" for `model.transformer_impl`; asking for Transformer Engine where it cannot run is an error.
+def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
+    """ "te" or "local" for `model.transformer_impl`; asking for Transformer Engine where it cannot run is an error.
 
     Raises:
         UserError: `transformer_engine` requested without a CUDA device or without the package.
@@ -44,7 +45,7 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> str:
     return "te"
 
 
-def decoder_spec(impl: str, *, num_layers: int, qk_norm: bool) -> ModuleSpec | TransformerBlockSubmodules:
+def decoder_spec(impl: Spec, *, num_layers: int, qk_norm: bool) -> ModuleSpec | TransformerBlockSubmodules:
     """Spec of a stage's decoder with `num_layers` layers; `impl` is "te" or "local"."""
     if impl == "te":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)

@@ -60,7 +60,7 @@ class ParallelLayout:
         return RankCoordinates(tp_rank=tp_rank, cp_rank=cp_rank, dp_rank=dp_rank, pp_rank=pp_rank)
 
     def layers_of(self, pp_rank: int, num_layers: int, vp_stage: int = 0) -> range:
-        """Global indices of the transformer layers held by one stage (even split; Megatron-Core's interleaved order)."""
+        """Global indices of the transformer layers held by one stage (even split, interleaved as in Megatron-Core)."""
         stages = self.pp * self.vpp
         if num_layers % stages:
             raise ValueError(f"num_layers={num_layers} is not a multiple of pp*vpp={self.pp}*{self.vpp}={stages}")
@@ -69,5 +69,7 @@ class ParallelLayout:
         return range(first, first + per_stage)
 
     def __str__(self) -> str:
-        parts = [f"tp{self.tp}"] + [f"{n}{v}" for n, v in (("pp", self.pp), ("vpp", self.vpp), ("cp", self.cp)) if v > 1]
+        parts = [f"tp{self.tp}"] + [
+            f"{n}{v}" for n, v in (("pp", self.pp), ("vpp", self.vpp), ("cp", self.cp)) if v > 1
+        ]
         return "-".join([*parts, f"dp{self.dp}"]) + ("-sp" if self.sequence_parallel else "")

@@ -16,13 +16,13 @@ import typer
 from mega_rl.cli import configure_logging, run_app
 from mega_rl.config.loader import load
 from mega_rl.errors import RunError, UserError
-from mega_rl.quickstart import task
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.quickstart import task
 from mega_rl.quickstart.report import summarize
 
 RECIPE = Path("recipes/quickstart.yaml")
 NUM_RANKS = 2
-WARM_STEPS = 200
+WARM_STEPS = 400
 WARM_BATCH = 256
 WARM_LR = 5e-3
 MARKER = "data"  # a folder that holds this one is an earlier quickstart's, and may be replaced
@@ -37,7 +37,7 @@ def quickstart(
         "runs/quickstart"
     ),
 ) -> None:
-    """Train a tiny model to sort digits with PPO on two ranks (TP=2), in a few minutes on two cores."""
+    """Train a tiny model to add with PPO on two ranks (TP=2), in a few minutes on two cores."""
     start = time.perf_counter()
     overrides = [
         f"trainer.run_dir={run_dir}",

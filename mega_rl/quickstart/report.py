@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +30,7 @@ class Summary:
     seed: int
 
 
-def summarize(
-    run_dir: Path, *, layout: str, seed: int, train_s: float, warm_start_s: float, total_s: float
-) -> Summary:
+def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_start_s: float, total_s: float) -> Summary:
     """Read the run's metrics, write summary.json and curves.png, print the table; returns the summary."""
     records = list(read_metrics(run_dir / "metrics.jsonl"))
     accuracy = [(r.step, r.metrics["val/reward_mean"]) for r in records if "val/reward_mean" in r.metrics]
@@ -75,5 +74,5 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
         return ""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     return "".join(BARS[min(int(max(mean, 0.0) * len(BARS)), len(BARS) - 1)] for mean in means)

@@ -1,12 +1,12 @@
-"""Sorting five digits: the task, tokenizer and fresh model of the quickstart.
+"""Two-digit addition: the task, tokenizer and fresh model of the quickstart.
 
-A prompt is five digits and an equals sign, its answer the digits in ascending order: `53172=` -> `12357`. The warm
-start imitates demonstrations of mixed quality: some are right, the others made a single pass of bubble sort and stopped
-(`53172=` -> `31527`). A single pass is right for about two prompts in ten, so the warm-started model is mostly
-wrong when it decodes greedily, and PPO has to find out from the reward which of the two habits pays.
+A prompt is a sum of two numbers of two digits, its answer the three digits of the result with the units first, as one
+adds on paper: `37+45=` -> `280`. The warm start imitates demonstrations of mixed quality: some are right, the others
+forget every carry (`37+45=` -> `270`). Forgetting is harmless for about three sums in ten, so the warm-started model is
+mostly wrong when it decodes greedily, and PPO has to find out from the reward which of the two habits pays.
 
-No two held-out prompts have the same digits, and no ordering of a held-out prompt's digits occurs in the
-demonstrations or the training prompts: held-out accuracy measures sorting of digits the model never met together.
+A held-out sum occurs neither in the demonstrations nor in the training prompts, in no order of its two numbers, so the
+held-out accuracy measures adding numbers that the model never saw together.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from mega_rl.errors import UserError
 
-NUM_DIGITS = 5
-PROMPT_TOKENS = NUM_DIGITS + 1  # the digits and "="
-RESPONSE_TOKENS = NUM_DIGITS + 1  # the digits and the end of sequence
+NUM_DIGITS = 2  # of each operand
+PROMPT_TOKENS = 2 * NUM_DIGITS + 2  # the operands, "+" and "="
+RESPONSE_TOKENS = NUM_DIGITS + 2  # one digit more than an operand has, and the end of sequence
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # "+" and "-" do not occur in the task; they round the vocabulary up to 16, which small tensor-parallel sizes divide.
 VOCABULARY = (PAD, EOS, UNK, *"0123456789=+-")
 
-DEFAULT_NUM_TRAIN = 8192
+DEFAULT_NUM_TRAIN = 3400
 DEFAULT_NUM_HELD_OUT = 256
-DEFAULT_NUM_DEMONSTRATIONS = 32_000
-DEFAULT_RIGHT_FRACTION = 0.35
+DEFAULT_NUM_DEMONSTRATIONS = 6000
+DEFAULT_RIGHT_FRACTION = 0.3
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt and its right answer: `Problem("53172=", "12357")`."""
+    """A prompt and its right answer: `Problem("37+45=", "280")`."""
 
     prompt: str
     answer: str
@@ -47,7 +47,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt and the response the warm start imitates, right or not: `Demonstration("53172=", "31527")`."""
+    """A prompt and the response the warm start imitates, right or not: `Demonstration("37+45=", "270")`."""
 
     prompt: str
     response: str
@@ -55,7 +55,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Task:
-    """Three sets of prompts without a common prompt; no ordering of a held-out prompt's digits is in the other two."""
+    """Three sets of prompts without a common prompt; a held-out sum is in neither order in the other two."""
 
     train: tuple[Problem, ...]  # prompts of PPO
     held_out: tuple[Problem, ...]  # prompts of the accuracy before and after; never trained on
@@ -71,18 +71,15 @@ class DatasetFiles:
     demonstrations: Path  # rows {"prompt", "response"}
 
 
-def sort_digits(digits: str) -> str:
-    """The digits in ascending order: `53172` -> `12357`."""
-    return "".join(sorted(digits))
+def add(left: int, right: int) -> str:
+    """The digits of the sum, units first: 37, 45 -> `280`."""
+    return f"{left + right:0{NUM_DIGITS + 1}d}"[::-1]
 
 
-def single_bubble_pass(digits: str) -> str:
-    """The digits after one left-to-right pass that swaps neighbours in the wrong order: `53172` -> `31527`."""
-    row = list(digits)
-    for i in range(len(row) - 1):
-        if row[i] > row[i + 1]:
-            row[i], row[i + 1] = row[i + 1], row[i]
-    return "".join(row)
+def add_without_carry(left: int, right: int) -> str:
+    """The sum with every carry forgotten, units first: 37, 45 -> `270`."""
+    columns = zip(f"{left:0{NUM_DIGITS}d}", f"{right:0{NUM_DIGITS}d}", strict=True)
+    return "".join(str((int(a) + int(b)) % 10) for a, b in reversed(list(columns))) + "0"
 
 
 def make_task(
@@ -95,7 +92,7 @@ def make_task(
 ) -> Task:
     """The task of `seed`: the same seed and sizes give the same rows in the same order.
 
-    `right_fraction` is the probability of a demonstration to be right; the others made a single bubble pass.
+    `right_fraction` is the probability of a demonstration to be right; the others forget the carries.
 
     Raises:
         UserError: a size is below 1, the fraction is not in [0, 1], or there are too few prompts for the sizes.
@@ -104,26 +101,26 @@ def make_task(
     if not 0.0 <= right_fraction <= 1.0:
         raise UserError(f"right_fraction={right_fraction} is not a probability; give a number from 0 to 1")
     rng = random.Random(seed)
-    universe = [f"{number:0{NUM_DIGITS}d}" for number in range(10**NUM_DIGITS)]
-    rng.shuffle(universe)
-
-    held_out: dict[str, str] = {}  # sorted digits -> the one ordering that is asked
-    for digits in universe:
+    numbers = range(10**NUM_DIGITS)
+    sums = [(left, right) for left in numbers for right in numbers]
+    rng.shuffle(sums)
+    held_out: dict[frozenset[int], tuple[int, int]] = {}  # the two numbers -> the one order that is asked
+    for pair in sums:
         if len(held_out) == num_held_out:
             break
-        held_out.setdefault(sort_digits(digits), digits)
-    rest = [digits for digits in universe if sort_digits(digits) not in held_out]
+        held_out.setdefault(frozenset(pair), pair)
+    rest = [pair for pair in sums if frozenset(pair) not in held_out]
     if len(held_out) < num_held_out or len(rest) < num_train + num_demonstrations:
         raise UserError(
             f"num_held_out={num_held_out} leaves {len(rest)} prompts for num_train={num_train} plus "
             f"num_demonstrations={num_demonstrations}; lower one of the three"
         )
     return Task(
-        train=tuple(_problem(digits) for digits in rest[:num_train]),
-        held_out=tuple(_problem(digits) for digits in held_out.values()),
+        train=tuple(_problem(pair) for pair in rest[:num_train]),
+        held_out=tuple(_problem(pair) for pair in held_out.values()),
         demonstrations=tuple(
-            _demonstration(digits, right=rng.random() < right_fraction)
-            for digits in rest[num_train : num_train + num_demonstrations]
+            _demonstration(pair, right=rng.random() < right_fraction)
+            for pair in rest[num_train : num_train + num_demonstrations]
         ),
     )
 
@@ -203,13 +200,16 @@ def _check_sizes(**sizes: int) -> None:
             raise UserError(f"{name}={size} is below 1; give a positive number of rows")
 
 
-def _problem(digits: str) -> Problem:
-    return Problem(prompt=f"{digits}=", answer=sort_digits(digits))
+def _prompt(pair: tuple[int, int]) -> str:
+    return f"{pair[0]:0{NUM_DIGITS}d}+{pair[1]:0{NUM_DIGITS}d}="
 
 
-def _demonstration(digits: str, *, right: bool) -> Demonstration:
-    response = sort_digits(digits) if right else single_bubble_pass(digits)
-    return Demonstration(prompt=f"{digits}=", response=response)
+def _problem(pair: tuple[int, int]) -> Problem:
+    return Problem(prompt=_prompt(pair), answer=add(*pair))
+
+
+def _demonstration(pair: tuple[int, int], *, right: bool) -> Demonstration:
+    return Demonstration(prompt=_prompt(pair), response=add(*pair) if right else add_without_carry(*pair))
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:

@@ -114,11 +114,12 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
         returns=blank,
         loss_weights=weights,
         token_weights=weights,
-        batch_size=[rows],
+        batch_size=[rows],  # type: ignore[call-arg]
     )
 
 
 def own_share(batch: Experience, engine: MegatronEngine) -> Experience:
     """This data-parallel rank's rows of a global batch."""
     ranks, rows = engine.data_parallel, batch.tokens.size(0)
-    return batch[rows * ranks.rank // ranks.size : rows * (ranks.rank + 1) // ranks.size]
+    own = slice(rows * ranks.rank // ranks.size, rows * (ranks.rank + 1) // ranks.size)
+    return batch[own]  # type: ignore[index]

@@ -87,7 +87,7 @@ def build_experience(
         returns=blank,
         loss_weights=blank,
         token_weights=blank,
-        batch_size=[rollout.tokens.size(0)],
+        batch_size=[rollout.tokens.size(0)],  # type: ignore[call-arg]
     )
     experience.advantages, experience.returns = estimator(experience, rewards, sum_over_ranks)
     return experience
@@ -115,7 +115,7 @@ class MinibatchPlan:
             for block in minibatch_prompt_blocks(num_prompts, self.minibatch_size, seed_key=(self.seed, step, epoch)):
                 destinations = assign_rows(index, lengths, block=block, dp_size=ranks.size)[own]
                 chosen = (destinations >= 0).nonzero().flatten()
-                minibatch = ranks.exchange_rows(experience[chosen], destinations[chosen])
+                minibatch = ranks.exchange_rows(experience[chosen], destinations[chosen])  # type: ignore[index]
                 yield self._weigh(minibatch, ranks)
 
     def _weigh(self, minibatch: Experience, ranks: Ranks) -> Experience:

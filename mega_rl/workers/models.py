@@ -28,7 +28,8 @@ class PolicyLoss:
     kl_estimator: str
 
     def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
-        assert outputs.logprobs is not None and outputs.entropy is not None
+        assert outputs.logprobs is not None
+        assert outputs.entropy is not None
         return ppo_policy_loss(
             outputs.logprobs,
             outputs.entropy,

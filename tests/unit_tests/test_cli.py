@@ -227,7 +227,7 @@ def test_more_ranks_become_torchrun(runs: list[Config], monkeypatch: pytest.Monk
     ((path, arguments, environment),) = started
     assert path == sys.executable
     assert arguments[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mega_rl.cli"),
+        *("-m", "mega_rl.launch", "2", "mega_rl.cli"),
         *("train", "--config", "r.yaml", *GOOD, "parallel.tp=2"),
     ]
     assert environment["OMP_NUM_THREADS"] == "1"

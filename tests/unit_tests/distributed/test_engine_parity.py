@@ -41,13 +41,21 @@ def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for world_size in sorted({size for size, _ in LAYOUTS.values()}):
         layouts = [name for name, (size, _) in LAYOUTS.items() if size == world_size]
         cases = [{"name": name, "checkpoint": str(checkpoint), "layout": name} for name in layouts]
-        cases += [{"name": f"{name} value", "checkpoint": str(checkpoint), "layout": name, "head": "value"} for name in layouts]
+        cases += [
+            {"name": f"{name} value", "checkpoint": str(checkpoint), "layout": name, "head": "value"}
+            for name in layouts
+        ]
         cases += [{"name": f"{name} untied", "checkpoint": str(untied), "layout": name} for name in layouts]
-        cases += [{"name": f"{name} bf16", "checkpoint": str(checkpoint), "layout": name, "dtype": "bf16"} for name in layouts]
+        cases += [
+            {"name": f"{name} bf16", "checkpoint": str(checkpoint), "layout": name, "dtype": "bf16"} for name in layouts
+        ]
         if world_size == 1:
             cases += [{"name": cut, "checkpoint": str(checkpoint), "layout": "1", **how} for cut, how in CUTS.items()]
         if world_size == 2:
-            cases += [{"name": f"pp2 {cut}", "checkpoint": str(checkpoint), "layout": "pp2", **CUTS[cut]} for cut in ("padded by 3, uneven",)]
+            cases += [
+                {"name": f"pp2 {cut}", "checkpoint": str(checkpoint), "layout": "pp2", **CUTS[cut]}
+                for cut in ("padded by 3, uneven",)
+            ]
         found |= run_ranks(world_size, run_cases, world_size, cases, timeout_s=240)[0]
     return found
 
@@ -56,7 +64,8 @@ def worst_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
     """Largest distance of two tensors of one name, relative to the norm, and that name."""
     assert left.keys() == right.keys()
     return max(
-        (float((left[n].double() - right[n].double()).norm() / right[n].double().norm().clamp(min=1e-12)), n) for n in left
+        (float((left[n].double() - right[n].double()).norm() / right[n].double().norm().clamp(min=1e-12)), n)
+        for n in left
     )
 
 

@@ -3,9 +3,9 @@
 Five steps of PPO and of GRPO at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2 and on four ranks, with one seed,
 in fp32 at temperature 1: the same rollouts token for token, and the same metrics to 1e-4 of their size.
 
-Why the tolerance: fp32 sums in another order differ by 1e-7 to 1e-6, and Adam carries that from step to step. Tokens are
-drawn by inverting a distribution at one uniform number each, so such a difference moves a draw only if the number lies
-within 1e-6 of a boundary; with this seed none does.
+Why the tolerance: fp32 sums in another order differ by 1e-7 to 1e-6, and Adam carries that from step to step. Tokens
+are drawn by inverting a distribution at one uniform number each, so such a difference moves a draw only if the number
+lies within 1e-6 of a boundary; with this seed none does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import AlgorithmConfig, Config, DataConfig, MetricsConfig, RewardConfig, RolloutConfig, TrainerConfig
+from mega_rl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    MetricsConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
@@ -129,7 +137,8 @@ def test_runs_do_not_depend_on_the_layout(runs: dict[str, Any], layout: str, alg
         wrong = {
             name: (found[name], expected[name])
             for name in expected
-            if comparable(name) and not math.isclose(found[name], expected[name], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
+            if comparable(name)
+            and not math.isclose(found[name], expected[name], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
         }
         assert not wrong, f"step {step}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from mega_rl.errors import UserError
 from mega_rl.quickstart.task import (
-    NUM_DIGITS,
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
     VOCABULARY,
     Task,
+    add,
+    add_without_carry,
     build_tokenizer,
     make_task,
     model_config,
-    single_bubble_pass,
-    sort_digits,
     write_checkpoint,
     write_dataset,
 )
@@ -45,34 +43,37 @@ def _rows(path: Path) -> list[dict[str, str]]:
 # --- the task
 
 
+def _operands(prompt: str) -> tuple[int, int]:
+    left, right = prompt.removesuffix("=").split("+")
+    return int(left), int(right)
+
+
 @pytest.mark.parametrize(
-    ("digits", "ordered", "one_pass"),
+    ("left", "right", "total", "forgetful"),
     [
-        ("53172", "12357", "31527"),
-        ("54321", "12345", "43215"),
-        ("12345", "12345", "12345"),
-        ("21345", "12345", "12345"),
-        ("00900", "00009", "00009"),
-        ("77707", "07777", "77077"),
+        (37, 45, "280", "270"),
+        (12, 34, "640", "640"),
+        (99, 99, "891", "880"),
+        (0, 7, "700", "700"),
+        (60, 50, "011", "010"),
     ],
 )
-def test_the_two_habits_by_hand(digits: str, ordered: str, one_pass: str) -> None:
-    assert sort_digits(digits) == ordered
-    assert single_bubble_pass(digits) == one_pass
+def test_the_two_habits_by_hand(left: int, right: int, total: str, forgetful: str) -> None:
+    assert add(left, right) == total
+    assert add_without_carry(left, right) == forgetful
 
 
 def test_sizes_and_shapes_of_the_default_task(task: Task) -> None:
-    assert (len(task.train), len(task.held_out), len(task.demonstrations)) == (8192, 256, 32_000)
+    assert (len(task.train), len(task.held_out), len(task.demonstrations)) == (3400, 256, 6000)
     for prompt in _all_prompts(task):
         assert len(prompt) == PROMPT_TOKENS
-        assert prompt[:NUM_DIGITS].isdecimal()
-        assert prompt[NUM_DIGITS] == "="
+        assert all(0 <= operand <= 99 for operand in _operands(prompt))
+    assert {len(row.answer) for row in task.train} == {RESPONSE_TOKENS - 1}
 
 
-def test_answers_hold_the_prompts_digits_in_ascending_order(task: Task) -> None:
+def test_answers_are_the_sums_read_backwards(task: Task) -> None:
     for row in (*task.train, *task.held_out):
-        assert Counter(row.answer) == Counter(row.prompt[:NUM_DIGITS])
-        assert all(left <= right for left, right in zip(row.answer, row.answer[1:], strict=False))
+        assert int(row.answer[::-1]) == sum(_operands(row.prompt))
 
 
 def test_no_prompt_occurs_twice_in_the_three_sets(task: Task) -> None:
@@ -80,32 +81,36 @@ def test_no_prompt_occurs_twice_in_the_three_sets(task: Task) -> None:
     assert len(set(prompts)) == len(prompts)
 
 
-def test_no_ordering_of_held_out_digits_is_trained_on(task: Task) -> None:
-    held_out = [sort_digits(row.prompt[:NUM_DIGITS]) for row in task.held_out]
-    trained = {sort_digits(row.prompt[:NUM_DIGITS]) for row in (*task.train, *task.demonstrations)}
+def test_no_held_out_sum_is_trained_on_in_either_order(task: Task) -> None:
+    held_out = [frozenset(_operands(row.prompt)) for row in task.held_out]
+    trained = {frozenset(_operands(row.prompt)) for row in (*task.train, *task.demonstrations)}
     assert len(set(held_out)) == len(held_out)
     assert trained.isdisjoint(held_out)
 
 
-def test_demonstrations_are_right_or_one_bubble_pass_in_the_asked_proportion(task: Task) -> None:
+def _habits_differ(prompt: str) -> bool:
+    return add(*_operands(prompt)) != add_without_carry(*_operands(prompt))
+
+
+def test_demonstrations_are_right_or_forgetful_in_the_asked_proportion(task: Task) -> None:
     telling = [row for row in task.demonstrations if _habits_differ(row.prompt)]
-    right = sum(row.response == sort_digits(row.prompt[:NUM_DIGITS]) for row in telling)
-    wrong = sum(row.response == single_bubble_pass(row.prompt[:NUM_DIGITS]) for row in telling)
-    assert right + wrong == len(telling) > 20_000
-    # Five standard deviations of a binomial proportion with p=0.35 and at least 20 000 draws are 0.017.
-    assert right / len(telling) == pytest.approx(0.35, abs=0.017)
+    right = sum(row.response == add(*_operands(row.prompt)) for row in telling)
+    wrong = sum(row.response == add_without_carry(*_operands(row.prompt)) for row in telling)
+    assert right + wrong == len(telling) > 3_500
+    # Five standard deviations of a binomial proportion with p=0.3 and at least 3 500 draws are 0.039.
+    assert right / len(telling) == pytest.approx(0.3, abs=0.039)
 
 
 def test_the_wrong_habit_is_mostly_wrong_on_held_out_prompts(task: Task) -> None:
-    agreeing = sum(not _habits_differ(row.prompt) for row in task.held_out)
-    assert 0.1 < agreeing / len(task.held_out) < 0.35  # 0.21 on average: far below the half a warm start may reach
+    harmless = sum(not _habits_differ(row.prompt) for row in task.held_out)
+    assert 0.15 < harmless / len(task.held_out) < 0.45  # 0.30 on average: below the half a warm start may reach
 
 
 @pytest.mark.parametrize("right_fraction", [0.0, 1.0])
 def test_extreme_fractions_give_one_habit_only(right_fraction: float) -> None:
-    habit = sort_digits if right_fraction else single_bubble_pass
+    habit = add if right_fraction else add_without_carry
     rows = make_task(0, num_train=1, num_demonstrations=500, right_fraction=right_fraction).demonstrations
-    assert all(row.response == habit(row.prompt[:NUM_DIGITS]) for row in rows)
+    assert all(row.response == habit(*_operands(row.prompt)) for row in rows)
 
 
 def test_a_seed_fixes_the_task_and_another_changes_it(task: Task) -> None:
@@ -122,8 +127,8 @@ def test_a_seed_fixes_the_task_and_another_changes_it(task: Task) -> None:
         ({"num_held_out": -1}, ("num_held_out=-1", "below 1")),
         ({"num_demonstrations": 0}, ("num_demonstrations=0", "below 1")),
         ({"right_fraction": 1.5}, ("right_fraction=1.5", "from 0 to 1")),
-        ({"num_train": 90_000}, ("num_train=90000", "lower one of the three")),
-        ({"num_held_out": 2003}, ("num_held_out=2003", "lower one of the three")),
+        ({"num_train": 9_000}, ("num_train=9000", "lower one of the three")),
+        ({"num_held_out": 5051}, ("num_held_out=5051", "lower one of the three")),
     ],
 )
 def test_impossible_sizes_name_the_setting_and_the_fix(sizes: dict[str, int], words: tuple[str, ...]) -> None:
@@ -184,8 +189,8 @@ def test_checkpoint_loads_through_the_auto_classes(checkpoint: Path) -> None:
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    ids = tokenizer("53172=", return_tensors="pt").input_ids
-    assert ids.tolist() == build_tokenizer()("53172=", return_tensors="pt").input_ids.tolist()
+    ids = tokenizer("37+45=", return_tensors="pt").input_ids
+    assert ids.tolist() == build_tokenizer()("37+45=", return_tensors="pt").input_ids.tolist()
     response = model.generate(ids, max_new_tokens=2, do_sample=False)
     assert 7 <= response.shape[1] <= 8
 
@@ -225,15 +230,6 @@ def test_the_seed_fixes_the_weights_and_nothing_else_is_disturbed(checkpoint: Pa
 
 def test_loading_says_nothing_on_standard_error(checkpoint: Path) -> None:
     """In a fresh process, because the libraries give most warnings only once."""
-    code = (
-        "import sys\n"
-        "from transformers import AutoTokenizer\n"
-        "AutoTokenizer.from_pretrained(sys.argv[1])('53172=')\n"
-    )
+    code = "import sys\nfrom transformers import AutoTokenizer\nAutoTokenizer.from_pretrained(sys.argv[1])('37+45=')\n"
     done = subprocess.run([sys.executable, "-c", code, str(checkpoint)], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-
-
-def _habits_differ(prompt: str) -> bool:
-    digits = prompt[:NUM_DIGITS]
-    return sort_digits(digits) != single_bubble_pass(digits)

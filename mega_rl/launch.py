@@ -1,0 +1,47 @@
+"""Ranks on this machine through torchrun, ending with an exit code where torchrun would end with a traceback.
+
+The ranks have said what went wrong; forty lines about their processes would bury it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from mega_rl.errors import UserError
+
+# Ranks that are told to stop end their step and save; torchrun's default of 30 s would kill a large model's.
+SHUTDOWN_TIMEOUT_S = 300
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as mega_rl.cli.main ends a run that was told to
+QUIET = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+
+
+def launch(program: Sequence[str], *, nproc_per_node: int) -> int:
+    """Run `program` (a module and its arguments) on that many ranks; returns the exit code of the first that failed.
+
+    0 when all have ended well; 128 + signal when a signal, to a rank or to this process, which hands it on, ended them.
+    """
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    options = ["--standalone", f"--nproc-per-node={nproc_per_node}", f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}"]
+    try:
+        run.run(run.parse_args([*options, "-m", *program]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        if code not in (UserError.exit_code, *STOPPED):
+            sys.stderr.write(f"error: rank {rank} (process {failure.pid}) ended with exit code {failure.exitcode}\n")
+        return code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[2:], nproc_per_node=int(sys.argv[1])))

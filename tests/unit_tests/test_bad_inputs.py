@@ -1,0 +1,287 @@
+"""Mistakes in what a run reads, through the real command: one clear line each, exit code 2, nothing written.
+
+What needs no torch is answered in this process; what is found later, in one process that takes case after case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mega_rl import cli
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = (
+    *("model.path=m", "model.dtype=fp32", "data.train_files=[d.jsonl]", "data.max_prompt_tokens=8"),
+    *("rollout.max_new_tokens=4", "rollout.n=2", "algorithm.advantage=grpo", "trainer.max_tokens_per_microbatch=64"),
+    *("trainer.prompts_per_step=4", "trainer.minibatch_size=4", "trainer.steps=2", "trainer.run_dir=run"),
+    *("trainer.timeout_s=60", "metrics.tensorboard=false", "metrics.progress_bar=false", "rollout.temperature=1.0"),
+)
+
+
+@contextlib.contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Relative paths mean files of `folder`."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_rows(edit: Callable[[int, dict[str, object]], object]) -> None:
+    """Replace each row of d.jsonl; strings are written as they are."""
+    rows = [json.loads(line) for line in Path("d.jsonl").read_text().splitlines()]
+    edited = [edit(number, row) for number, row in enumerate(rows, 1)]
+    Path("d.jsonl").write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in edited))
+
+
+def missing_directory() -> list[str]:
+    shutil.rmtree("m")
+    return []
+
+
+def missing_shard() -> list[str]:
+    (Path("m") / "model.safetensors").rename("m/model-00001-of-00002.safetensors")
+    names = {"model.norm.weight": "model-00002-of-00002.safetensors", "a": "model-00001-of-00002.safetensors"}
+    Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return []
+
+
+def truncated_weights() -> list[str]:
+    with open("m/model.safetensors", "r+b") as file:
+        file.truncate(20_000)
+    return []
+
+
+def foreign_tokenizer() -> list[str]:
+    write_digit_tokenizer(Path("m"), vocab_size=51)
+    return []
+
+
+def empty_file() -> list[str]:
+    Path("d.jsonl").write_text("")
+    return []
+
+
+def unknown_reward() -> list[str]:
+    return ["reward.function=exact_mach"]
+
+
+def reward_without_name() -> list[str]:
+    Path("r.py").write_text("def score(prompt, response, answer):\n    return 1.0\n")
+    return ["reward.function=r.py:scores"]
+
+
+def unsupported_architecture() -> list[str]:
+    edit_json(Path("m/config.json"), model_type="mamba", architectures=["MambaForCausalLM"])
+    return []
+
+
+EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
+    "missing directory": (missing_directory, ("model.path: ", "m: ", "no such directory")),
+    "missing shard": (missing_shard, ("m/model-00002-of-00002.safetensors: missing, though the index names it",)),
+    "truncated weights": (truncated_weights, ("m/model.safetensors: has 20000 bytes, its header says",)),
+    "foreign tokenizer": (foreign_tokenizer, ("the tokenizer has token id 50, the model a vocabulary of 50",)),
+    "empty file": (empty_file, ("data.train_files: d.jsonl: is empty",)),
+    "unknown reward": (unknown_reward, ("reward.function='exact_mach'", "legal: exact_match, math_verify")),
+    "reward without name": (reward_without_name, ("r.py defines no 'scores'; it has score",)),
+    "unsupported architecture": (unsupported_architecture, ("model.path: ", 'model_type="mamba" is not supported', "qwen3")),
+}
+
+
+def malformed_row() -> list[str]:
+    edit_rows(lambda number, row: '{"prompt": "1+1="' if number == 3 else row)
+    return []
+
+
+def missing_answer() -> list[str]:
+    edit_rows(lambda number, row: {"prompt": row["prompt"]})
+    return []
+
+
+def long_prompt() -> list[str]:
+    edit_rows(lambda number, row: row | {"prompt": "1+2+3+4+5="} if number == 4 else row)
+    return []
+
+
+def no_rows() -> list[str]:
+    Path("d.jsonl").write_text("\n\n")
+    return []
+
+
+def all_dropped() -> list[str]:
+    edit_rows(lambda number, row: "{")
+    return ["data.malformed_rows=drop"]
+
+
+def reward_that_fails_to_import() -> list[str]:
+    Path("r.py").write_text("import no_such_module\n\n\ndef score(prompt, response, answer):\n    return 1.0\n")
+    return ["reward.function=r.py:score"]
+
+
+def too_few_layers() -> list[str]:
+    edit_json(Path("m/config.json"), num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    return []
+
+
+def too_many_layers() -> list[str]:
+    edit_json(Path("m/config.json"), num_hidden_layers=5, layer_types=["full_attention"] * 5)
+    return []
+
+
+def another_width() -> list[str]:
+    edit_json(Path("m/config.json"), intermediate_size=96)
+    return []
+
+
+def damaged_checkpoint() -> list[str]:
+    Path("c").mkdir()
+    Path("c/trainer.json").write_text('{"step": 1,')
+    return ["checkpoint.resume=c"]
+
+
+def incomplete_checkpoint() -> list[str]:
+    Path("c/actor").mkdir(parents=True)
+    return ["checkpoint.resume=c"]
+
+
+LATE: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
+    "malformed row": (malformed_row, ("d.jsonl:3: is not JSON", "set data.malformed_rows=drop")),
+    "missing answer": (missing_answer, ("d.jsonl:1: ", "'answer'", "prompt")),
+    "long prompt": (long_prompt, ("d.jsonl:4: ", "10 tokens", "data.max_prompt_tokens")),
+    "no rows": (no_rows, ("d.jsonl: holds no rows",)),
+    "all dropped": (all_dropped, ("d.jsonl: no usable prompt is left of 6 rows",)),
+    "reward that fails to import": (reward_that_fails_to_import, ("r.py", "no_such_module")),
+    "fewer layers than weights": (too_few_layers, ("model.layers.3.",)),
+    "more layers than weights": (too_many_layers, ("model.layers.4.",)),
+    "another width": (another_width, ("gate_proj.weight", "64", "96")),
+    "damaged checkpoint": (damaged_checkpoint, ("checkpoint file c/trainer.json is damaged",)),
+    "incomplete checkpoint": (incomplete_checkpoint, ("checkpoint.resume=c: no complete checkpoint there",)),
+}
+NAN_REWARD = "def score(prompt, response, answer):\n    return float('nan') if answer == '5' else 1.0\n"
+
+
+def nan_reward() -> list[str]:
+    Path("r.py").write_text(NAN_REWARD)
+    return ["reward.function=r.py:score", "data.shuffle=false"]
+
+
+def write_good_inputs(folder: Path) -> None:
+    write_tiny_checkpoint(folder / "m", family="qwen3", tied=True)
+    write_digit_tokenizer(folder / "m", vocab_size=50)
+    rows = [{"prompt": f"{i}+2=", "answer": str(i + 2)} for i in range(6)]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_good_inputs(folder)
+    return folder
+
+
+def run_case(make: Callable[[], list[str]], good: Path, folder: Path) -> tuple[int, str, bool]:
+    """(exit code, all output, whether the run folder is there) of the command in a fresh folder."""
+    shutil.copytree(good, folder)
+    output = io.StringIO()
+    with working_in(folder), contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
+        code = cli.main(["train", *SETTINGS, *make()])
+        return code, output.getvalue(), Path("run").exists()
+
+
+def run_late_cases(rank: int, good: str, folder: str) -> dict[str, tuple[int, str, bool]]:
+    """Every late case, a run that ends by its own numbers, and a good one."""
+    cases = {name: make for name, (make, _) in LATE.items()} | {"nan reward": nan_reward, "good": list}
+    return {name: run_case(make, Path(good), Path(folder) / name) for name, make in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def late(good: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, bool]]:
+    return dict(run_ranks(1, run_late_cases, str(good), str(tmp_path_factory.mktemp("late")))[0])
+
+
+def error_lines(output: str) -> list[str]:
+    assert "Traceback" not in output
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert lines, output
+    return lines
+
+
+def check(result: tuple[int, str, bool], words: tuple[str, ...]) -> None:
+    code, output, wrote = result
+    message = "\n".join(error_lines(output))
+    assert all(word in message for word in words), message
+    assert (code, wrote) == (2, False)
+
+
+@pytest.mark.parametrize("case", list(EARLY))
+def test_mistakes_found_before_anything_starts(case: str, good: Path, tmp_path: Path) -> None:
+    make, words = EARLY[case]
+    result = run_case(make, good, tmp_path / "inputs")
+    check(result, words)
+    assert result[1].count("\n") == len(error_lines(result[1]))  # nothing else is said
+
+
+@pytest.mark.parametrize("case", list(LATE))
+def test_mistakes_found_later(case: str, late: dict[str, tuple[int, str, bool]]) -> None:
+    check(late[case], LATE[case][1])
+
+
+def test_the_inputs_are_good_without_the_mistake(late: dict[str, tuple[int, str, bool]]) -> None:
+    code, output, wrote = late["good"]
+    assert (code, wrote) == (0, True)
+    assert "error" not in output
+
+
+def test_a_run_that_cannot_go_on_ends_with_one_line(late: dict[str, tuple[int, str, bool]]) -> None:
+    """Exit code 1; what was written before stays."""
+    code, output, wrote = late["nan reward"]
+    (line,) = error_lines(output)
+    assert "the reward function returned nan" in line
+    assert "'3+2='" in line
+    assert (code, wrote) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("case", "make", "code"), [("user", malformed_row, 2), ("run", nan_reward, 1)], ids=["user error", "run error"]
+)
+def test_two_ranks_say_it_once(case: str, make: Callable[[], list[str]], code: int, good: Path, tmp_path: Path) -> None:
+    """The NaN comes up on one of two data-parallel ranks: neither hangs, and the first speaks for both."""
+    folder = tmp_path / "inputs"
+    shutil.copytree(good, folder)
+    with working_in(folder):
+        arguments = [*SETTINGS, *make()]
+    done = subprocess.run(
+        [sys.executable, "-m", "mega_rl.cli", "train", "--nproc-per-node", "2", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    lines = error_lines(done.stdout + done.stderr)
+    assert done.returncode == code, done.stderr
+    if case == "user":
+        assert sum("d.jsonl:3: is not JSON" in line for line in lines) == 1
+        assert not (folder / "run").exists()
+    else:
+        assert sum("the reward function returned nan" in line for line in lines) == 1
+        assert lines[-1].endswith("ended with exit code 1")

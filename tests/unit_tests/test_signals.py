@@ -1,0 +1,98 @@
+"""SIGTERM and Ctrl-C end a run after the step in progress, with a checkpoint that a later run goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.test_bad_inputs import SETTINGS, write_good_inputs
+
+ROOT = Path(__file__).parents[2]
+STARTS_WITHIN_S = 90.0
+ENDS_WITHIN_S = 25.0  # a step takes a tenth of a second; the rest is for a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inputs")
+    write_good_inputs(path)
+    return path
+
+
+def command(*settings: str) -> list[str]:
+    return [sys.executable, "-m", "mega_rl.cli", "train", *SETTINGS, *settings]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def steps_of(run: Path) -> list[int]:
+    """The steps in metrics.jsonl, in order."""
+    path = run / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return [json.loads(line)["step"] for line in whole.splitlines()]
+
+
+def stopped_run(folder: Path, run: str, number: signal.Signals, *launcher: str) -> tuple[int, str]:
+    """(exit code, stderr) of a long run that gets a signal after step 2."""
+    process = subprocess.Popen(
+        command(f"trainer.run_dir={run}", "trainer.steps=100000", *launcher),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + STARTS_WITHIN_S
+        while len(steps_of(folder / run)) < 3:  # 0, 1, 2
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "two steps take too long"
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=ENDS_WITHIN_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [(signal.SIGTERM, ("--nproc-per-node", "2")), (signal.SIGINT, ())],
+    ids=["SIGTERM to two ranks", "SIGINT"],
+)
+def test_a_stopped_run_can_go_on(folder: Path, number: signal.Signals, launcher: tuple[str, ...]) -> None:
+    """Exit code 128 + signal; the resumed run, of one rank, adds the steps that follow and repeats none."""
+    name = f"run-{number.name}"
+    code, errors = stopped_run(folder, name, number, *launcher)
+    assert code == 128 + number, errors
+    assert "Traceback" not in errors
+    done = steps_of(folder / name)[-1]
+    assert f"stop requested: ended after step {done} of 100000" in errors
+    checkpoint = folder / name / "checkpoints" / f"step_{done:06d}"
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "trainer.json"]
+    assert not list(checkpoint.parent.glob(".*"))
+
+    resumed = subprocess.run(
+        command(f"trainer.run_dir={name}", f"trainer.steps={done + 2}"),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=STARTS_WITHIN_S,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed after step {done}" in resumed.stderr
+    assert steps_of(folder / name) == list(range(done + 3))
