@@ -112,7 +112,7 @@ class MegatronEngine:
         return metrics
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every weight in training dtype, on all ranks of the replica; collective."""
+        """(Hugging Face name, full tensor in training dtype) of every weight, on all ranks of a replica; collective."""
         return export_hf(
             self.models,
             hf=self.hf,

@@ -20,9 +20,7 @@ def config_of(folder: Path, layout: str, name: str) -> Config:
     config = replaced(config, "data", val_size=1)
     config = replaced(config, "optim", schedule="linear", warmup_steps=1, weight_decay=0.1)
     config = replaced(config, "rollout", n=2, max_new_tokens=6)
-    return replaced(
-        config, "trainer", run_dir=str(folder / name), val_interval=2, prompts_per_step=4, minibatch_size=2
-    )
+    return replaced(config, "trainer", run_dir=str(folder / name), val_interval=2, prompts_per_step=4, minibatch_size=2)
 
 
 def run_all(rank: int, folder: str, runs: dict[str, tuple[str, str]]) -> dict[str, Any]:
@@ -30,9 +28,7 @@ def run_all(rank: int, folder: str, runs: dict[str, tuple[str, str]]) -> dict[st
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    return {
-        name: one_run(Path(folder), name, layout, source, accelerator) for name, (layout, source) in runs.items()
-    }
+    return {name: one_run(Path(folder), name, layout, source, accelerator) for name, (layout, source) in runs.items()}
 
 
 def one_run(folder: Path, name: str, layout: str, source: str, accelerator: Any) -> dict[str, Any]:
@@ -40,7 +36,9 @@ def one_run(folder: Path, name: str, layout: str, source: str, accelerator: Any)
 
     config = config_of(folder, layout, name)
     saved = folder / source / "checkpoints" / f"step_{SAVED:06d}"
-    config = replaced(config, "checkpoint", save_interval=0 if source else SAVED, resume=str(saved) if source else "auto")
+    config = replaced(
+        config, "checkpoint", save_interval=0 if source else SAVED, resume=str(saved) if source else "auto"
+    )
     weights: list[dict[str, torch.Tensor]] = []
     with session(config, accelerator) as groups:
 

@@ -149,7 +149,9 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step_000001").mkdir()
     message = refusal(store(tmp_path, resume=str(tmp_path / "step_000001")))
-    assert message == f"checkpoint.resume={tmp_path}/step_000001: no complete checkpoint there (trainer.json is missing)"
+    assert (
+        message == f"checkpoint.resume={tmp_path}/step_000001: no complete checkpoint there (trainer.json is missing)"
+    )
 
 
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:

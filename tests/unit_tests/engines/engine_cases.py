@@ -106,9 +106,7 @@ def offload_case(checkpoint: Path, layout: str, *, trainable: bool = True, **mor
         if trainable:
             train(engine, seed=1)
         result["same state"] = same(state(engine), expected)
-        result["same outputs"] = torch.equal(
-            engine.forward(own_rows(random_experience(), engine)).logprobs, logprobs
-        )
+        result["same outputs"] = torch.equal(engine.forward(own_rows(random_experience(), engine)).logprobs, logprobs)
         result["again"] = engine.offload() == given_back
         engine.onload()
     return result

@@ -51,7 +51,9 @@ def reference(lengths: Sequence[int], query: Tensor, key: Tensor, value: Tensor)
         future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
         heads = []
         for head in range(HEADS):
-            q, k, v = (x[start:stop, h] for x, h in ((query, head), (key, head // per_group), (value, head // per_group)))
+            q, k, v = (
+                x[start:stop, h] for x, h in ((query, head), (key, head // per_group), (value, head // per_group))
+            )
             scores = (q @ k.T / DIM**0.5).masked_fill(future, -torch.inf)
             heads.append(scores.exp() / scores.exp().sum(-1, keepdim=True) @ v)
         contexts.append(torch.cat(heads, dim=-1))

@@ -38,7 +38,8 @@ def small_config(**changes: Any) -> Any:
     """A TransformerConfig of 24 hidden units."""
     from megatron.core.transformer import TransformerConfig
 
-    return TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=4, use_cpu_initialization=True, **changes)
+    shape = {"num_layers": 1, "hidden_size": 24, "num_attention_heads": 4}
+    return TransformerConfig(**shape, use_cpu_initialization=True, **changes)
 
 
 def norm_cases() -> dict[str, Any]:

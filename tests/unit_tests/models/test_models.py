@@ -40,7 +40,7 @@ def test_the_choice_of_the_layer_implementation(found: dict[str, Any]) -> None:
     impl = found["impl"]
     errors = {key for key, value in impl.items() if value.startswith("error")}
     assert {key for key, value in impl.items() if value == "te"} == {"auto cuda with", "transformer_engine cuda with"}
-    assert errors == {"transformer_engine cpu with", "transformer_engine cpu without", "transformer_engine cuda without"}
+    assert errors == {f"transformer_engine {where}" for where in ("cpu with", "cpu without", "cuda without")}
     assert all(impl[key] == "local" for key in impl if key.startswith("local"))
     for key in errors:
         assert "model.transformer_impl=transformer_engine" in impl[key]
@@ -67,7 +67,8 @@ def test_recomputation_recomputes(found: dict[str, Any]) -> None:
 
 def test_sharded_weights_are_marked(found: dict[str, Any]) -> None:
     """Without a mark the gradient norm leaves the shards of tensor-parallel ranks above 0 out."""
-    dims = {"word_embeddings": 0, "output_layer": 0, "linear_qkv": 0, "linear_fc1": 0, "linear_proj": 1, "linear_fc2": 1}
+    columns, rows = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1"), ("linear_proj", "linear_fc2")
+    dims = dict.fromkeys(columns, 0) | dict.fromkeys(rows, 1)
     for name, dim in found["marks"].items():
         module = name.split(".")[-2]
         replicated = "layernorm" in name

@@ -78,7 +78,7 @@ def direct_policy_loss(kl_coef: float | None) -> LossOutput:
 
 @pytest.mark.parametrize("kl_coef", [None, 0.3])
 def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
-    """The reference's log-probs only with a KL term in the loss. All fields differ, so that none can stand for another."""
+    """The reference's log-probs only with a KL term in the loss. Fields differ, so that none can stand for another."""
     assert len({float(FIELDS[name].sum()) for name in FIELDS if name != "token_weights"}) == len(FIELDS) - 1
     loss = policy_loss(None if kl_coef is None else FixedKL(kl_coef))
     found = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS)

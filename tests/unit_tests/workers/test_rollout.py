@@ -47,7 +47,13 @@ class CountingEngine:
         self.calls: list[tuple[tuple[int, ...], bool, int]] = []
 
     def generate(
-        self, prompts: Sequence[Prompt], prompt_index: Sequence[int], *, n: int, seed: tuple[int, ...], greedy: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        n: int,
+        seed: tuple[int, ...],
+        greedy: bool = False,
     ) -> Rollout:
         self.calls.append((seed, greedy, n))
         count = len(prompts) * n

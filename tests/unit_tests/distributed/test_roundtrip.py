@@ -1,0 +1,75 @@
+"""Hugging Face -> Megatron-Core -> Hugging Face through live models is a permutation: bit-equal, on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.converters.safetensors_io import CheckpointReader
+from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import exported, make_config, running_engine
+from tests.helpers.models import FAMILIES, write_tiny_checkpoint
+
+LAYOUTS = {1: ["1"], 2: ["tp2", "pp2", "pp2-vpp2"], 4: ["tp2-pp2"]}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SOURCES = [(family, tied, dtype) for family in FAMILIES for tied in (True, False) for dtype in DTYPES]
+VOCABULARY = 51  # odd: padded at TP2
+
+
+def source_name(family: str, tied: bool, dtype: str) -> str:
+    """Folder of a source checkpoint."""
+    return f"{family}-{'tied' if tied else 'untied'}-{dtype}"
+
+
+def round_trip(rank: int, root: str, layouts: list[str]) -> dict[str, Any]:
+    """Whether every exported tensor equals the source's, and the names; one answer for each source and layout."""
+    answers = {}
+    for family, tied, dtype in SOURCES:
+        source = Path(root) / source_name(family, tied, dtype)
+        for layout in layouts:
+            with running_engine(make_config(source, layout=layout, dtype=dtype), trainable=False) as engine:
+                found = exported(engine)
+            with CheckpointReader(source) as reader:
+                expected = {name: reader.read(name) for name in reader.tensors}
+            answers[f"{source.name} {layout}"] = {
+                "names": sorted(found) == sorted(expected),
+                "different": [
+                    n for n in expected if n not in found or found[n].dtype != expected[n].dtype
+                    or not torch.equal(found[n], expected[n])
+                ],
+                "count": len(found),
+            }  # fmt: skip
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By source and layout, what every rank found."""
+    root = tmp_path_factory.mktemp("sources")
+    for family, tied, dtype in SOURCES:
+        write_tiny_checkpoint(
+            root / source_name(family, tied, dtype),
+            family=family,
+            tied=tied,
+            dtype=DTYPES[dtype],
+            vocab_size=VOCABULARY,
+        )
+    found: dict[str, Any] = {}
+    for world_size, layouts in LAYOUTS.items():
+        ranks = run_ranks(world_size, round_trip, str(root), layouts, timeout_s=240)
+        for key in ranks[0]:
+            found[key] = [answers[key] for answers in ranks]
+    return found
+
+
+@pytest.mark.parametrize("layout", [layout for layouts in LAYOUTS.values() for layout in layouts])
+@pytest.mark.parametrize(("family", "tied", "dtype"), SOURCES)
+def test_round_trip_is_bit_equal(answers: dict[str, Any], family: str, tied: bool, dtype: str, layout: str) -> None:
+    """All ranks export the source's names, dtypes and bits."""
+    for answer in answers[f"{source_name(family, tied, dtype)} {layout}"]:
+        assert answer["names"]
+        assert answer["different"] == []
+        assert answer["count"] > 30
