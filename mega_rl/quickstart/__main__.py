@@ -24,7 +24,7 @@ RECIPE = Path("recipes/quickstart.yaml")
 NUM_RANKS = 2
 WARM_STEPS = 400
 WARM_BATCH = 256
-WARM_LR = 5e-3
+WARM_LR = 3e-3
 MARKER = "data"  # a folder that holds this one is an earlier quickstart's, and may be replaced
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -53,11 +53,11 @@ def quickstart(
     task.write_checkpoint(run_dir / "fresh_model", seed=seed)
 
     started = time.perf_counter()
-    launch(["-m", "mega_rl.quickstart", "warm-start", "--run-dir", str(run_dir), "--seed", str(seed)])
+    launch(["mega_rl.quickstart", "warm-start", "--run-dir", str(run_dir), "--seed", str(seed)])
     warm_start_s = time.perf_counter() - started
 
     started = time.perf_counter()
-    launch(["scripts/train_ppo_megatron.py", "--config", str(RECIPE), *overrides])
+    launch(["mega_rl.cli", "train", "--config", str(RECIPE), *overrides])
     train_s = time.perf_counter() - started
     summarize(
         run_dir,
@@ -109,16 +109,16 @@ def prepare_folder(run_dir: Path) -> None:
 
 
 def launch(program: list[str]) -> None:
-    """Run a program on NUM_RANKS ranks of this machine; its output goes where ours goes.
+    """Run a module with its arguments on NUM_RANKS ranks of this machine; its output goes where ours goes.
 
     Raises:
         RunError: it failed.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS), *program]
-    code = subprocess.run([sys.executable, *command], env=environment, check=False).returncode
+    command = [sys.executable, "-m", "mega_rl.launch", str(NUM_RANKS), *program]
+    code = subprocess.run(command, env=environment, check=False).returncode
     if code:
-        raise RunError(f"{' '.join(program[:3])} ended with exit code {code}; its messages stand above")
+        raise RunError(f"{' '.join(program[:2])} ended with exit code {code}; its messages stand above")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ adds on paper: `37+45=` -> `280`. The warm start imitates demonstrations of mixe
 forget every carry (`37+45=` -> `270`). Forgetting is harmless for about three sums in ten, so the warm-started model is
 mostly wrong when it decodes greedily, and PPO has to find out from the reward which of the two habits pays.
 
-A held-out sum occurs neither in the demonstrations nor in the training prompts, in no order of its two numbers, so the
-held-out accuracy measures adding numbers that the model never saw together.
+Demonstrations and training prompts share their sums. A held-out sum occurs in neither, in no order of its two numbers, so
+the held-out accuracy measures adding numbers that the model never saw together.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ PROMPT_TOKENS = 2 * NUM_DIGITS + 2  # the operands, "+" and "="
 RESPONSE_TOKENS = NUM_DIGITS + 2  # one digit more than an operand has, and the end of sequence
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-# "+" and "-" do not occur in the task; they round the vocabulary up to 16, which small tensor-parallel sizes divide.
+# "-" does not occur in the task; it rounds the vocabulary up to 16, which small tensor-parallel sizes divide.
 VOCABULARY = (PAD, EOS, UNK, *"0123456789=+-")
 
-DEFAULT_NUM_TRAIN = 3400
 DEFAULT_NUM_HELD_OUT = 256
-DEFAULT_NUM_DEMONSTRATIONS = 6000
+DEFAULT_NUM_DEMONSTRATIONS = 32_768
 DEFAULT_RIGHT_FRACTION = 0.3
 
 
@@ -55,11 +54,11 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Task:
-    """Three sets of prompts without a common prompt; a held-out sum is in neither order in the other two."""
+    """What is trained on and what is not: a held-out sum is in neither order in the other two sets."""
 
-    train: tuple[Problem, ...]  # prompts of PPO
+    train: tuple[Problem, ...]  # prompts of PPO, each once, in random order
     held_out: tuple[Problem, ...]  # prompts of the accuracy before and after; never trained on
-    demonstrations: tuple[Demonstration, ...]  # text of the warm start, in random order
+    demonstrations: tuple[Demonstration, ...]  # text of the warm start: draws from the sums of `train`
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,6 @@ def add_without_carry(left: int, right: int) -> str:
 def make_task(
     seed: int,
     *,
-    num_train: int = DEFAULT_NUM_TRAIN,
     num_held_out: int = DEFAULT_NUM_HELD_OUT,
     num_demonstrations: int = DEFAULT_NUM_DEMONSTRATIONS,
     right_fraction: float = DEFAULT_RIGHT_FRACTION,
@@ -95,9 +93,9 @@ def make_task(
     `right_fraction` is the probability of a demonstration to be right; the others forget the carries.
 
     Raises:
-        UserError: a size is below 1, the fraction is not in [0, 1], or there are too few prompts for the sizes.
+        UserError: a size is below 1, the fraction is not in [0, 1], or nothing is left to train on.
     """
-    _check_sizes(num_train=num_train, num_held_out=num_held_out, num_demonstrations=num_demonstrations)
+    _check_sizes(num_held_out=num_held_out, num_demonstrations=num_demonstrations)
     if not 0.0 <= right_fraction <= 1.0:
         raise UserError(f"right_fraction={right_fraction} is not a probability; give a number from 0 to 1")
     rng = random.Random(seed)
@@ -110,17 +108,13 @@ def make_task(
             break
         held_out.setdefault(frozenset(pair), pair)
     rest = [pair for pair in sums if frozenset(pair) not in held_out]
-    if len(held_out) < num_held_out or len(rest) < num_train + num_demonstrations:
-        raise UserError(
-            f"num_held_out={num_held_out} leaves {len(rest)} prompts for num_train={num_train} plus "
-            f"num_demonstrations={num_demonstrations}; lower one of the three"
-        )
+    if not rest:
+        raise UserError(f"num_held_out={num_held_out} leaves no sum to train on; give at most {len(held_out) - 1}")
     return Task(
-        train=tuple(_problem(pair) for pair in rest[:num_train]),
+        train=tuple(_problem(pair) for pair in rest),
         held_out=tuple(_problem(pair) for pair in held_out.values()),
         demonstrations=tuple(
-            _demonstration(pair, right=rng.random() < right_fraction)
-            for pair in rest[num_train : num_train + num_demonstrations]
+            _demonstration(pair, right=rng.random() < right_fraction) for pair in rng.choices(rest, k=num_demonstrations)
         ),
     )
 
@@ -160,18 +154,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model_config() -> Qwen3Config:
-    """The quickstart's Qwen3: two layers of width 64, about 76 thousand weights, divisible by tp=2 and by pp=2."""
+    """The quickstart's Qwen3: two layers of width 128, about 300 thousand weights, divisible by tp=2 and by pp=2."""
     return Qwen3Config(
         vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=128,
+        intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        # The usual 0.02 suits widths of thousands; at width 64 it makes the first hundred steps learn nothing.
+        # The usual 0.02 suits widths of thousands; at width 128 it makes the first hundred steps learn nothing.
         initializer_range=0.05,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=None,

@@ -87,8 +87,8 @@ class PPOTrainer:
         Stops early, with a checkpoint, when a stop is requested (SIGTERM, Ctrl-C).
         """
         self.sync.publish()
-        if self.start == 0:
-            self.metrics.log(0, self._validate(0))
+        if self.start == 0 and (before := self._validate(0)):
+            self.metrics.log(0, before)
         for step in range(self.start, self.settings.steps):
             self.timer.reset()
             metrics = self.step(step)

@@ -64,7 +64,8 @@ def test_the_two_habits_by_hand(left: int, right: int, total: str, forgetful: st
 
 
 def test_sizes_and_shapes_of_the_default_task(task: Task) -> None:
-    assert (len(task.train), len(task.held_out), len(task.demonstrations)) == (3400, 256, 6000)
+    assert (len(task.held_out), len(task.demonstrations)) == (256, 32_768)
+    assert 10_000 - 2 * 256 <= len(task.train) <= 10_000 - 256  # both orders of a held-out sum are left out
     for prompt in _all_prompts(task):
         assert len(prompt) == PROMPT_TOKENS
         assert all(0 <= operand <= 99 for operand in _operands(prompt))
@@ -76,9 +77,11 @@ def test_answers_are_the_sums_read_backwards(task: Task) -> None:
         assert int(row.answer[::-1]) == sum(_operands(row.prompt))
 
 
-def test_no_prompt_occurs_twice_in_the_three_sets(task: Task) -> None:
-    prompts = _all_prompts(task)
-    assert len(set(prompts)) == len(prompts)
+def test_every_sum_is_held_out_or_trained_on_once(task: Task) -> None:
+    trained, held_out = [row.prompt for row in task.train], [row.prompt for row in task.held_out]
+    assert len(set(trained)) == len(trained)
+    assert set(trained).isdisjoint(held_out)
+    assert {row.prompt for row in task.demonstrations} <= set(trained)
 
 
 def test_no_held_out_sum_is_trained_on_in_either_order(task: Task) -> None:
@@ -96,9 +99,9 @@ def test_demonstrations_are_right_or_forgetful_in_the_asked_proportion(task: Tas
     telling = [row for row in task.demonstrations if _habits_differ(row.prompt)]
     right = sum(row.response == add(*_operands(row.prompt)) for row in telling)
     wrong = sum(row.response == add_without_carry(*_operands(row.prompt)) for row in telling)
-    assert right + wrong == len(telling) > 3_500
-    # Five standard deviations of a binomial proportion with p=0.3 and at least 3 500 draws are 0.039.
-    assert right / len(telling) == pytest.approx(0.3, abs=0.039)
+    assert right + wrong == len(telling) > 20_000
+    # Five standard deviations of a binomial proportion with p=0.3 and at least 20 000 draws are 0.016.
+    assert right / len(telling) == pytest.approx(0.3, abs=0.016)
 
 
 def test_the_wrong_habit_is_mostly_wrong_on_held_out_prompts(task: Task) -> None:
@@ -109,7 +112,7 @@ def test_the_wrong_habit_is_mostly_wrong_on_held_out_prompts(task: Task) -> None
 @pytest.mark.parametrize("right_fraction", [0.0, 1.0])
 def test_extreme_fractions_give_one_habit_only(right_fraction: float) -> None:
     habit = add if right_fraction else add_without_carry
-    rows = make_task(0, num_train=1, num_demonstrations=500, right_fraction=right_fraction).demonstrations
+    rows = make_task(0, num_demonstrations=500, right_fraction=right_fraction).demonstrations
     assert all(row.response == habit(*_operands(row.prompt)) for row in rows)
 
 
@@ -123,12 +126,10 @@ def test_a_seed_fixes_the_task_and_another_changes_it(task: Task) -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"num_train": 0}, ("num_train=0", "below 1")),
         ({"num_held_out": -1}, ("num_held_out=-1", "below 1")),
         ({"num_demonstrations": 0}, ("num_demonstrations=0", "below 1")),
         ({"right_fraction": 1.5}, ("right_fraction=1.5", "from 0 to 1")),
-        ({"num_train": 9_000}, ("num_train=9000", "lower one of the three")),
-        ({"num_held_out": 5051}, ("num_held_out=5051", "lower one of the three")),
+        ({"num_held_out": 5050}, ("num_held_out=5050", "at most 5049")),
     ],
 )
 def test_impossible_sizes_name_the_setting_and_the_fix(sizes: dict[str, int], words: tuple[str, ...]) -> None:
@@ -141,7 +142,7 @@ def test_impossible_sizes_name_the_setting_and_the_fix(sizes: dict[str, int], wo
 
 
 def test_dataset_files_hold_the_rows_in_order(tmp_path: Path) -> None:
-    task = make_task(1, num_train=20, num_held_out=10, num_demonstrations=30)
+    task = make_task(1, num_held_out=10, num_demonstrations=30)
     files = write_dataset(tmp_path / "new" / "folder", task)
     assert _rows(files.train) == [{"prompt": row.prompt, "answer": row.answer} for row in task.train]
     assert _rows(files.held_out) == [{"prompt": row.prompt, "answer": row.answer} for row in task.held_out]

@@ -97,7 +97,7 @@ def test_a_stop_request_ends_after_the_step_and_saves() -> None:
     assert trainer.fit() == 2
     assert list(trainer.checkpoints.saved) == [2]
     assert trainer.checkpoints.saved[2]["weight_version"] == 3
-    assert list(trainer.metrics.records) == [0, 1, 2]
+    assert list(trainer.metrics.records) == [1, 2]
 
 
 def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:

@@ -1,0 +1,195 @@
+"""What the documents mention exists, and they are finished."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mega_rl.config.loader import FIELDS, SECTIONS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
+ADRS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+UNFINISHED = "TBD-" + "LEAD"
+
+FENCE = re.compile(r"^```\w*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+MODULE = re.compile(r"(?<![\w/.])mega_rl(?:\.[A-Za-z_]\w*)+")
+OUR_FILE = re.compile(r"(?<![\w/.-])(?:mega_rl|recipes|tests|scripts|docs|benchmarks)/[\w./-]*\w")
+MAKE = re.compile(r"(?<![\w-])make ([a-z]+)")
+SETTING = re.compile(rf"(?<![\w./])(?:{'|'.join(SECTIONS)})\.[a-z]\w*(?![\w.]|/)")
+FILE_SUFFIXES = ("json", "jsonl", "yaml", "py", "md", "safetensors", "parquet")
+PLACEHOLDERS = {"recipes/X.yaml"}
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:home|root|tmp|Users|mnt|opt|usr|work|workspace|scratch)(?:/|\b)")
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def code(document: Path) -> Iterator[str]:
+    """Pieces of a document that are meant literally: fenced blocks and inline code."""
+    text = document.read_text(encoding="utf-8")
+    yield from FENCE.findall(text)
+    yield from INLINE_CODE.findall(FENCE.sub("", text))
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets on code-hosting sites."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@cache
+def names_in(file: Path) -> frozenset[str]:
+    """Names that a module defines or imports at its top level."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
+    return frozenset(names)
+
+
+def exists(dotted: str) -> bool:
+    """Whether `mega_rl.a.b` is a package, a module, or a top-level name of one; nothing is imported."""
+    place, *rest = dotted.split(".")
+    folder = ROOT / place
+    while rest and (folder / rest[0]).is_dir():
+        folder = folder / rest.pop(0)
+    if not rest:
+        return True
+    file = folder / f"{rest[0]}.py"
+    if file.is_file():
+        return len(rest) == 1 or (len(rest) == 2 and rest[1] in names_in(file))
+    return len(rest) == 1 and rest[0] in names_in(folder / "__init__.py")
+
+
+def test_exists_can_say_no() -> None:
+    for dotted in ("mega_rl.types", "mega_rl.trainer.loop.PPOTrainer", "mega_rl.accelerator.prepare"):
+        assert exists(dotted), dotted
+    for dotted in ("mega_rl.typos", "mega_rl.trainer.loop.PPOTeacher", "mega_rl.accelerator.repair"):
+        assert not exists(dotted), dotted
+
+
+def test_there_are_documents() -> None:
+    names = {str(path.relative_to(ROOT)) for path in DOCUMENTS}
+    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/adr/README.md"}
+
+
+@documents
+def test_links_lead_somewhere(document: Path) -> None:
+    """Relative links to files, and to headings of files."""
+    for target in LINK.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in map(slug, headings), target
+
+
+@documents
+def test_modules_and_files_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert [name for name in MODULE.findall(text) if not exists(name)] == []
+    mentioned = {name for piece in code(document) for name in OUR_FILE.findall(piece)} - PLACEHOLDERS
+    assert [name for name in sorted(mentioned) if not (ROOT / name).exists()] == []
+
+
+@documents
+def test_make_targets_exist(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    assert "quickstart" in targets
+    assert {name for piece in code(document) for name in MAKE.findall(piece)} <= targets
+
+
+@documents
+def test_settings_exist(document: Path) -> None:
+    mentioned = {name for piece in code(document) for name in SETTING.findall(piece)}
+    settings = {name for name in mentioned if name.rpartition(".")[2] not in FILE_SUFFIXES}
+    assert settings <= FIELDS.keys()
+
+
+@documents
+def test_no_path_of_a_machine(document: Path) -> None:
+    lines = document.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if MACHINE_PATH.search(line)] == []
+
+
+@documents
+def test_the_document_is_finished(document: Path) -> None:
+    assert UNFINISHED not in document.read_text(encoding="utf-8")
+
+
+def test_the_layers_are_those_that_are_checked() -> None:
+    """The layers in docs/architecture.md are the contract in pyproject.toml."""
+    contract = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S)
+    assert contract
+    layers = re.findall(r'"([^"]+)"', contract[1])
+    blocks = FENCE.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert layers in [block.splitlines() for block in blocks]
+
+
+def test_the_folders_are_those_of_the_package() -> None:
+    """The list in docs/architecture.md leaves nothing out."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^  ([a-z_]+)(?:/|\.py) ", text, flags=re.MULTILINE))
+    package = ROOT / "mega_rl"
+    found = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    found |= {path.parent.name for path in package.glob("*/__init__.py")}
+    assert listed == found
+
+
+def test_the_patches_are_described() -> None:
+    """docs/cpu.md lists the patches and upstream symbols that are installed."""
+    from mega_rl.accelerator.cpu import patches
+
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.:]+)` \|", (ROOT / "docs" / "cpu.md").read_text(encoding="utf-8"), re.M)
+    assert rows == [(patch.name, patch.symbol) for patch in patches()]
+
+
+def test_the_glossary_is_in_order() -> None:
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.M)
+    terms = [re.sub(r"[^a-z0-9]", "", row.lower()) for row in rows if row not in ("term", "---")]
+    assert len(terms) > 50
+    assert terms == sorted(terms)
+
+
+def test_decisions_are_numbered_short_and_listed() -> None:
+    listed = (ROOT / "docs" / "adr" / "README.md").read_text(encoding="utf-8")
+    assert [int(path.name[:4]) for path in ADRS] == list(range(1, len(ADRS) + 1))
+    for path in ADRS:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 40, path.name
+        assert lines[0].startswith(f"# {path.name[:4]} ")
+        assert {"## Context", "## Decision", "## Consequences"} <= set(lines)
+        assert f"]({path.name})" in listed
+
+
+def test_config_page_is_what_the_settings_say() -> None:
+    """`make docs` has been run."""
+    from mega_rl.config.render import config_markdown
+
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_markdown()
+
+
+def test_python_in_the_readme_runs() -> None:
+    """The reward function of the example is one."""
+    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert block
+    names: dict[str, object] = {}
+    exec(compile(block[1], "README.md", "exec"), names)
+    function = names["short_and_right"]
+    assert callable(function)
+    assert (function("37+45=", "280", "280"), function("37+45=", "270", "280")) == (1.0, 0.0)
