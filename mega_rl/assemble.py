@@ -110,30 +110,13 @@ def build_trainer(
         bucket_bytes=config.rollout.bucket_mib << 20,
         verify_interval=config.rollout.verify_interval,
     )
-    engines: dict[str, Engine] = {"actor": actor}
-    if roles.critic_engine is not None:
-        engines["critic"] = roles.critic_engine
-    checkpoints = DistCheckpointStore(
-        root=run_dir / "checkpoints",
-        engines=engines,
-        ranks=world,
-        keep=config.checkpoint.keep,
-        resume=config.checkpoint.resume,
-        identity={"seed": config.trainer.seed, "data": fingerprint(train), "model": config.model.path},
-    )
+    checkpoints = build_checkpoints(config, roles, world, data_fingerprint=fingerprint(train))
     start = resume(checkpoints, roles.kl, sync)
     if is_writer:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
     return PPOTrainer(
-        settings=RunSettings(
-            steps=config.trainer.steps,
-            val_interval=config.trainer.val_interval,
-            save_interval=config.checkpoint.save_interval,
-            save_final=config.checkpoint.save_final,
-            rollout_interval=config.metrics.rollout_interval,
-            rollout_samples=config.metrics.rollout_samples,
-        ),
+        settings=run_settings(config),
         prompts=PromptSampler(
             train,
             batch_size=config.trainer.prompts_per_step,
@@ -153,13 +136,7 @@ def build_trainer(
         critic=roles.critic,
         reference=roles.reference,
         estimator=build_estimator(config, roles.kl),
-        minibatches=MinibatchPlan(
-            minibatch_size=config.trainer.minibatch_size,
-            epochs=config.algorithm.epochs,
-            aggregation=config.algorithm.loss_aggregation,
-            max_response_tokens=config.rollout.max_new_tokens,
-            seed=config.trainer.seed,
-        ),
+        minibatches=minibatch_plan(config),
         kl=roles.kl,
         check_mismatch=MismatchGuard(limit=config.rollout.logprob_diff_limit, ranks=actor.data_parallel),
         sync=sync,
@@ -172,6 +149,44 @@ def build_trainer(
         decode=decode,
         stop_requested=stop_requested,
         start=start,
+    )
+
+
+def run_settings(config: Config) -> RunSettings:
+    """What the loop itself needs to know."""
+    return RunSettings(
+        steps=config.trainer.steps,
+        val_interval=config.trainer.val_interval,
+        save_interval=config.checkpoint.save_interval,
+        save_final=config.checkpoint.save_final,
+        rollout_interval=config.metrics.rollout_interval,
+        rollout_samples=config.metrics.rollout_samples,
+    )
+
+
+def minibatch_plan(config: Config) -> MinibatchPlan:
+    """How a step's batch is cut."""
+    return MinibatchPlan(
+        minibatch_size=config.trainer.minibatch_size,
+        epochs=config.algorithm.epochs,
+        aggregation=config.algorithm.loss_aggregation,
+        max_response_tokens=config.rollout.max_new_tokens,
+        seed=config.trainer.seed,
+    )
+
+
+def build_checkpoints(config: Config, roles: Roles, world: GroupRanks, *, data_fingerprint: str) -> DistCheckpointStore:
+    """Where the learning engines are saved, and what a checkpoint must agree with to be resumed."""
+    engines: dict[str, Engine] = {"actor": roles.actor_engine}
+    if roles.critic_engine is not None:
+        engines["critic"] = roles.critic_engine
+    return DistCheckpointStore(
+        root=Path(config.trainer.run_dir) / "checkpoints",
+        engines=engines,
+        ranks=world,
+        keep=config.checkpoint.keep,
+        resume=config.checkpoint.resume,
+        identity={"seed": config.trainer.seed, "data": data_fingerprint, "model": config.model.path},
     )
 
 

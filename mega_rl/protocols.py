@@ -115,7 +115,7 @@ class RolloutEngine(Protocol):
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Rollout:
-        """n samples of each prompt, rows ordered by prompt then sample.
+        """n samples of each prompt, rows ordered by prompt then sample, on the host.
 
         A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
         does not matter which rank generates it nor in which batch.

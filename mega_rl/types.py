@@ -5,7 +5,8 @@ Shape letters: B sequences of this data-parallel rank, S padded length, T packed
 Alignment: every per-token tensor is aligned to the token it speaks of. `old_logprobs[b, t]` is the log-probability of
 `tokens[b, t]` given `tokens[b, :t]`, and `values[b, t]` is the value predicted just before `tokens[b, t]` is emitted.
 The shift between a model's output position and the token it predicts happens in one place, `mega_rl.data.packing`.
-Rows are right-padded: prompt, response, padding.
+Rows are right-padded: prompt, response, padding. Batches live on the host; an engine moves each micro-batch to its
+device and brings results back.
 """
 
 from __future__ import annotations

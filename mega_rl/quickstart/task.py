@@ -5,7 +5,7 @@ adds on paper: `37+45=` -> `280`. The warm start imitates demonstrations of mixe
 forget every carry (`37+45=` -> `270`). Forgetting is harmless for about three sums in ten, so the warm-started model is
 mostly wrong when it decodes greedily, and PPO has to find out from the reward which of the two habits pays.
 
-Demonstrations and training prompts share their sums. A held-out sum occurs in neither, in no order of its two numbers, so
+Demonstrations and training prompts share their sums. A held-out sum occurs in neither, in no order of its two numbers:
 the held-out accuracy measures adding numbers that the model never saw together.
 """
 
@@ -114,7 +114,8 @@ def make_task(
         train=tuple(_problem(pair) for pair in rest),
         held_out=tuple(_problem(pair) for pair in held_out.values()),
         demonstrations=tuple(
-            _demonstration(pair, right=rng.random() < right_fraction) for pair in rng.choices(rest, k=num_demonstrations)
+            _demonstration(pair, right=rng.random() < right_fraction)
+            for pair in rng.choices(rest, k=num_demonstrations)
         ),
     )
 

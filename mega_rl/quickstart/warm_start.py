@@ -24,6 +24,7 @@ from mega_rl.engines.build import build_engine
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.protocols import LossOutput
 from mega_rl.types import Experience, TokenOutputs
+from mega_rl.workers.rollout import share
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,5 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
 
 def own_share(batch: Experience, engine: MegatronEngine) -> Experience:
     """This data-parallel rank's rows of a global batch."""
-    ranks, rows = engine.data_parallel, batch.tokens.size(0)
-    own = slice(rows * ranks.rank // ranks.size, rows * (ranks.rank + 1) // ranks.size)
-    return batch[own]  # type: ignore[index]
+    own = share(batch.tokens.size(0), engine.data_parallel)
+    return batch[own.start : own.stop]  # type: ignore[index]

@@ -169,24 +169,24 @@ class HFRolloutEngine:
         prompts: Sequence[Prompt],
         prompt_index: Sequence[int],
     ) -> Rollout:
-        """The rows in the caller's order, prompt and response joined and right-padded."""
-        device, num_rows = self._device, len(rows)
+        """The rows in the caller's order, prompt and response joined and right-padded, on the host."""
+        num_rows = len(rows)
 
         def integers(values: Iterable[int]) -> Tensor:
-            return torch.tensor(list(values), dtype=torch.int64, device=device)
+            return torch.tensor(list(values), dtype=torch.int64)
 
         back = torch.argsort(integers(row.number for row in rows))
         prompt_lengths = integers(len(prompts[row.prompt].token_ids) for row in rows)
-        responses = _joined(decoded, device)
+        responses = _joined(decoded)
         lengths = prompt_lengths + responses.lengths
-        columns = torch.arange(int(lengths.max()) if num_rows else 0, device=device)
+        columns = torch.arange(int(lengths.max()) if num_rows else 0)
         prompt_mask = columns < prompt_lengths[:, None]
         loss_mask = (columns < lengths[:, None]) & ~prompt_mask
-        in_response = torch.arange(responses.tokens.shape[1], device=device) < responses.lengths[:, None]
-        tokens = torch.full(loss_mask.shape, self._pad_token_id, dtype=torch.int64, device=device)
+        in_response = torch.arange(responses.tokens.shape[1]) < responses.lengths[:, None]
+        tokens = torch.full(loss_mask.shape, self._pad_token_id, dtype=torch.int64)
         tokens[prompt_mask] = integers(token for row in rows for token in prompts[row.prompt].token_ids)
         tokens[loss_mask] = responses.tokens[in_response]
-        logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32, device=device)
+        logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32)
         logprobs[loss_mask] = responses.logprobs[in_response]
         return Rollout(
             tokens=tokens[back],
@@ -293,14 +293,14 @@ def _left_padded(sequences: Sequence[Sequence[int]], pad_token_id: int, device: 
     return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
 
 
-def _joined(parts: Sequence[Decoded], device: torch.device) -> Decoded:
-    """The batches one after the other."""
+def _joined(parts: Sequence[Decoded]) -> Decoded:
+    """The batches one after the other, on the host."""
     if not parts:
-        none = torch.zeros(0, dtype=torch.int64, device=device)
+        none = torch.zeros(0, dtype=torch.int64)
         return Decoded(tokens=none[:, None], logprobs=none[:, None].float(), lengths=none, finished=none.bool())
     return Decoded(
-        tokens=torch.cat([part.tokens for part in parts]),
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        lengths=torch.cat([part.lengths for part in parts]),
-        finished=torch.cat([part.finished for part in parts]),
+        tokens=torch.cat([part.tokens.cpu() for part in parts]),
+        logprobs=torch.cat([part.logprobs.cpu() for part in parts]),
+        lengths=torch.cat([part.lengths.cpu() for part in parts]),
+        finished=torch.cat([part.finished.cpu() for part in parts]),
     )
