@@ -21,18 +21,20 @@ class StopRequest:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._received = 0
+        self._received = 0  # by this rank
+        self._agreed = 0  # by all: what the last question found anywhere
         self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
 
     def __call__(self) -> bool:
         """Whether any rank has been asked to stop."""
-        self._received = int(self._ranks.max(torch.tensor(self._received)))
-        return self._received != 0
+        # A signal that comes while the ranks talk stays in `_received`, for the next question.
+        self._agreed = int(self._ranks.max(torch.tensor(self._received)))
+        return self._agreed != 0
 
     @property
     def exit_code(self) -> int:
         """What a shell expects of a process ended this way: 128 plus the signal's number; 0 without a signal."""
-        return 128 + self._received if self._received else 0
+        return 128 + self._agreed if self._agreed else 0
 
     def restore(self) -> None:
         """Put the handlers back that were there before."""

@@ -54,7 +54,7 @@ def stopped_run(folder: Path, run: str, number: signal.Signals, *launcher: str) 
     )
     try:
         deadline = time.monotonic() + STARTS_WITHIN_S
-        while len(steps_of(folder / run)) < 3:  # 0, 1, 2
+        while 2 not in steps_of(folder / run):
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline, "two steps take too long"
             time.sleep(0.05)
@@ -95,4 +95,4 @@ def test_a_stopped_run_can_go_on(folder: Path, number: signal.Signals, launcher:
     )
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed after step {done}" in resumed.stderr
-    assert steps_of(folder / name) == list(range(done + 3))
+    assert steps_of(folder / name) == list(range(1, done + 3))

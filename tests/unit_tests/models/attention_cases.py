@@ -115,7 +115,7 @@ def hypothesis_difference() -> float:
 
 
 def leaks(lengths: Sequence[int], poison: float) -> list[str]:
-    """What of the other sequences changes, by a single bit, when one sequence's q, k, v and gradient become `poison`."""
+    """What of the others changes, by a single bit, when one sequence's q, k, v and gradient become `poison`."""
     module = core_attention()
     before = _everything(module, lengths, inputs(lengths))
     changed = []

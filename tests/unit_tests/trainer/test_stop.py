@@ -1,0 +1,98 @@
+"""A stop request of one rank is one of all, and a second Ctrl-C does not wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from torch import Tensor
+
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.trainer.stop import StopRequest
+
+
+class WithAnother(SingleRank):
+    """Two ranks, the other of which has been sent signal `received`."""
+
+    def __init__(self, received: int) -> None:
+        self.received = received
+
+    def max(self, tensor: Tensor) -> Tensor:
+        return tensor.clamp(min=self.received)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The process's own handlers come back, whatever a test does."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_without_a_signal() -> None:
+    stop = StopRequest(SingleRank())
+    assert not stop()
+    assert stop.exit_code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_this_rank(number: signal.Signals) -> None:
+    """It is remembered: every later question has the same answer."""
+    stop = StopRequest(SingleRank())
+    send(number)
+    assert stop()
+    assert stop()
+    assert stop.exit_code == 128 + number
+
+
+def test_a_signal_to_another_rank() -> None:
+    """A rank that went on alone would wait for the others in its next collective."""
+    stop = StopRequest(WithAnother(signal.SIGTERM))
+    assert stop()
+    assert stop.exit_code == 143
+
+
+def test_a_signal_while_the_ranks_talk_is_not_lost() -> None:
+    """It came too late for this question, which all ranks must answer alike; the next one finds it."""
+
+    class Slow(SingleRank):
+        def max(self, tensor: Tensor) -> Tensor:
+            if not tensor:
+                send(signal.SIGTERM)
+            return tensor.clone()
+
+    stop = StopRequest(Slow())
+    assert not stop()
+    assert stop.exit_code == 0
+    assert stop()
+    assert stop.exit_code == 143
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    stop = StopRequest(SingleRank())
+    send(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+    assert stop()
+
+
+def test_a_second_terminate_changes_nothing() -> None:
+    stop = StopRequest(SingleRank())
+    send(signal.SIGTERM)
+    send(signal.SIGTERM)
+    assert stop()
+
+
+def test_the_handlers_before_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    stop = StopRequest(SingleRank())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
+    stop.restore()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
