@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.decoding import Decoded, DecodingLoop
 from mega_rl.rollout.kv_cache import ATTENTION, make_cache
@@ -95,7 +95,7 @@ class HFRolloutEngine:
 
         prompt_index: [number of prompts], enters the random stream of each sample and the result. Responses hold their
         stop token, on the loss mask. Raises UserError for prompts that are empty or leave no room for a response in the
-        model's context, RuntimeError before the first weights and when logits are not finite.
+        model's context, RuntimeError before the first weights, RunError when logits are not finite.
         """
         if self._weight_version is None:
             raise RuntimeError("generate was called before any weights were published to the rollout engine")
@@ -205,7 +205,7 @@ class HFRolloutEngine:
         bad = (~torch.isfinite(rollout.rollout_logprobs)).nonzero()
         if len(bad):
             row, position = bad[0].tolist()
-            raise RuntimeError(
+            raise RunError(
                 f"the rollout model's logits are not finite: prompt_index={int(rollout.prompt_index[row])}, "
                 f"sample_index={int(rollout.sample_index[row])}, position {position} ({len(bad)} tokens in all); "
                 "the weights have diverged"
