@@ -38,6 +38,7 @@ from mega_rl.rollout.weight_sync import EmbeddedWeightSync
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages, MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard
+from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.types import Prompt
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
@@ -112,6 +113,7 @@ def build_trainer(
     )
     checkpoints = build_checkpoints(config, roles, world, data_fingerprint=fingerprint(train))
     start = resume(checkpoints, roles.kl, sync)
+    guard = MismatchGuard(limit=config.rollout.logprob_diff_limit, ranks=actor.data_parallel)
     if is_writer:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
@@ -138,7 +140,7 @@ def build_trainer(
         estimator=build_estimator(config, roles.kl),
         minibatches=minibatch_plan(config),
         kl=roles.kl,
-        check_mismatch=MismatchGuard(limit=config.rollout.logprob_diff_limit, ranks=actor.data_parallel),
+        old_logprobs=UpdateLogprobs(guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard),
         sync=sync,
         ranks=actor.data_parallel,
         timer=PhaseTimer(synchronize=accelerator.synchronize),
@@ -150,6 +152,14 @@ def build_trainer(
         stop_requested=stop_requested,
         start=start,
     )
+
+
+def is_on_policy(config: Config) -> bool:
+    """Whether every update is made with the weights that sampled, and nothing before it needs the old log-probs."""
+    algorithm, trainer = config.algorithm, config.trainer
+    single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
+    needed_before = algorithm.kl_placement == "reward" or algorithm.critic_warmup_steps > 0
+    return algorithm.old_logprobs == "auto" and single_update and not needed_before
 
 
 def run_settings(config: Config) -> RunSettings:
@@ -227,6 +237,7 @@ def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Rol
         entropy_coef=algorithm.entropy_coef,
         kl=kl if algorithm.kl_placement == "loss" else None,
         kl_estimator=algorithm.kl_estimator,
+        on_policy=is_on_policy(config),
     )
     actor = LearningWorker(
         "actor",

@@ -61,6 +61,10 @@ class LossOutput:
 TokenLoss = Callable[[TokenOutputs, Mapping[str, Tensor]], LossOutput]
 
 
+# (a mini-batch, what the model said of its tokens) -> metrics; raises to stop an update before any weight changes
+Inspect = Callable[[Experience, TokenOutputs], Metrics]
+
+
 class Engine(Protocol):
     """One model with its gradients and optimizer state, spread over the ranks of a layout."""
 
@@ -78,8 +82,10 @@ class Engine(Protocol):
         """Log-probs and entropy, or values, of every response token; equal on all ranks of the replica."""
         ...
 
-    def train_minibatch(self, minibatch: Experience, loss: TokenLoss, *, lr: float) -> Metrics:
-        """One optimizer step on this rank's share of a global mini-batch."""
+    def train_minibatch(
+        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+    ) -> Metrics:
+        """One optimizer step on this rank's share of a global mini-batch; `inspect` sees the forward first."""
         ...
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -177,7 +183,7 @@ class Scored(Protocol):
 class Learner(Scored, Protocol):
     """Actor or critic."""
 
-    def update(self, minibatch: Experience, *, step: int) -> Metrics: ...
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics: ...
 
 
 class CheckpointStore(Protocol):

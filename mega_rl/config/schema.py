@@ -112,6 +112,12 @@ class AlgorithmConfig:
         "How token losses become one number.",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
+    old_logprobs: str = setting(
+        "auto",
+        "Log-probs before the update: from a forward of their own (recompute), or, where a step makes one optimizer "
+        "step and they enter nothing before it, from that step's forward (auto).",
+        choices=("auto", "recompute"),
+    )
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
 

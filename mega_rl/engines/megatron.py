@@ -32,11 +32,17 @@ from mega_rl.models.attention import packed_sequences
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
-from mega_rl.protocols import LossOutput, TokenLoss
+from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
-# What one micro-batch leaves on the last pipeline stage.
-Forwarded = tuple[MicroBatch, TokenOutputs]
+
+@dataclass(frozen=True)
+class Finished:
+    """What one micro-batch leaves on the last pipeline stage; no part of it holds on to the graph."""
+
+    micro: MicroBatch
+    outputs: TokenOutputs  # like micro.tokens
+    loss: LossOutput | None  # None in a forward only
 
 
 class NonFiniteGradientError(RunError):
@@ -78,23 +84,17 @@ class MegatronEngine:
         """
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
         with torch.no_grad():
-            forwarded: list[Forwarded] = self._run_schedule(micros, loss=None)
-        names = ("values",) if self.head == "value" else ("logprobs", "entropy")
-        full = torch.zeros(len(names), *batch.tokens.shape)
-        for micro, outputs in forwarded:
-            for out, name in zip(full, names, strict=True):
-                scatter_back(getattr(outputs, name).cpu(), micro, out)
-        full *= batch.loss_mask
-        if self._pp_size > 1:
-            full = self._pipeline.broadcast(full, source=self._pp_size - 1)
-        return TokenOutputs(**dict(zip(names, full, strict=True)))
+            return self._collect(self._run_schedule(micros, loss=None), batch)
 
-    def train_minibatch(self, minibatch: Experience, loss: TokenLoss, *, lr: float) -> Metrics:
+    def train_minibatch(
+        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+    ) -> Metrics:
         """One optimizer step at learning rate `lr` on this rank's rows of a global mini-batch.
 
         The loss is the sum of `loss` over micro-batches and data-parallel ranks, so the result depends neither on how
         rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
-        clipping), `lr` and `num_microbatches`, equal on all ranks.
+        clipping), `lr` and `num_microbatches`, equal on all ranks. `inspect` gets the mini-batch and what the forward
+        said of it, as `forward` would return it, before any weight changes; its metrics are added.
 
         Raises:
             NonFiniteGradientError: on all ranks alike, before any weight changes.
@@ -104,8 +104,10 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs: list[LossOutput] = self._run_schedule(micros, loss=loss)
-        metrics = self._reduce(outputs)
+        finished = self._run_schedule(micros, loss=loss)
+        metrics = self._reduce([done.loss for done in finished if done.loss is not None])
+        if inspect is not None:
+            metrics |= inspect(minibatch, self._collect(finished, minibatch))
         metrics["grad_norm"] = self._apply_gradients(lr)
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
@@ -152,15 +154,15 @@ class MegatronEngine:
         """Undo `offload`, bit for bit."""
         self._offload.onload()
 
-    def _run_schedule(self, micros: list[MicroBatch], *, loss: TokenLoss | None) -> list[Any]:
+    def _run_schedule(self, micros: list[MicroBatch], *, loss: TokenLoss | None) -> list[Finished]:
         """Megatron-Core's schedule over the micro-batches; one result each on the last stage, none elsewhere.
 
-        With a loss: forward and backward, gradients finalised, `LossOutput`s. Without: forward only, `Forwarded`s.
+        With a loss: forward and backward, gradients finalised. Without: forward only.
         """
         pipelined = self._pp_size > 1
         vpp = self.groups.layout.vpp
         schedule = get_forward_backward_func(pp_size=self._pp_size, vp_size=vpp if vpp > 1 else None)
-        results: list[Any] = schedule(
+        results: list[Finished] = schedule(
             forward_step_func=partial(self._forward_step, loss),
             data_iterator=[to_device(micros, self.device) for _ in self.chunks],
             model=list(self.chunks),
@@ -184,19 +186,32 @@ class MegatronEngine:
 
     def _finish_microbatch(
         self, loss: TokenLoss | None, micro: MicroBatch, output: Tensor
-    ) -> tuple[Tensor, Tensor, LossOutput | Forwarded]:
+    ) -> tuple[Tensor, Tensor, Finished]:
         """(loss, unused token count, result) of the last stage's output, as the schedule wants it."""
         no_count = torch.zeros([], dtype=torch.int, device=output.device)
         outputs = self._token_outputs(output, micro)
         if loss is None:
-            return output.new_zeros([]), no_count, (micro, outputs)
+            return output.new_zeros([]), no_count, Finished(micro, outputs, None)
         result = loss(outputs, micro.fields)
         detached = LossOutput(
             loss=result.loss.detach(),
             sums={name: value.detach() for name, value in result.sums.items()},
             maxima={name: value.detach() for name, value in result.maxima.items()},
         )
-        return result.loss, no_count, detached
+        seen = {name: value.detach() for name, value in vars(outputs).items() if value is not None}
+        return result.loss, no_count, Finished(micro, TokenOutputs(**seen), detached)
+
+    def _collect(self, finished: list[Finished], batch: Rollout | Experience) -> TokenOutputs:
+        """The micro-batches' outputs, [B, S] float32 on the host of every rank of the replica, 0 off the loss mask."""
+        names = ("values",) if self.head == "value" else ("logprobs", "entropy")
+        full = torch.zeros(len(names), *batch.tokens.shape)
+        for done in finished:
+            for out, name in zip(full, names, strict=True):
+                scatter_back(getattr(done.outputs, name).cpu(), done.micro, out)
+        full *= batch.loss_mask
+        if self._pp_size > 1:
+            full = self._pipeline.broadcast(full, source=self._pp_size - 1)
+        return TokenOutputs(**dict(zip(names, full, strict=True)))
 
     def _token_outputs(self, output: Tensor, micro: MicroBatch) -> TokenOutputs:
         """What the head's output [b, S, V/tp] or [b, S, 1] says of `micro.targets`; tensors shaped like them."""

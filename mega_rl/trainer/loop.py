@@ -22,8 +22,9 @@ from mega_rl.protocols import (
     WeightSync,
 )
 from mega_rl.trainer.experience import AdvantageEstimator, MinibatchPlan, build_experience
+from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.report import experience_metrics, mean_metrics, rollout_metrics, sample_rows
-from mega_rl.types import Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class PPOTrainer:
     estimator: AdvantageEstimator
     minibatches: MinibatchPlan
     kl: KLController
-    check_mismatch: Callable[[Rollout, TokenOutputs], Metrics]
+    old_logprobs: OldLogprobs
     sync: WeightSync
     ranks: Ranks  # the data-parallel replicas
     timer: Timer
@@ -114,8 +115,7 @@ class PPOTrainer:
             rewards = self.reward.score(rollout, prompts)
             metrics = rollout_metrics(rollout, rewards, self.ranks)
         with phase("old_logprobs"):
-            old = self.actor.evaluate(rollout)
-            metrics |= self.check_mismatch(rollout, old)
+            old, mismatch = self.old_logprobs.evaluate(rollout)
         with phase("ref_logprobs"):
             ref = self.reference.evaluate(rollout)
         with phase("values"):
@@ -125,12 +125,13 @@ class PPOTrainer:
                 rollout, rewards, old=old, ref=ref, critic=values,
                 estimator=self.estimator, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
-            metrics |= experience_metrics(experience, self.ranks)
+            metrics |= mismatch | experience_metrics(experience, self.ranks)
             minibatches = list(self.minibatches.cut(experience, num_prompts=len(prompts), step=step, ranks=self.ranks))
         with phase("update_critic"):
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):
-            metrics |= mean_metrics([self.actor.update(minibatch, step=step) for minibatch in minibatches])
+            inspect = self.old_logprobs.inspect
+            metrics |= mean_metrics([self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches])
             metrics["kl/coef"] = self.kl.value
             self.kl.update(metrics["kl/ref"], num_sequences=len(prompts))
         with phase("sync_weights"):

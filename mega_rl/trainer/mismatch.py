@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mega_rl.algorithms.mismatch import combine, logprob_mismatch
 from mega_rl.errors import RunError
 from mega_rl.protocols import Ranks
-from mega_rl.types import Metrics, Rollout, TokenOutputs
+from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 
 class RolloutMismatchError(RunError):
@@ -21,7 +21,7 @@ class MismatchGuard:
     limit: float
     ranks: Ranks
 
-    def __call__(self, rollout: Rollout, old: TokenOutputs) -> Metrics:
+    def __call__(self, rollout: Rollout | Experience, old: TokenOutputs) -> Metrics:
         """Largest and mean difference in nats, equal on all ranks.
 
         Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.policy_loss import ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
-from mega_rl.protocols import Engine, LossOutput
+from mega_rl.protocols import Engine, Inspect, LossOutput
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 LearningRate = Callable[[int], float]  # trainer step -> learning rate
@@ -18,7 +18,10 @@ LearningRate = Callable[[int], float]  # trainer step -> learning rate
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The clipped policy objective with its numbers (see `algorithms.policy_loss`)."""
+    """The clipped policy objective with its numbers (see `algorithms.policy_loss`).
+
+    `on_policy`: the weights that are updated are those that sampled, so the forward at hand gives the old log-probs.
+    """
 
     clip_low: float
     clip_high: float
@@ -26,6 +29,7 @@ class PolicyLoss:
     entropy_coef: float
     kl: KLController | None  # KL in the loss; None without
     kl_estimator: str
+    on_policy: bool = False
 
     def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
         assert outputs.logprobs is not None
@@ -33,7 +37,7 @@ class PolicyLoss:
         return ppo_policy_loss(
             outputs.logprobs,
             outputs.entropy,
-            old_logprobs=fields["old_logprobs"],
+            old_logprobs=outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"],
             ref_logprobs=None if self.kl is None else fields["ref_logprobs"],
             advantages=fields["advantages"],
             loss_weights=fields["loss_weights"],
@@ -79,11 +83,11 @@ class LearningWorker:
         """Log-probs and entropy, or values, of every response token."""
         return self.engine.forward(batch)
 
-    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         """One optimizer step on a global mini-batch; no metrics from a step that trains nothing."""
         if step < self.first_step:
             return {}
-        metrics = self.engine.train_minibatch(minibatch, self.loss, lr=self.learning_rate(step))
+        metrics = self.engine.train_minibatch(minibatch, self.loss, lr=self.learning_rate(step), inspect=inspect)
         return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}
 
 
@@ -105,6 +109,6 @@ class AbsentWorker:
         """Nothing."""
         return TokenOutputs()
 
-    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         """Nothing."""
         return {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mega_rl.protocols import Inspect
 from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
 
 LONGEST = 6  # tokens: two of prompt, four of response
@@ -94,15 +95,16 @@ class FakePolicy:
         self.events.append("old_logprobs")
         return TokenOutputs(logprobs=self.logits.log_softmax(0)[batch.tokens] * batch.loss_mask)
 
-    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         self.events.append("update_actor")
+        found = {} if inspect is None else inspect(minibatch, self.evaluate(minibatch))
         logits = self.logits.clone().requires_grad_()
         logprobs = logits.log_softmax(0)[minibatch.tokens]
         loss = -(minibatch.loss_weights * minibatch.advantages * logprobs).sum()
         loss.backward()
         assert logits.grad is not None
         self.logits -= self.lr * logits.grad
-        return {"actor/loss": float(loss.detach())}
+        return {"actor/loss": float(loss.detach())} | found
 
 
 class FakeCritic:
@@ -116,7 +118,7 @@ class FakeCritic:
         self.events.append("values")
         return TokenOutputs(values=self.value * batch.loss_mask.float())
 
-    def update(self, minibatch: Experience, *, step: int) -> Metrics:
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         self.events.append("update_critic")
         target = float((minibatch.token_weights * minibatch.returns).sum())
         self.value += 0.5 * (target - self.value)

@@ -10,6 +10,7 @@ lies within 1e-6 of a boundary; with this seed none does.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -35,12 +36,19 @@ STEPS = 5
 RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
     "ppo": AlgorithmConfig(
-        advantage="gae", gae_lambda=0.95, kl_placement="reward", kl_coef=0.05, kl_control="adaptive", entropy_coef=0.01
+        advantage="gae",
+        gae_lambda=0.95,
+        kl_placement="reward",
+        kl_coef=0.05,
+        kl_control="adaptive",
+        entropy_coef=0.01,
+        epochs=2,
     ),
     "grpo": AlgorithmConfig(
-        advantage="grpo", kl_placement="loss", kl_coef=0.05, loss_aggregation="seq-mean-token-mean", epochs=2
+        advantage="grpo", kl_placement="loss", kl_coef=0.05, loss_aggregation="seq-mean-token-mean"
     ),
 }
+RECOMPUTED = dataclasses.replace(ALGORITHMS["grpo"], old_logprobs="recompute")
 REWARD = '''
 def share_of_odd_digits(prompt, response, answer):
     """A reward that varies between responses and needs no skill."""
@@ -74,11 +82,11 @@ def write_inputs(folder: Path) -> Path:
 
 
 def run_config(folder: Path, layout: str, algorithm: str) -> Config:
-    """Eight prompts, four samples each, two mini-batches a step."""
+    """Eight prompts, four samples each; PPO in two mini-batches twice over, GRPO in a single on-policy update."""
     return make_config(
         folder / "model",
         layout=layout,
-        algorithm=ALGORITHMS[algorithm],
+        algorithm=(ALGORITHMS | {"grpo recomputed": RECOMPUTED})[algorithm],
         data=DataConfig(train_files=[str(folder / "train.jsonl")], max_prompt_tokens=8),
         rollout=RolloutConfig(n=4, max_new_tokens=8, verify_interval=1),
         reward=RewardConfig(function=f"{folder / 'reward.py'}:share_of_odd_digits"),
@@ -87,7 +95,7 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             run_dir=str(folder / f"run-{layout}-{algorithm}"),
             steps=STEPS,
             prompts_per_step=8,
-            minibatch_size=4,
+            minibatch_size=4 if algorithm == "ppo" else 8,
             max_tokens_per_microbatch=64,
             timeout_s=60.0,
         ),
@@ -103,7 +111,7 @@ def run_layouts(rank: int, folder: str, layouts: list[str]) -> dict[str, Any] | 
 
     results = {}
     for layout in layouts:
-        for algorithm in ALGORITHMS:
+        for algorithm in [*ALGORITHMS, *(["grpo recomputed"] if layout == "1" else [])]:
             config = run_config(Path(folder), layout, algorithm)
             with session(config, accelerator) as groups:
                 trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False)
@@ -141,6 +149,16 @@ def test_runs_do_not_depend_on_the_layout(runs: dict[str, Any], layout: str, alg
             and not math.isclose(found[name], expected[name], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
         }
         assert not wrong, f"step {step}"
+
+
+def test_a_single_update_needs_no_forward_of_its_own(runs: dict[str, Any]) -> None:
+    """Old log-probs from the update's forward or from one before it: the same run."""
+    update, before = runs["1 grpo"], runs["1 grpo recomputed"]
+    assert all(torch.equal(a, b) for a, b in zip(update["tokens"], before["tokens"], strict=True))
+    for found, expected in zip(update["metrics"], before["metrics"], strict=True):
+        assert found.keys() == expected.keys()
+        for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "kl/ref", "reward/mean"):
+            assert found[name] == pytest.approx(expected[name], rel=RELATIVE_TOLERANCE, abs=1e-6), name
 
 
 def comparable(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import GAEAdvantages, GRPOAdvantages, MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, RolloutMismatchError
+from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
 from mega_rl.workers.models import AbsentWorker
 from tests.helpers.fakes import (
     FakeCritic,
@@ -47,7 +49,7 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
             minibatch_size=2, epochs=1, aggregation="token-mean", max_response_tokens=4, seed=0
         ),
         "kl": kl,
-        "check_mismatch": MismatchGuard(limit=0.5, ranks=FakeRanks()),
+        "old_logprobs": RecomputedLogprobs(policy, MismatchGuard(limit=0.5, ranks=FakeRanks())),
         "sync": policy,
         "ranks": FakeRanks(),
         "timer": FakeTimer(),
@@ -140,6 +142,31 @@ def test_a_rollout_engine_with_other_weights_stops_the_run() -> None:
     with pytest.raises(RolloutMismatchError, match=r"logprob_diff_limit=0.5: token id 7 at position \d"):
         trainer.step(0)
     assert "update_actor" not in trainer.events  # type: ignore[attr-defined]
+
+
+def single_update(trainer: PPOTrainer) -> PPOTrainer:
+    """The trainer with one update a step, whose forward gives the old log-probs."""
+    trainer.minibatches = dataclasses.replace(trainer.minibatches, minibatch_size=4)
+    trainer.old_logprobs = UpdateLogprobs(MismatchGuard(limit=0.5, ranks=FakeRanks()))
+    return trainer
+
+
+def test_a_single_update_spares_the_forward_and_still_compares() -> None:
+    trainer = single_update(make_trainer(grpo=True))
+    trainer.sync.publish()
+    metrics = trainer.step(0)
+    events = trainer.events  # type: ignore[attr-defined]
+    assert events[events.index("reward") :] == ["reward", "update_actor", "old_logprobs", "publish"]
+    assert metrics["rollout/logprob_diff_max"] < 1e-6
+
+
+def test_a_single_update_is_stopped_before_it_changes_a_weight() -> None:
+    trainer = single_update(make_trainer(grpo=True))
+    trainer.sync.publish()
+    trainer.rollout.published = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 3.0])
+    with pytest.raises(RolloutMismatchError, match="token id 7"):
+        trainer.step(0)
+    assert not trainer.actor.logits.any()
 
 
 def test_minibatches_cover_the_batch_once_per_epoch() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mega_rl.algorithms.policy_loss import ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
-from mega_rl.protocols import LossOutput, TokenLoss
+from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.types import Experience, Metrics, TokenOutputs
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
 from tests.helpers.models import random_experience
@@ -35,7 +35,9 @@ class RecordingEngine:
         assert batch is BATCH
         return self.outputs
 
-    def train_minibatch(self, minibatch: Experience, loss: TokenLoss, *, lr: float) -> Metrics:
+    def train_minibatch(
+        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+    ) -> Metrics:
         self.updates.append((minibatch, loss, lr))
         return dict(self.metrics)
 
