@@ -12,7 +12,6 @@ device and brings results back.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tensordict import tensorclass
 from torch import Tensor
@@ -81,4 +80,3 @@ class StepMetrics:
 
     step: int
     metrics: Metrics
-    extra: dict[str, Any] | None = None

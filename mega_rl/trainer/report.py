@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import kl_penalty
+from mega_rl.algorithms.value_loss import explained_variance
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
 
@@ -47,7 +48,7 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
 
 
 def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
-    """Token means over all ranks of what the update will see."""
+    """Token means over all ranks of what the update will see, and how much of the returns the values explain."""
     mask = experience.loss_mask
     columns = {
         "kl/ref": kl_penalty(experience.old_logprobs, experience.ref_logprobs, estimator="k3"),
@@ -59,7 +60,9 @@ def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
     }
     sums = torch.stack([mask.sum().double(), *((column.double() * mask).sum() for column in columns.values())])
     count, *totals = ranks.sum(sums).tolist()
-    return {name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)}
+    means = {name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)}
+    explained = explained_variance(experience.values, experience.returns, mask, sum_over_ranks=ranks.sum)
+    return means | {"values/explained_variance": float(explained)}
 
 
 def mean_metrics(updates: Sequence[Metrics]) -> Metrics:

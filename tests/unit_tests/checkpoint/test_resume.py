@@ -14,6 +14,8 @@ from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.resume_cases import SAVED, STEPS, run_all
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 
+pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
+
 FULL = {1: {"full 1": ("1", "")}, 2: {"full dp2": ("dp2", ""), "full tp2": ("tp2", "")}}
 RESUMED = {
     1: {"1 from 1": ("1", "full 1"), "1 from tp2": ("1", "full tp2")},

@@ -13,6 +13,8 @@ from tests.helpers.engines import LAYOUTS
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import run_cases
 
+pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
+
 # fp32 on both sides: sums of a few hundred terms in another order differ by some 1e-6 of their size.
 LOGPROB_TOLERANCE = 1e-4
 RELATIVE_TOLERANCE = 1e-5

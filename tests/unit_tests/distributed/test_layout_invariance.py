@@ -32,6 +32,8 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
+pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
+
 STEPS = 5
 RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
