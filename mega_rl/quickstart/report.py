@@ -68,7 +68,7 @@ def print_table(
     Console().print(table)
 
 
-def sparkline(values: list[float], *, width: int = 40) -> str:
+def sparkline(values: list[float], *, width: int = 36) -> str:
     """Values in [0, 1] as bars, averaged down to `width` characters."""
     if not values:
         return ""
