@@ -40,9 +40,3 @@ def canonical_name(name: str, *, spec: Spec) -> str:
 def with_layer(name: str, layer: int) -> str:
     """The same name with another layer index; names outside the decoder's layers are returned as they are."""
     return _LAYER.sub(f"decoder.layers.{layer}.", name)
-
-
-def layer_index(name: str) -> int | None:
-    """Layer index in a name, None for a parameter outside the decoder's layers."""
-    match = _LAYER.match(name)
-    return int(match.group(1)) if match else None

@@ -133,7 +133,7 @@ class PPOTrainer:
             inspect = self.old_logprobs.inspect
             metrics |= mean_metrics([self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches])
             metrics["kl/coef"] = self.kl.value
-            self.kl.update(metrics["kl/ref"], num_sequences=len(prompts))
+            self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
         with phase("sync_weights"):
             metrics |= self.sync.publish()
         if _due(step + 1, self.settings.rollout_interval):

@@ -39,6 +39,7 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
         f"{prefix}reward/std": max(square / count - mean**2, 0.0) ** 0.5,
         f"{prefix}reward/max": highest,
         f"{prefix}reward/min": -lowest,
+        f"{prefix}rollout/sequences": count,
         f"{prefix}rollout/response_tokens_mean": tokens / count,
         f"{prefix}rollout/response_tokens_max": longest,
         f"{prefix}rollout/response_tokens": tokens,

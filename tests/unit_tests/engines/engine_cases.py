@@ -22,6 +22,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "not sharded": {"layout": "dp2", "distributed_optimizer": False},
     "frozen": {"layout": "pp2", "trainable": False},
 }
+INSPECTED = ("dp2", "pp2", "tp2")
 SPOILED = {"dp2": "nan", "pp2": "inf", "dp2 bf16": "inf"}
 
 
@@ -31,6 +32,7 @@ def run_all(rank: int, checkpoint: str) -> dict[str, Any]:
     return {
         "offload": {name: offload_case(path, **case) for name, case in OFFLOADS.items()},
         "spoiled": {name: spoiled_case(path, name, float(value)) for name, value in SPOILED.items()},
+        "inspected": {layout: inspected_case(path, layout) for layout in INSPECTED},
     }
 
 
@@ -133,3 +135,27 @@ def spoiled_case(checkpoint: Path, name: str, value: float) -> dict[str, Any]:
         result: dict[str, Any] = {"message": message, "unchanged": same(state(engine), before)}
         norm = train(engine, seed=1)["grad_norm"]
         return result | {"usable": math.isfinite(norm) and same(state(engine), expected)}
+
+
+def inspected_case(checkpoint: Path, layout: str) -> dict[str, Any]:
+    """An `inspect` that compares what it sees with `forward`, and one that stops the update."""
+    from mega_rl.errors import RunError
+
+    with engine_of(checkpoint, layout) as engine:
+        rows = own_rows(random_experience(), engine)
+        expected, before = engine.forward(rows), state(engine)
+        seen: list[float] = []
+
+        def stop(minibatch: Any, outputs: Any) -> dict[str, float]:
+            seen.append(float((outputs.logprobs - expected.logprobs).abs().max()))
+            seen.append(float((outputs.entropy - expected.entropy).abs().max()))
+            raise RunError("stopped")
+
+        message = ""
+        try:
+            engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=stop)
+        except RunError as error:
+            message = str(error)
+        result = {"message": message, "seen": seen, "unchanged": same(state(engine), before)}
+        metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=lambda *_: {"a/b": 3.0})
+        return result | {"metric": metrics["a/b"], "moved": not same(state(engine), before)}

@@ -11,7 +11,7 @@ import torch
 from mega_rl.engines.offload import StorageOffload
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.engines.engine_cases import OFFLOADS, SPOILED, run_all
+from tests.unit_tests.engines.engine_cases import INSPECTED, OFFLOADS, SPOILED, run_all
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,17 @@ def test_a_gradient_that_is_not_finite(ranks: list[dict[str, Any]], case: str) -
         assert found["message"].startswith("actor: the gradient norm is ")
         assert found["unchanged"]
         assert found["usable"]
+
+
+@pytest.mark.parametrize("layout", INSPECTED)
+def test_inspect_sees_the_forward_before_a_weight_changes(ranks: list[dict[str, Any]], layout: str) -> None:
+    """The outputs of `forward` up to rounding; what it raises stops the update, what it returns is reported."""
+    for found in (rank["inspected"][layout] for rank in ranks):
+        assert found["message"] == "stopped"
+        assert max(found["seen"]) <= 1e-5
+        assert found["unchanged"]
+        assert found["metric"] == 3.0
+        assert found["moved"]
 
 
 def test_views_stay_views() -> None:
