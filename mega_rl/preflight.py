@@ -16,7 +16,8 @@ from typing import Any
 from mega_rl.config.loader import load
 from mega_rl.config.rules import ModelFacts, check
 from mega_rl.config.schema import Config, DataConfig
-from mega_rl.converters.hf_config import HFConfig, read_hf_config
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import UserError, UserErrors
 
 REWARD_FUNCTIONS = ("exact_match", "math_verify")

@@ -11,21 +11,31 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
 
-from mega_rl.converters.families import Rule, Source
-from mega_rl.converters.hf_config import HFConfig
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.rules import Rule, Source
 
 
 class Block(NamedTuple):
-    """Rows [dst_row, dst_row + rows) of a parameter are rows [src_row, ...) of a tensor; no tensor means zeros."""
+    """Rows [dst_row, dst_row + rows) of a parameter, all columns, come from a tensor; no tensor means zeros.
+
+    Element (dst_row + i, j) is element (src_row + i, src_col + j) of the tensor or, where `transposed`, element
+    (src_row + j, src_col + i * step).
+    """
 
     hf_name: str | None
     dst_row: int
-    src_row: int
     rows: int
+    src_row: int = 0
+    src_col: int = 0
+    transposed: bool = False
+    step: int = 1
 
 
 class Copy(NamedTuple):
-    """A rectangle of a Hugging Face tensor and where it goes in a rank's parameter; `hf_name` None writes zeros."""
+    """A rectangle of a rank's parameter and the part of a tensor that goes there; `hf_name` None writes zeros.
+
+    Rows and cols count in the parameter; element (dst_row + i, dst_col + j) as in `Block`.
+    """
 
     hf_name: str | None
     src_row: int
@@ -34,6 +44,15 @@ class Copy(NamedTuple):
     dst_col: int
     rows: int
     cols: int
+    transposed: bool = False
+    step: int = 1
+
+    @property
+    def src_shape(self) -> tuple[int, int]:
+        """(rows, columns) of the source rectangle; with a step, columns in between included."""
+        if self.transposed:
+            return self.cols, (self.rows - 1) * self.step + 1
+        return self.rows, self.cols
 
 
 @dataclass(frozen=True)
@@ -55,70 +74,106 @@ class GlobalParam:
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, columns) of a tensor seen as a matrix: the last dimension is the columns, a vector is one column."""
-    return (shape[0], 1) if len(shape) == 1 else (prod(shape[:-1]), shape[-1])
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
 
 def source_shape(source: Source, hf: HFConfig) -> tuple[int, ...]:
-    dims = hf.dims
     """Sizes of a source tensor."""
+    dims = hf.dims
     return tuple(dims[symbol] for symbol in source.shape)
 
 
-def global_param(rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0, replica: bool = False) -> GlobalParam:
-    """A rule's parameter for one layer: primitive by primitive, the only place that knows how tensors are stacked."""
-    names = [source.name.format(layer=layer) for source in rule.sources]
-    shapes = [source_shape(source, hf) for source in rule.sources]
-    rows = [matrix_shape(shape)[0] for shape in shapes]
+def global_param(
+    rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0, expert: int = 0, replica: bool = False
+) -> GlobalParam:
+    """A rule's parameter for one layer and expert: primitive by primitive, how tensors are stacked."""
+    pieces = [_source_block(source, hf, layer, expert) for source in rule.sources]
+    rows = [block.rows for block, _ in pieces]
+    item = pieces[0][1]
     cut: Literal["none", "rows", "cols"] = "rows"
     sections: tuple[int, ...] = (sum(rows),)
-    if rule.primitive == "vocab":
-        blocks = [Block(names[0], 0, 0, rows[0])]
-        if padded_vocab > rows[0]:
-            blocks.append(Block(None, rows[0], 0, padded_vocab - rows[0]))
-        sections = (padded_vocab,)
-    elif rule.primitive == "qkv":
-        blocks = list(_interleaved(names, hf.num_kv_heads, [r // hf.num_kv_heads for r in rows]))
+    blocks: list[Block]
+    if rule.primitive == "qkv":
+        blocks = list(_interleaved([block for block, _ in pieces], hf.num_kv_heads))
     elif rule.primitive == "gated":
-        blocks = [Block(names[0], 0, 0, rows[0]), Block(names[1], rows[0], 0, rows[1])]
-        sections = tuple(rows)
+        first = pieces[0][0]
+        blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]
+        # One tensor may hold both halves already.
+        sections = tuple(rows) if len(rows) > 1 else (rows[0] // 2, rows[0] // 2)
     else:
-        blocks = [Block(names[0], 0, 0, rows[0])]
-        if rule.primitive != "col":
+        blocks = [pieces[0][0]]
+        if rule.primitive == "vocab":
+            if padded_vocab > rows[0]:
+                blocks.append(Block(None, rows[0], padded_vocab - rows[0]))
+            sections = (padded_vocab,)
+        elif rule.primitive != "col":
             cut = "cols" if rule.primitive == "row" else "none"
-    shape = (sum(sections), *shapes[0][1:])
-    name = rule.param.format(layer=layer)
-    return GlobalParam(name, shape, tuple(blocks), cut, sections, replica, rule.optional)
+    name = param_name(rule, hf, layer=layer, expert=expert)
+    return GlobalParam(name, (sum(sections), *item[1:]), tuple(blocks), cut, sections, replica, rule.optional)
 
 
-def _interleaved(names: list[str], groups: int, rows: list[int]) -> Iterator[Block]:
-    """Group by group, `rows[i]` rows of tensor i: the row order of Megatron-Core's fused query, key and value."""
+def param_name(rule: Rule, hf: HFConfig, *, layer: int = 0, expert: int = 0, spec: str = "local") -> str:
+    """The rule's parameter name for one layer and expert, both counted as the caller counts."""
+    return rule.name(spec).format(layer=layer, expert=expert, mtp=layer - hf.num_layers)
+
+
+def _source_block(source: Source, hf: HFConfig, layer: int, expert: int) -> tuple[Block, tuple[int, ...]]:
+    """The rows that a tensor gives, as a block at row 0, and the shape they have in the parameter."""
+    shape = source_shape(source, hf)
+    item = shape[1:] if source.stacked else shape
+    src_row, src_col, step = 0, 0, 1
+    # A vector of a stack is a row there and a column here.
+    transposed = source.transposed or (source.stacked and len(item) == 1)
+    if source.stacked:
+        src_row = expert * (1 if len(item) == 1 else item[0])
+    rows, columns = (item[0], item[1:]) if not source.transposed else (item[1], item[:1])
+    if source.part != "all":
+        rows //= 2
+        offset = {"second half": rows, "odd": 1}.get(source.part, 0)
+        step = 2 if source.part in ("even", "odd") else 1
+        src_row, src_col = (src_row, src_col + offset) if transposed else (src_row + offset, src_col)
+        assert transposed or step == 1, f"{source.name}: only columns are taken in turns"
+    name = source.name.format(layer=layer, expert=expert)
+    return Block(name, 0, rows, src_row, src_col, transposed, step), (rows, *columns)
+
+
+def _interleaved(tensors: list[Block], groups: int) -> Iterator[Block]:
+    """Group by group, each tensor's share of rows: the row order of Megatron-Core's fused query, key and value."""
     at = 0
     for group in range(groups):
-        for name, count in zip(names, rows, strict=True):
-            yield Block(name, at, group * count, count)
-            at += count
+        for block in tensors:
+            rows = block.rows // groups
+            yield Block(block.hf_name, at, rows, group * rows)
+            at += rows
 
 
-def shard(param: GlobalParam, tp: int, tp_rank: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:
-    """Shape and copies of one rank's part of a parameter."""
+def shard(param: GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:
+    """Shape and copies of part `index` of `parts` of a parameter."""
     num_cols = matrix_shape(param.shape)[1]
     if param.cut != "rows":
-        parts = tp if param.cut == "cols" else 1
-        width = num_cols // parts
-        left = width * tp_rank if param.cut == "cols" else 0
-        copies = tuple(Copy(b.hf_name, b.src_row, left, b.dst_row, 0, b.rows, width) for b in param.blocks)
+        width = num_cols // parts if param.cut == "cols" else num_cols
+        left = width * index if param.cut == "cols" else 0
+        copies = tuple(_copy(b, b.dst_row, b.dst_row + b.rows, 0, left, width) for b in param.blocks)
         return (*param.shape[:-1], width) if len(param.shape) > 1 else param.shape, copies
     found, start, at = [], 0, 0
     for section in param.sections:
-        part = section // tp
-        low = start + tp_rank * part
+        part = section // parts
+        low = start + index * part
         inside = (b for b in param.blocks if b.dst_row < low + part and b.dst_row + b.rows > low)
-        found += [_row_copy(b, low, low + part, at - low, num_cols) for b in inside]
+        found += [_copy(b, low, low + part, at - low, 0, num_cols) for b in inside]
         start, at = start + section, at + part
     return (at, *param.shape[1:]), tuple(found)
 
 
-def _row_copy(block: Block, low: int, high: int, shift: int, cols: int) -> Copy:
-    """The part of a block within rows [low, high) of the parameter, moved by `shift` into the shard."""
+def _copy(block: Block, low: int, high: int, shift: int, left: int, width: int) -> Copy:
+    """The part of a block in rows [low, high), columns [left, left + width), at its place in the shard.
+
+    `shift` is what a row of the parameter moves by.
+    """
     first, last = max(block.dst_row, low), min(block.dst_row + block.rows, high)
-    return Copy(block.hf_name, block.src_row + first - block.dst_row, 0, first + shift, 0, last - first, cols)
+    skipped = first - block.dst_row
+    if block.transposed:
+        row, col = block.src_row + left, block.src_col + skipped * block.step
+    else:
+        row, col = block.src_row + skipped, block.src_col + left
+    return Copy(block.hf_name, row, col, first + shift, 0, last - first, width, block.transposed, block.step)

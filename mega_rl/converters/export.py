@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -16,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.blocks import matrix_shape
-from mega_rl.converters.hf_config import HFConfig
-from mega_rl.converters.names import canonical_name
-from mega_rl.converters.plan import ExportParam, Head, Piece, export_plan
+from mega_rl.converters.load import weights_of
+from mega_rl.converters.plan import ExportUnit, Piece, Sharding, export_plan
 from mega_rl.converters.safetensors_writer import write_checkpoint
 from mega_rl.errors import UserError
-from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.parallel.layout import RankCoordinates
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,11 @@ _NOT_COMPANIONS = ("*.index.json",)
 def export_hf(
     chunks: Sequence[nn.Module],
     *,
-    hf: HFConfig,
-    layout: ParallelLayout,
+    sharding: Sharding,
     coordinates: RankCoordinates,
-    head: Head = "lm",
-    padded_vocab: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     pp_group: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -53,24 +51,29 @@ def export_hf(
     tp times that. Tied models have no lm_head.weight; padding of the vocabulary is cut off. `chunks` are unwrapped
     GPTModels of either spec. Groups may be None where their size is 1.
     """
+    layout = sharding.layout
     assert layout.tp == 1 or tp_group is not None, "tp_group is missing"
     assert layout.pp == 1 or pp_group is not None, "pp_group is missing"
-    plan = export_plan(hf, layout, head=head, padded_vocab=padded_vocab)
-    live = [
-        # Only this rank's names differ between specs, so no other rank needs to know which one it has.
-        {canonical_name(name, spec="te"): param for name, param in chunk.named_parameters()}
-        for chunk in chunks
-    ]
+    assert layout.ep * layout.etp == 1 or expert_group is not None, "expert_group is missing"
+    plan = export_plan(sharding)
+    live = [weights_of(chunk) for chunk in chunks]
     assert not any(name == "output_layer.bias" for params in live for name in params), "heads have no bias on disk"
-    wire = _wire_dtype(live, dtype)
-    for bucket in buckets(plan, bucket_bytes=bucket_bytes, itemsize=wire.itemsize):
-        shards = [live[p.vp_stage][p.name] for p in bucket] if bucket[0].pp_rank == coordinates.pp_rank else None
-        if layout.tp == layout.pp == 1:
+    usual = _usual_dtype(live) if dtype is None else dtype
+    for bucket in buckets(plan, bucket_bytes=bucket_bytes, itemsize=usual.itemsize):
+        unit = bucket[0]
+        wire = torch.float32 if unit.float32 else usual
+        group, members = (expert_group, layout.ep * layout.etp) if unit.of_experts else (tp_group, layout.tp)
+        shards = None
+        if unit.pp_rank == coordinates.pp_rank:
+            shards = [live[u.vp_stage][param.name] for u in bucket for param in u.params]
+        if members == layout.pp == 1:
             assert shards is not None
             yield from _assemble(bucket, [[shard.detach() for shard in shards]], wire)
             continue
         flat = _flatten(bucket, shards, wire, device=next(iter(live[0].values())).device)
-        gathered = _exchange(flat, owner=bucket[0].pp_rank, layout=layout, tp_group=tp_group, pp_group=pp_group)
+        gathered = _exchange(
+            flat, owner=unit.pp_rank, members=members, group=group, pp_group=pp_group if layout.pp > 1 else None
+        )
         yield from assemble_bucket(bucket, gathered)
 
 
@@ -79,13 +82,11 @@ def save_hf(
     directory: str | Path,
     *,
     source: str | Path,
-    hf: HFConfig,
-    layout: ParallelLayout,
+    sharding: Sharding,
     coordinates: RankCoordinates,
-    head: Head = "lm",
-    padded_vocab: int | None = None,
     tp_group: dist.ProcessGroup | None = None,
     pp_group: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     shard_bytes: int = 5 << 30,
     dtype: torch.dtype | None = None,
@@ -100,13 +101,11 @@ def save_hf(
         return
     tensors = export_hf(
         chunks,
-        hf=hf,
-        layout=layout,
+        sharding=sharding,
         coordinates=coordinates,
-        head=head,
-        padded_vocab=padded_vocab,
         tp_group=tp_group,
         pp_group=pp_group,
+        expert_group=expert_group,
         bucket_bytes=bucket_bytes,
         dtype=dtype,
     )
@@ -126,58 +125,71 @@ def companions(source: Path) -> dict[str, Path]:
     return {name: path for name, path in sorted(found.items()) if not any(path.match(p) for p in _NOT_COMPANIONS)}
 
 
-def buckets(plan: Sequence[ExportParam], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportParam]]:
-    """Consecutive parameters of one pipeline rank whose shards take at most `bucket_bytes` (or one larger one)."""
-    bucket: list[ExportParam] = []
+def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportUnit]]:
+    """Consecutive units of one pipeline rank, group and dtype whose parts take at most `bucket_bytes` (or one more)."""
+    bucket: list[ExportUnit] = []
     size = 0
-    for param in plan:
-        nbytes = param.numel * itemsize
-        if bucket and (size + nbytes > bucket_bytes or param.pp_rank != bucket[0].pp_rank):
+    for unit in plan:
+        nbytes = unit.numel * (4 if unit.float32 else itemsize)
+        if bucket and (size + nbytes > bucket_bytes or _kind(unit) != _kind(bucket[0])):
             yield bucket
             bucket, size = [], 0
-        bucket.append(param)
+        bucket.append(unit)
         size += nbytes
     if bucket:
         yield bucket
 
 
-def assemble_bucket(bucket: Sequence[ExportParam], gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors from `gathered` [tp, elements]: each rank's shards of the bucket, flattened one after the other."""
-    sizes = [param.numel for param in bucket]
+def _kind(unit: ExportUnit) -> tuple[int, bool, bool]:
+    """What all units of a bucket have in common."""
+    return unit.pp_rank, unit.of_experts, unit.float32
+
+
+def assemble_bucket(bucket: Sequence[ExportUnit], gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors from `gathered` [members, elements]: each one's parts of the bucket, flattened one after another."""
+    shapes = [param.shape for unit in bucket for param in unit.params]
+    sizes = [prod(shape) for shape in shapes]
     shards = [
-        [part.view(param.shape) for part, param in zip(torch.split(row, sizes), bucket, strict=True)]
-        for row in gathered
+        [part.view(shape) for part, shape in zip(torch.split(row, sizes), shapes, strict=True)] for row in gathered
     ]
     yield from _assemble(bucket, shards, gathered.dtype)
 
 
 def _assemble(
-    bucket: Sequence[ExportParam], shards: Sequence[Sequence[Tensor]], dtype: torch.dtype
+    bucket: Sequence[ExportUnit], shards: Sequence[Sequence[Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors from shards[tp_rank][position in the bucket]."""
-    for position, param in enumerate(bucket):
-        sources = [row[position].view(matrix_shape(param.shape)) for row in shards]
-        for name, shape, pieces in param.tensors:
-            yield name, _join(sources, shape, pieces, dtype)
+    """Full tensors from shards[member][position of the parameter in the bucket]."""
+    first = 0
+    for unit in bucket:
+        parts = [
+            [row[first + i].reshape(matrix_shape(param.shape)) for i, param in enumerate(unit.params)] for row in shards
+        ]
+        first += len(unit.params)
+        for name, shape, pieces in unit.tensors:
+            yield name, _join(parts, shape, pieces, dtype)
 
 
-def _join(sources: Sequence[Tensor], shape: tuple[int, ...], pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+def _join(
+    parts: Sequence[Sequence[Tensor]], shape: tuple[int, ...], pieces: Sequence[Piece], dtype: torch.dtype
+) -> Tensor:
     """One Hugging Face tensor; the pieces tile it, so memory without initial values is enough."""
-    result = torch.empty(shape, dtype=dtype, device=sources[0].device)
+    result = torch.empty(shape, dtype=dtype, device=parts[0][0].device)
     matrix = result.view(matrix_shape(shape))
-    for tp_rank, c in pieces:
-        target = matrix[c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols]
-        target.copy_(sources[tp_rank][c.dst_row : c.dst_row + c.rows, c.dst_col : c.dst_col + c.cols])
+    for member, param, c in pieces:
+        source = parts[member][param][c.dst_row : c.dst_row + c.rows, c.dst_col : c.dst_col + c.cols]
+        rows, cols = c.src_shape
+        target = matrix[c.src_row : c.src_row + rows, c.src_col : c.src_col + cols : c.step]
+        target.copy_(source.T if c.transposed else source)
     return result
 
 
 def _flatten(
-    bucket: Sequence[ExportParam], shards: Sequence[Tensor] | None, dtype: torch.dtype, *, device: torch.device
+    bucket: Sequence[ExportUnit], shards: Sequence[Tensor] | None, dtype: torch.dtype, *, device: torch.device
 ) -> Tensor:
-    """This rank's shards one after the other; on a stage that does not own the bucket, room to receive them."""
-    flat = torch.empty(sum(param.numel for param in bucket), dtype=dtype, device=device)
+    """This rank's parts one after the other; on a stage that does not own the bucket, room to receive them."""
+    flat = torch.empty(sum(unit.numel for unit in bucket), dtype=dtype, device=device)
     if shards is not None:
-        parts = torch.split(flat, [param.numel for param in bucket])
+        parts = torch.split(flat, [shard.numel() for shard in shards])
         for part, shard in zip(parts, shards, strict=True):
             part.copy_(shard.detach().reshape(-1))
     return flat
@@ -187,24 +199,26 @@ def _exchange(
     flat: Tensor,
     *,
     owner: int,
-    layout: ParallelLayout,
-    tp_group: dist.ProcessGroup | None,
+    members: int,
+    group: dist.ProcessGroup | None,
     pp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """[tp, elements]: the shards of every tensor-parallel rank, on every stage. They travel as plain bytes."""
-    if layout.pp > 1:
+    """[members, elements]: every member's parts, on every stage. They travel as plain bytes."""
+    if pp_group is not None:
         dist.broadcast(flat.view(torch.uint8), group=pp_group, group_src=owner)
-    if layout.tp == 1:
+    if members == 1:
         return flat[None]
-    gathered = torch.empty(layout.tp, flat.numel(), dtype=flat.dtype, device=flat.device)
-    dist.all_gather_single(gathered.view(torch.uint8).view(-1), flat.view(torch.uint8), group=tp_group)
+    gathered = torch.empty(members, flat.numel(), dtype=flat.dtype, device=flat.device)
+    dist.all_gather_single(gathered.view(torch.uint8).view(-1), flat.view(torch.uint8), group=group)
     return gathered
 
 
-def _wire_dtype(live: Sequence[dict[str, nn.Parameter]], dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that travels: the one asked for, else that of the parameters, which a model has only one of."""
-    if dtype is not None:
-        return dtype
-    found = {param.dtype for params in live for param in params.values()}
+def _usual_dtype(live: Sequence[dict[str, Tensor]]) -> torch.dtype:
+    """The one dtype of all parameters but those that are float32 in every model."""
+    found = {param.dtype for params in live for name, param in params.items() if not _is_float32(name)}
     assert len(found) == 1, f"parameters of several dtypes {found}: say which to export"
     return found.pop()
+
+
+def _is_float32(name: str) -> bool:
+    return name.endswith(".router.expert_bias") or name == "output_layer.weight"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from mega_rl.converters.architecture import HFConfig, Rope
 from mega_rl.converters.families import FAMILIES, Family
 from mega_rl.errors import UserError, UserErrors
 
@@ -21,64 +21,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Megatron-Core's llama3 RoPE takes only `factor` from outside; these three are constants of its code
 # (megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding._apply_scaling).
 LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding: base `theta` and, unless kind is "default", the stretch `factor`."""
-
-    kind: Literal["default", "linear", "llama3"]
-    theta: float
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
-class HFConfig:
-    """The architecture of a dense decoder-only model, as config.json states it."""
-
-    family: str  # model_type: "qwen3"
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    vocab_size: int  # rows of the embedding on disk, before any padding
-    max_position_embeddings: int
-    norm_eps: float
-    tied: bool  # the output layer is the embedding
-    qkv_bias: bool
-    linear_bias: bool  # every linear layer has a bias (attention_bias and mlp_bias both set)
-    qk_norm: bool
-    rope: Rope
-    initializer_range: float = 0.02  # standard deviation of fresh heads
-    eos_token_ids: tuple[int, ...] = ()  # of generation_config.json where it has them, else of config.json
-    pad_token_id: int | None = None
-    dtype: str | None = None  # "bfloat16"; None where the file does not say
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def model_type(self) -> str:
-        """The family's name in config.json."""
-        return self.family
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """Sizes behind the shape symbols of the family tables."""
-        return {
-            "one": 1,
-            "vocab": self.vocab_size,
-            "hidden": self.hidden_size,
-            "q": self.num_heads * self.head_dim,
-            "kv": self.num_kv_heads * self.head_dim,
-            "head_dim": self.head_dim,
-            "ffn": self.ffn_hidden_size,
-        }
-
-    @property
-    def switches(self) -> dict[str, bool]:
-        """What the `when` of a family's rule may name."""
-        return {"qkv_bias": self.qkv_bias, "linear_bias": self.linear_bias, "qk_norm": self.qk_norm}
 
 
 def read_hf_config(path: str | Path) -> HFConfig:

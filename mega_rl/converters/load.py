@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.blocks import Copy, matrix_shape
-from mega_rl.converters.hf_config import HFConfig
-from mega_rl.converters.names import Spec
-from mega_rl.converters.plan import Head, ParamPlan, build_plan, hf_tensors, ignored_tensors
+from mega_rl.converters.plan import Head, ParamPlan, Sharding, as_on_disk, build_plan, hf_tensors, ignored_tensors
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.errors import UserErrors
-from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.parallel.layout import RankCoordinates
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +38,8 @@ def load_hf(
     chunks: Sequence[nn.Module],
     path: str | Path,
     *,
-    hf: HFConfig,
-    layout: ParallelLayout,
+    sharding: Sharding,
     coordinates: RankCoordinates,
-    spec: Spec,
-    head: Head = "lm",
-    padded_vocab: int | None = None,
 ) -> LoadReport:
     """Copies this rank's part of the checkpoint into `chunks`, one unwrapped GPTModel per virtual pipeline stage.
 
@@ -55,26 +50,19 @@ def load_hf(
     Raises UserErrors, the same on every rank and before any data is read, that lists every missing, unexpected and
     mis-shaped tensor, and every reason why the model cannot be cut into `layout`.
     """
-    prove_complete(hf, layout, spec=spec, head=head, padded_vocab=padded_vocab)
+    layout = sharding.layout
     assert len(chunks) == layout.vpp, f"{len(chunks)} chunks, the layout has vpp={layout.vpp}"
     with CheckpointReader(path) as reader:
-        ignored, absent = _check_tensors(reader, hf, head)
+        hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
+        sharding = replace(sharding, hf=hf)
+        prove_complete(sharding)
+        ignored, absent = _check_tensors(reader, hf, sharding.head)
         jobs: list[tuple[ParamPlan, Tensor]] = []
         for vp_stage, chunk in enumerate(chunks):
-            plan = build_plan(
-                hf,
-                layout,
-                tp_rank=coordinates.tp_rank,
-                pp_rank=coordinates.pp_rank,
-                vp_stage=vp_stage,
-                spec=spec,
-                head=head,
-                padded_vocab=padded_vocab,
-            )
-            params = dict(chunk.named_parameters())
+            plan = build_plan(sharding, coordinates, vp_stage=vp_stage)
+            params = weights_of(chunk)
             _assert_covers(plan, params)
-            first_layer = next(iter(layout.layers_of(coordinates.pp_rank, hf.num_layers, vp_stage)))
-            _assert_layer_numbers(chunk, first_layer)
+            _assert_layer_numbers(chunk, layout.layers_of(coordinates.pp_rank, hf.num_layers, vp_stage))
             jobs += [(param, params[param.name]) for param in plan]
         kept = [param.name for param, _ in jobs if _is_absent(param, absent)]
         jobs = [job for job in jobs if not _is_absent(job[0], absent)]
@@ -93,7 +81,7 @@ def _check_tensors(reader: CheckpointReader, hf: HFConfig, head: Head) -> tuple[
     """(tensors left aside, optional tensors that are not there) of a checkpoint that fits the config."""
     expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
     problems, absent = [], set()
-    for name, (shape, optional) in expected.items():
+    for name, (shape, optional, _) in expected.items():
         info = reader.tensors.get(name)
         if optional and (info is None or info.shape != shape):
             absent.add(name)
@@ -145,7 +133,15 @@ def _position(param: ParamPlan, reader: CheckpointReader) -> tuple[str, int]:
 def _fill(target: Tensor, copies: Iterable[Copy], reader: CheckpointReader) -> None:
     """Writes one parameter: copies that continue each other on disk are one read."""
     matrix = target.detach().view(matrix_shape(tuple(target.shape)))
-    by_tensor = sorted((c for c in copies if c.hf_name is not None), key=lambda c: (c.hf_name, c.src_row))
+    for c in copies:
+        if c.hf_name is None:
+            _rectangle(matrix, c).zero_()
+        elif c.transposed:
+            height, width = c.src_shape
+            block = reader.read_block(c.hf_name, (c.src_row, c.src_row + height), (c.src_col, c.src_col + width))
+            _rectangle(matrix, c).copy_(block[:, :: c.step].T)
+    straight = (c for c in copies if c.hf_name is not None and not c.transposed)
+    by_tensor = sorted(straight, key=lambda c: (c.hf_name, c.src_row))
     for name, group in groupby(by_tensor, key=lambda c: c.hf_name):
         assert name is not None
         for run in _runs(group):
@@ -156,9 +152,6 @@ def _fill(target: Tensor, copies: Iterable[Copy], reader: CheckpointReader) -> N
             for c in run:
                 source = block[c.src_row - rows[0] : c.src_row - rows[0] + c.rows]
                 _rectangle(matrix, c).copy_(source)
-    for c in copies:
-        if c.hf_name is None:
-            _rectangle(matrix, c).zero_()
 
 
 def _rectangle(matrix: Tensor, copy: Copy) -> Tensor:
@@ -179,7 +172,13 @@ def _runs(copies: Iterable[Copy]) -> list[list[Copy]]:
     return runs
 
 
-def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, nn.Parameter]) -> None:
+def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model chunk by name: its parameters, and the routers' expert biases (buffers)."""
+    buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias")}
+    return {**dict(chunk.named_parameters()), **buffers}
+
+
+def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, Tensor]) -> None:
     """The plan and the model agree on names and shapes; anything else is a bug of the plan or of the model's spec."""
     planned = {param.name: param.shape for param in plan}
     faults = [f"{name} is in the model only" for name in params if name not in planned]
@@ -191,8 +190,8 @@ def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, nn.Parameter]) -
     assert not faults, "model and plan differ: " + "; ".join(faults)
 
 
-def _assert_layer_numbers(chunk: nn.Module, first: int) -> None:
+def _assert_layer_numbers(chunk: nn.Module, layers: range) -> None:
     """Megatron-Core's own numbering (from 1) of the chunk's layers is the one that the plan assumes."""
     numbers = [layer.layer_number for layer in chunk.get_submodule("decoder.layers").children()]
-    expected = list(range(first + 1, first + 1 + len(numbers)))
+    expected = [layer + 1 for layer in layers]
     assert numbers == expected, f"layers of the chunk are numbered {numbers}, the plan says {expected}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn import functional as F
 
-from mega_rl.converters.hf_config import HFConfig
+from mega_rl.converters.architecture import HFConfig
 
 
 def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:

@@ -3,56 +3,88 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from mega_rl.converters.blocks import Copy, matrix_shape
-from mega_rl.converters.hf_config import HFConfig
-from mega_rl.converters.names import Spec
-from mega_rl.converters.plan import Head, build_plan, hf_tensors, stages
+from mega_rl.converters.plan import HFTensor, ParamPlan, Sharding, common_plan, expert_plan, hf_tensors
 from mega_rl.errors import UserErrors
-from mega_rl.parallel.layout import ParallelLayout
 
 Rectangle = tuple[int, int, int, int]  # row_lo, row_hi, col_lo, col_hi
 
 
-def prove_complete(
-    hf: HFConfig, layout: ParallelLayout, *, spec: Spec = "local", head: Head = "lm", padded_vocab: int | None = None
-) -> None:
+def prove_complete(sharding: Sharding) -> None:
     """Checks, before any tensor is read, that the plans of all ranks lose nothing and write nothing twice.
 
     Every element of every parameter of every rank is written exactly once; every element of every Hugging Face tensor
-    is used exactly once, where parameters that all tensor-parallel ranks hold and second homes count once. Raises
-    UserErrors that lists every gap and overlap.
+    is used exactly once, where parameters that several ranks hold whole and second homes count once. Raises UserErrors
+    that lists every gap and overlap, or every reason why the model cannot be cut this way.
     """
-    problems: list[str] = []
-    used: dict[str, list[Rectangle]] = defaultdict(list)
-    again: dict[tuple[str, str], list[Rectangle]] = defaultdict(list)
-    owners: Counter[tuple[str, int]] = Counter()
-    for pp_rank, vp_stage in stages(layout):
-        whole: dict[str, tuple[Copy, ...]] = {}
-        for tp_rank in range(layout.tp):
-            coordinates = {"tp_rank": tp_rank, "pp_rank": pp_rank, "vp_stage": vp_stage}
-            plan = build_plan(hf, layout, **coordinates, spec=spec, head=head, padded_vocab=padded_vocab)
-            where = " ".join(f"{name}={at}" for name, at in coordinates.items())
-            names = Counter(param.name for param in plan)
-            problems += [f"{where}: {name} is planned {n} times" for name, n in names.items() if n > 1]
-            for param in plan:
-                rectangles = [(c.dst_row, c.dst_row + c.rows, c.dst_col, c.dst_col + c.cols) for c in param.copies]
-                problems += [f"{where}: {param.name} {gap}" for gap in tiling_faults(rectangles, param.shape)]
-                if param.replicated and whole.setdefault(param.canonical, param.copies) != param.copies:
-                    problems.append(f"{where}: {param.name} is not that of tp_rank=0, yet every rank holds it whole")
-                if param.replicated and tp_rank:
-                    continue
-                owners[param.canonical, tp_rank] += not param.replica
-                for c in param.copies:
-                    if c.hf_name is not None:
-                        target = again[c.hf_name, param.canonical] if param.replica else used[c.hf_name]
-                        target.append((c.src_row, c.src_row + c.rows, c.src_col, c.src_col + c.cols))
-    problems += [f"{name} is held by {n} stages" for (name, _), n in owners.items() if n > 1]
-    problems += _source_faults(hf_tensors(hf, head=head), used, again)
+    tensors = hf_tensors(sharding.hf, head=sharding.head)
+    ledger = _Ledger({name: matrix_shape(tensor.shape)[1] for name, tensor in tensors.items()})
+    for where, plan, index in _plans(sharding):
+        ledger.add(where, plan, index)
+    problems = ledger.problems
+    problems += [f"{name} is held by {n} stages" for (name, _), n in ledger.owners.items() if n > 1]
+    problems += _source_faults(tensors, ledger.used, ledger.again)
     if problems:
         raise UserErrors(problems)
+
+
+def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int]]:
+    """(where, plan, index among the ranks that cut its parameters) of everything that all ranks hold, each once."""
+    layout = sharding.layout
+    for pp_rank, vp_stage in layout.stages():
+        stage = f"pp_rank={pp_rank} vp_stage={vp_stage}"
+        for tp_rank in range(layout.tp):
+            yield f"tp_rank={tp_rank} {stage}", common_plan(sharding, tp_rank, pp_rank, vp_stage), tp_rank
+        if sharding.hf.moe is None:
+            continue
+        for ep_rank in range(layout.ep):
+            for etp_rank in range(layout.etp):
+                plan = expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage)
+                yield f"ep_rank={ep_rank} etp_rank={etp_rank} {stage}", plan, etp_rank
+
+
+@dataclass
+class _Ledger:
+    """What has been written and read so far."""
+
+    columns: Mapping[str, int]  # of every tensor on disk
+    problems: list[str] = field(default_factory=list)
+    used: dict[str, list[Rectangle]] = field(default_factory=lambda: defaultdict(list))
+    again: dict[tuple[str, str], list[Rectangle]] = field(default_factory=lambda: defaultdict(list))
+    owners: Counter[tuple[str, int]] = field(default_factory=Counter)
+    whole: dict[tuple[str, str], tuple[Copy, ...]] = field(default_factory=dict)
+
+    def add(self, where: str, plan: tuple[ParamPlan, ...], index: int) -> None:
+        """Enters one rank's plan."""
+        names = Counter(param.name for param in plan)
+        self.problems += [f"{where}: {name} is planned {n} times" for name, n in names.items() if n > 1]
+        stage = where.partition(" pp_rank")[2]
+        for param in plan:
+            rectangles = [(c.dst_row, c.dst_row + c.rows, c.dst_col, c.dst_col + c.cols) for c in param.copies]
+            self.problems += [f"{where}: {param.name} {gap}" for gap in tiling_faults(rectangles, param.shape)]
+            if param.replicated and self.whole.setdefault((stage, param.canonical), param.copies) != param.copies:
+                self.problems.append(f"{where}: {param.name} is not that of rank 0, yet every rank holds it whole")
+            if param.replicated and index:
+                continue
+            self.owners[param.canonical, index] += not param.replica
+            for c in param.copies:
+                if c.hf_name is not None:
+                    target = self.again[c.hf_name, param.canonical] if param.replica else self.used[c.hf_name]
+                    target.append(source_rectangle(c, self.columns.get(c.hf_name, 0)))
+
+
+def source_rectangle(copy: Copy, columns: int) -> Rectangle:
+    """What a copy takes of a source with so many columns.
+
+    Where columns are taken in turns, those of one turn count as neighbours: first all even ones, then all odd ones.
+    """
+    rows, cols = (copy.cols, copy.rows) if copy.transposed else (copy.rows, copy.cols)
+    left = copy.src_col // copy.step + copy.src_col % copy.step * (columns // copy.step)
+    return copy.src_row, copy.src_row + rows, left, left + cols
 
 
 def tiling_faults(rectangles: Iterable[Rectangle], shape: tuple[int, ...]) -> list[str]:
@@ -62,6 +94,8 @@ def tiling_faults(rectangles: Iterable[Rectangle], shape: tuple[int, ...]) -> li
     """
     found = sorted(rectangles)
     num_rows, num_cols = matrix_shape(shape)
+    if found == [(0, num_rows, 0, num_cols)]:
+        return []
     edges = sorted({0, num_cols}.union(*((lo, hi) for _, _, lo, hi in found)))
     faults = []
     for left, right in pairwise(edges):
@@ -83,14 +117,14 @@ def tiling_faults(rectangles: Iterable[Rectangle], shape: tuple[int, ...]) -> li
 
 
 def _source_faults(
-    tensors: dict[str, tuple[tuple[int, ...], bool]],
-    used: dict[str, list[Rectangle]],
-    again: dict[tuple[str, str], list[Rectangle]],
+    tensors: Mapping[str, HFTensor],
+    used: Mapping[str, list[Rectangle]],
+    again: Mapping[tuple[str, str], list[Rectangle]],
 ) -> list[str]:
     """Gaps and overlaps on the Hugging Face side."""
     problems = [f"{name} is read but is no tensor of this model" for name in used if name not in tensors]
-    for name, (shape, _) in tensors.items():
-        problems += [f"{name} {fault}" for fault in tiling_faults(used.get(name, ()), shape)]
+    for name, tensor in tensors.items():
+        problems += [f"{name} {fault}" for fault in tiling_faults(used.get(name, ()), tensor.shape)]
     for (name, param), rectangles in again.items():
-        problems += [f"{name} for {param} {fault}" for fault in tiling_faults(rectangles, tensors[name][0])]
+        problems += [f"{name} for {param} {fault}" for fault in tiling_faults(rectangles, tensors[name].shape)]
     return problems

@@ -11,7 +11,7 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
-from mega_rl.converters.plan import Head, padded_vocab_size
+from mega_rl.converters.plan import Head, Sharding
 from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.megatron import MegatronEngine
@@ -46,16 +46,17 @@ def build_engine(
         parallel=config.parallel,
         device_overrides=accelerator.transformer_config_overrides(),
     )
+    sharding = Sharding(hf, layout, spec=impl, head=head)
     chunks = build_chunks(
         hf,
         config=model_config,
         groups=groups,
         head=head,
         impl=impl,
-        padded_vocab=padded_vocab_size(hf.vocab_size, layout.tp),
+        padded_vocab=sharding.vocab,
         device=accelerator.device,
     )
-    report = load_hf(chunks, path, hf=hf, layout=layout, coordinates=groups.coordinates, spec=impl, head=head)
+    report = load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
     log.info("%s: %s (%s spec, %s, %s): %s", name, path, impl, config.model.dtype, layout, report)
     optimizer: MegatronOptimizer | None = None
     if trainable:
@@ -69,7 +70,7 @@ def build_engine(
         chunks=chunks,
         optimizer=optimizer,
         config=model_config,
-        hf=hf,
+        sharding=sharding,
         groups=groups,
         batching=Batching(
             packing=trainer.packing,
@@ -78,7 +79,6 @@ def build_engine(
             pad_to_multiple=layout.tp if layout.sequence_parallel else 1,
             count_multiple=layout.pp if layout.vpp > 1 else 1,
         ),
-        head=head,
         device=accelerator.device,
         temperature=config.rollout.temperature,
         export_bucket_bytes=config.rollout.bucket_mib << 20,

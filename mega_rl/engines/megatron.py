@@ -21,8 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mega_rl.converters.export import export_hf
-from mega_rl.converters.hf_config import HFConfig
-from mega_rl.converters.plan import Head
+from mega_rl.converters.plan import Sharding
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, torch_optimizers
 from mega_rl.engines.microbatches import Batching, to_device
@@ -53,7 +52,7 @@ class NonFiniteGradientError(RunError):
 class MegatronEngine:
     """One model, cut over `groups`, that evaluates tokens and (with an optimizer) learns. See `protocols.Engine`.
 
-    `chunks` are GPTModels, wrapped in DDP when there is an optimizer. `head` is "lm" or "value". `temperature` divides
+    `chunks` are GPTModels, wrapped in DDP when there is an optimizer. `temperature` divides
     the logits of every log-prob and entropy, so that they speak of the distribution that was sampled.
     """
 
@@ -61,10 +60,9 @@ class MegatronEngine:
     chunks: Sequence[GPTModel | DistributedDataParallel]
     optimizer: MegatronOptimizer | None
     config: TransformerConfig
-    hf: HFConfig
+    sharding: Sharding
     groups: Groups
     batching: Batching
-    head: Head
     device: torch.device
     temperature: float = 1.0
     export_bucket_bytes: int = 256 << 20
@@ -117,12 +115,11 @@ class MegatronEngine:
         """(Hugging Face name, full tensor in training dtype) of every weight, on all ranks of a replica; collective."""
         return export_hf(
             self.models,
-            hf=self.hf,
-            layout=self.groups.layout,
+            sharding=self.sharding,
             coordinates=self.groups.coordinates,
-            head=self.head,
             tp_group=self.groups.tp,
             pp_group=self.groups.pp,
+            expert_group=self.groups.experts,
             bucket_bytes=self.export_bucket_bytes,
         )
 
@@ -203,7 +200,7 @@ class MegatronEngine:
 
     def _collect(self, finished: list[Finished], batch: Rollout | Experience) -> TokenOutputs:
         """The micro-batches' outputs, [B, S] float32 on the host of every rank of the replica, 0 off the loss mask."""
-        names = ("values",) if self.head == "value" else ("logprobs", "entropy")
+        names = ("values",) if self.sharding.head == "value" else ("logprobs", "entropy")
         full = torch.zeros(len(names), *batch.tokens.shape)
         for done in finished:
             for out, name in zip(full, names, strict=True):
@@ -215,14 +212,14 @@ class MegatronEngine:
 
     def _token_outputs(self, output: Tensor, micro: MicroBatch) -> TokenOutputs:
         """What the head's output [b, S, V/tp] or [b, S, 1] says of `micro.targets`; tensors shaped like them."""
-        if self.head == "value":
+        if self.sharding.head == "value":
             return TokenOutputs(values=output.squeeze(-1).float())
         shape = micro.targets.shape
         logprobs, entropy = vocab_parallel_logprobs_entropy(
             output.flatten(0, 1),
             micro.targets.flatten(),
             group=self.groups.tp,
-            vocab_size=self.hf.vocab_size,
+            vocab_size=self.sharding.hf.vocab_size,
             temperature=self.temperature,
         )
         assert entropy is not None

@@ -16,10 +16,9 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer import TransformerConfig
 
 from mega_rl.config.schema import ModelConfig, ParallelConfig
-from mega_rl.converters.hf_config import HFConfig
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
-from mega_rl.converters.names import Spec
-from mega_rl.converters.plan import Head
+from mega_rl.converters.plan import Head, Spec
 from mega_rl.models.heads import ValueHead
 from mega_rl.models.specs import decoder_spec
 from mega_rl.parallel.groups import Groups

@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from mega_rl.converters.names import Spec
+from mega_rl.converters.plan import Spec
 from mega_rl.errors import UserError
 from mega_rl.models.attention import SDPACoreAttention
 from mega_rl.models.norm import RMSNorm

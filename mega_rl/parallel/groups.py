@@ -34,6 +34,7 @@ class Groups:
     tp: ProcessGroup
     pp: ProcessGroup
     dp: ProcessGroup  # the replicas' ranks that hold the same part of the model and of the sequences
+    experts: ProcessGroup  # ep x etp, etp fastest: the ranks of a pipeline rank that hold all experts between them
     replica: ProcessGroup  # tp x cp x pp: the ranks that hold one copy of the model, tp fastest and pp slowest
     world: ProcessGroup
 
@@ -76,6 +77,8 @@ def initialize(layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: f
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_s / 60,  # a timedelta is made of it: fractions are welcome
         create_gloo_process_groups=False,  # Megatron-Core refuses them next to a ProcessGroupCollection
     )
@@ -87,6 +90,7 @@ def initialize(layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: f
         tp=collection.tp,
         pp=collection.pp,
         dp=collection.dp,
+        experts=collection.tp_ep,
         replica=_replica_group(layout, collection, timeout=timeout),
         world=world,
     )

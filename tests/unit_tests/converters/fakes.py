@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mega_rl.converters.hf_config import HFConfig, Rope
+from mega_rl.converters.architecture import HFConfig, Rope
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 State = dict[str, Tensor]

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.export import assemble_bucket, buckets, companions, export_hf, save_hf
-from mega_rl.converters.hf_config import HFConfig, read_hf_config
+from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
 from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
 from mega_rl.converters.plan import export_plan
@@ -201,7 +202,7 @@ def test_model_arguments() -> None:
 
 
 def test_rope_arguments() -> None:
-    from mega_rl.converters.hf_config import Rope
+    from mega_rl.converters.architecture import Rope
 
     llama3 = gpt_model_kwargs(small_config(rope=Rope("llama3", 5e5, 32.0)), 13)
     assert (llama3["rope_scaling"], llama3["rope_scaling_factor"], llama3["rotary_base"]) == (True, 32.0, 500000)

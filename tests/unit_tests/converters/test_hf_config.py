@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.converters.hf_config import Rope, parse_hf_config, read_hf_config
+from mega_rl.converters.architecture import Rope
+from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError, UserErrors
 
 QWEN2: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mega_rl.converters.hf_config import HFConfig
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.load import LoadReport, load_hf
 from mega_rl.converters.plan import build_plan
 from mega_rl.errors import UserError, UserErrors

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mega_rl.converters.names import canonical_name, dialect_name, with_layer
 from torch import Tensor
 
 from mega_rl.converters import families
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.blocks import Copy, matrix_shape
-from mega_rl.converters.hf_config import HFConfig, parse_hf_config
-from mega_rl.converters.names import canonical_name, dialect_name, with_layer
+from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.converters.plan import (
     Head,
     build_plan,

@@ -1,0 +1,185 @@
+"""The architecture of a decoder-only model, normalised: what every spelling of config.json comes down to.
+
+Nothing here knows a file format or a family's name. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN context extension (arXiv:2309.00071) as transformers computes it."""
+
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True  # round the correction range to whole dimensions
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding: base `theta` and, unless kind is "default", the stretch `factor`."""
+
+    kind: Literal["default", "linear", "llama3", "yarn"]
+    theta: float
+    factor: float = 1.0
+    percent: float = 1.0  # of a head's dimensions that are rotated
+    interleaved: bool = False  # rotates even with odd dimensions instead of the first half with the second
+    yarn: Yarn | None = None
+    local_theta: float | None = None  # base in the sliding-window layers where it differs
+
+
+@dataclass(frozen=True)
+class Window:
+    """Sliding-window attention: a token sees itself and the `size` - 1 tokens before it."""
+
+    size: int
+    layers: tuple[bool, ...]  # of each layer whether it has the window
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (arXiv:2405.04434)."""
+
+    q_lora_rank: int | None  # None: queries come straight from the hidden state
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Mixture of experts: which layers, how many experts, and how the router chooses."""
+
+    layers: tuple[bool, ...]  # of each layer whether its MLP is a mixture
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int  # of one expert
+    shared_ffn_hidden_size: int = 0  # of all shared experts together; 0: there are none
+    shared_gate: bool = False  # a sigmoid gate scales the shared experts' output
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    # True: scores of all experts, then the top k as they are (softmax) or normalised (sigmoid). False: the top k of
+    # the logits, softmax over those.
+    score_before_topk: bool = False
+    expert_bias: bool = False  # a float32 correction per expert that takes part in the choice only
+    scaling: float | None = None  # of the routed experts' weights
+    num_groups: int | None = None  # experts are chosen from the best `topk_groups` of so many groups
+    topk_groups: int | None = None
+    router_bias: bool = False  # the router's linear has a bias
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The architecture of a decoder-only model, and how its checkpoint on disk spells it."""
+
+    family: str  # model_type: "qwen3"
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int  # of dense layers
+    vocab_size: int  # rows of the embedding on disk, before any padding
+    max_position_embeddings: int
+    norm_eps: float
+    tied: bool  # the output layer is the embedding
+    qkv_bias: bool
+    linear_bias: bool  # every linear layer has a bias, the experts' too
+    qk_norm: bool
+    rope: Rope
+    mla: Mla | None = None
+    moe: Moe | None = None
+    window: Window | None = None
+    activation: Activation = "silu"  # of the gated MLP
+    zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
+    post_norms: bool = False  # norms on the outputs of attention and MLP too
+    sinks: bool = False  # a learnt logit per head that takes attention and gives nothing
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None  # of attention logits; None: 1 / sqrt of the query's head size
+    mtp_layers: int = 0  # multi-token prediction layers in the checkpoint
+    mtp: Literal["drop", "load"] = "drop"  # whether they are part of the model that is converted
+    quantization: Literal["fp8"] | None = None  # blocks of 128 x 128 with a scale each
+    initializer_range: float = 0.02  # standard deviation of fresh heads
+    eos_token_ids: tuple[int, ...] = ()  # of generation_config.json where it has them, else of config.json
+    pad_token_id: int | None = None
+    dtype: str | None = None  # "bfloat16"; None where the file does not say
+    # How the tensors on disk spell it; `plan.as_on_disk` reads them off the names.
+    fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
+    value_head: str = "score.weight"  # name of a critic's head
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def model_type(self) -> str:
+        """The family's name in config.json."""
+        return self.family
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """Sizes behind the shape symbols of the family tables."""
+        dims = {
+            "one": 1,
+            "vocab": self.vocab_size,
+            "hidden": self.hidden_size,
+            "two_hidden": 2 * self.hidden_size,
+            "heads": self.num_heads,
+            "q": self.num_heads * self.head_dim,
+            "kv": self.num_kv_heads * self.head_dim,
+            "o": self.num_heads * self.head_dim,
+            "head_dim": self.head_dim,
+            "ffn": self.ffn_hidden_size,
+            "two_ffn": 2 * self.ffn_hidden_size,
+        }
+        if self.mla is not None:
+            query = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+            dims |= {
+                "q": self.num_heads * query,
+                "q_rank": self.mla.q_lora_rank or 0,
+                "kv_rank": self.mla.kv_lora_rank,
+                "kv_down": self.mla.kv_lora_rank + self.mla.qk_rope_head_dim,
+                "kv_up": self.num_heads * (self.mla.qk_nope_head_dim + self.mla.v_head_dim),
+                "o": self.num_heads * self.mla.v_head_dim,
+            }
+        if self.moe is not None:
+            dims |= {
+                "experts": self.moe.num_experts,
+                "expert_ffn": self.moe.ffn_hidden_size,
+                "two_expert_ffn": 2 * self.moe.ffn_hidden_size,
+                "shared_ffn": self.moe.shared_ffn_hidden_size,
+            }
+        return dims
+
+    @cached_property
+    def switches(self) -> frozenset[str]:
+        """Everything that holds of the whole model and that a rule's `when` may name."""
+        moe = self.moe
+        named = {
+            "qkv_bias": self.qkv_bias,
+            "linear_bias": self.linear_bias,
+            "qk_norm": self.qk_norm,
+            "post_norms": self.post_norms,
+            "sinks": self.sinks,
+            "q_rank": self.mla is not None and self.mla.q_lora_rank is not None,
+            "no_q_rank": self.mla is not None and self.mla.q_lora_rank is None,
+            "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
+            "shared_gate": moe is not None and moe.shared_gate,
+            "expert_bias": moe is not None and moe.expert_bias,
+            "router_bias": moe is not None and moe.router_bias,
+            "per_expert": not self.fused_experts,
+            "fused_experts": self.fused_experts,
+            "mtp": self.mtp == "load" and self.mtp_layers > 0,
+        }
+        return frozenset(name for name, on in named.items() if on)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer's MLP is a mixture of experts; multi-token prediction layers are like the last layer."""
+        return self.moe is not None and self.moe.layers[min(layer, self.num_layers - 1)]

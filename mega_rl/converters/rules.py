@@ -1,0 +1,155 @@
+"""The vocabulary of the family tables: which Hugging Face tensors make which Megatron-Core parameter.
+
+A rule names a parameter, the tensors on disk that fill it, and how a row of the parameter relates to a row of a tensor.
+Loading, export, resharding and the completeness proof are all derived from these rules (see plan.py), so a rule is
+written once and holds in both directions.
+
+Parameters have the names of a model under a local layer spec, with `{layer}` and `{expert}` for indices; `te` is the
+name under Transformer Engine's spec where it differs. Tensors on disk are named likewise. Imports the standard library
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+# How tensors are stacked into a parameter, and how tensor parallelism cuts it; blocks.py says it in numbers.
+Primitive = Literal["vocab", "copy", "qkv", "col", "row", "gated"]
+# Where a rule holds: once, for every layer of the decoder, for every multi-token prediction layer.
+Scope = Literal["model", "layer", "mtp"]
+Part = Literal["all", "first half", "second half", "even", "odd"]
+
+DECODER_LAYER, MTP_LAYER = "decoder.layers.{layer}.", "mtp.layers.{mtp}.transformer_layer."
+DISK_LAYER = "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor on disk: its name and its shape as symbols of `HFConfig.dims`.
+
+    With `stacked` its first dimension counts experts and a parameter is made of one of them. With `transposed` its last
+    two dimensions are (input, output) where Megatron-Core has (output, input). `part` says which of the outputs.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    stacked: bool = False
+    transposed: bool = False
+    part: Part = "all"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter and its sources.
+
+    `when` names switches (`HFConfig.switches`, and "dense" or "moe" for the kind of layer) that must all hold. The
+    tensor of an `optional` rule may be absent on disk; its parameter then keeps its initial value. Rules with equal
+    `together` are exported in one bucket: a rollout engine fuses their tensors as they arrive. `float32` parameters
+    are so in a model of any dtype.
+    """
+
+    param: str
+    primitive: Primitive
+    sources: tuple[Source, ...]
+    te: str = ""
+    when: tuple[str, ...] = ()
+    scope: Scope = "model"
+    optional: bool = False
+    together: str = ""
+    float32: bool = False
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether the rule holds once per expert; such parameters are cut over the experts' tensor parallelism."""
+        return "{expert}" in self.param
+
+    def name(self, spec: str) -> str:
+        """The parameter's name under a layer spec, "local" or "te"."""
+        return self.te if spec == "te" and self.te else self.param
+
+
+def vocab(param: str, name: str) -> Rule:
+    """Rule of a [vocab, hidden] table: rows cut over tensor parallel, zero rows added up to the padded vocabulary."""
+    return Rule(param, "vocab", (Source(name, ("vocab", "hidden")),))
+
+
+def copy(param: str, name: str, *shape: str, te: str = "", when: Sequence[str] = (), **options: object) -> Rule:
+    """Rule of a parameter that every tensor-parallel rank holds whole."""
+    return Rule(param, "copy", (Source(name, shape),), te, tuple(when), **options)  # type: ignore[arg-type]
+
+
+def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
+    """Rule of the fused attention input: per key-value group its query heads, its key head, its value head.
+
+    `name` holds `{part}`, replaced by q, k and v. Cut by rows.
+    """
+    parts = {"q": "q", "k": "kv", "v": "kv"}
+    sources = tuple(Source(name.replace("{part}", part), (rows, *columns)) for part, rows in parts.items())
+    return Rule(param, "qkv", sources, when=tuple(when))
+
+
+def col(param: str, name: str, *shape: str, when: Sequence[str] = (), **source: object) -> Rule:
+    """Rule of a column-parallel weight or bias: output rows cut over tensor parallel."""
+    return Rule(param, "col", (Source(name, shape, **source),), when=tuple(when))  # type: ignore[arg-type]
+
+
+def row(param: str, name: str, *shape: str, te: str = "", when: Sequence[str] = (), **source: object) -> Rule:
+    """Rule of a row-parallel weight: input columns cut over tensor parallel."""
+    return Rule(param, "row", (Source(name, shape, **source),), te, tuple(when))  # type: ignore[arg-type]
+
+
+def gated(
+    param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), te: str = "", when: Sequence[str] = ()
+) -> Rule:
+    """Rule of [gate; up] from two tensors: each half is cut by rows on its own. `name` holds `{part}`."""
+    sources = tuple(Source(name.replace("{part}", part), shape) for part in parts)
+    return Rule(param, "gated", sources, te, tuple(when))
+
+
+def fused_gated(
+    param: str,
+    name: str,
+    *shape: str,
+    te: str = "",
+    when: Sequence[str] = (),
+    stacked: bool = False,
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> Rule:
+    """Rule of [gate; up] from one tensor that holds gate above up, or gate and up in turns (`interleaved`)."""
+    parts: tuple[Part, Part] = ("even", "odd") if interleaved else ("first half", "second half")
+    sources = tuple(Source(name, shape, stacked, transposed, part) for part in parts)
+    return Rule(param, "gated", sources, te, tuple(when))
+
+
+def in_layers(*rules: Rule) -> tuple[Rule, ...]:
+    """The rules, each holding once for every layer of the decoder; names are completed by the layer's prefixes."""
+    return tuple(
+        replace(
+            rule,
+            param=DECODER_LAYER + rule.param,
+            te=DECODER_LAYER + rule.te if rule.te else "",
+            sources=tuple(replace(source, name=DISK_LAYER + source.name) for source in rule.sources),
+            scope="layer",
+        )
+        for rule in rules
+    )
+
+
+def in_mtp_layers(layer_rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Rules of the decoder's layers, holding once more inside every multi-token prediction layer.
+
+    On disk those layers follow the decoder's, so `{layer}` goes on counting; in the model they count from 0 (`{mtp}`).
+    """
+    return tuple(
+        replace(
+            rule,
+            param=rule.param.replace(DECODER_LAYER, MTP_LAYER),
+            te=rule.te.replace(DECODER_LAYER, MTP_LAYER),
+            scope="mtp",
+            when=(*rule.when, "mtp"),
+        )
+        for rule in layer_rules
+    )
