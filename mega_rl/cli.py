@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from mega_rl.convert import verbs as convert
 from mega_rl.errors import RunError, UserError, UserErrors
 
 EXIT_INTERRUPTED = 130
@@ -27,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(convert.app)
 
 
 @app.callback()

@@ -20,6 +20,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import UserError, UserErrors
 
+TRAINED = ("llama", "qwen2", "qwen3")  # families whose training is tested against transformers
 REWARD_FUNCTIONS = ("exact_match", "math_verify")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -72,10 +73,29 @@ def _checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
         except UserError as error:
             problems += [f"{key}: {line}" for line in str(error).splitlines()]
             continue
+        problems += [f"{key}: {path}: {problem}" for problem in _untrained(checkpoints[key])]
         problems += [f"{key}: {problem}" for problem in _weight_files(Path(path))]
     if "model.path" in checkpoints:
         problems += [f"model.path: {problem}" for problem in _tokenizer(config, checkpoints["model.path"].vocab_size)]
     return checkpoints, problems
+
+
+def _untrained(hf: HFConfig) -> Iterator[str]:
+    """What can be converted, but has not been shown to train as a single rank of transformers does."""
+    if hf.family not in TRAINED:
+        yield (
+            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet; "
+            f"trained are {', '.join(TRAINED)}"
+        )
+    elif hf.window is not None:
+        yield (
+            f"sliding_window={hf.window.size}: training with sliding windows is not supported yet; "
+            "set use_sliding_window to false if sequences stay shorter than the window"
+        )
+    elif hf.rope.kind == "yarn":
+        yield "rope_type=yarn: training with YaRN is not supported yet; remove it for sequences of the original length"
+    if hf.quantization is not None:
+        yield f"quantization_config: {hf.quantization} weights can be converted but not trained yet"
 
 
 def _facts(checkpoint: HFConfig) -> ModelFacts:

@@ -152,6 +152,68 @@ def _load_torch_adam(module: ModuleType) -> None:
     module.DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
+@_patch(
+    "megatron.core.transformer.multi_latent_attention:MultiLatentAttention.__init__",
+    sha256="4343caa42d460d4d9a8a9bbb37962a4454916db706e75b655d4e500924efbd2d",
+)
+def _no_transformer_engine_in_mla(module: ModuleType) -> None:
+    """Upstream takes Transformer Engine for installed here and asks isinstance of a mock: tell it that it is not."""
+    module.HAVE_TE = False
+
+
+@_patch(
+    "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+    sha256="47a1092f05bae7bfc7a43150ad89f68533925dc9d5fecec689621212ba87886b",
+)
+def _split_sizes_as_numbers(module: ModuleType) -> None:
+    """Upstream makes numbers of split sizes only while it moves them off a GPU; all_to_all_single takes no tensors."""
+    original = module.maybe_move_tensor_to_cpu
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        tensor = original(tensor, as_numpy, record_stream)
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = move
+
+
+@_patch(
+    "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
+    sha256="abaaf454b5e0914995deade91cf37ccc5d2178d8f7debdaa73ce925a5d4c82b6",
+)
+def _uneven_gather(module: ModuleType) -> None:
+    """gloo's all_gather refuses parts of different sizes (experts' tokens): every rank sends its part to all."""
+    original = module._gather_along_first_dim
+
+    def gather(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        copies = input_.repeat(group.size(), *[1] * (input_.dim() - 1))
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        sent = [input_.size(0)] * group.size()
+        torch.distributed.all_to_all_single(output, copies, list(output_split_sizes), sent, group=group)
+        return output
+
+    module._gather_along_first_dim = gather
+
+
+@_patch(
+    "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
+    sha256="09ac896729369d2d24a34ad36cdbb1d8841d21c21a9547a9536ce48d29d1a52f",
+)
+def _uneven_reduce_scatter(module: ModuleType) -> None:
+    """gloo's reduce_scatter refuses parts of different sizes: every rank takes its part of an all-reduced whole."""
+    original = module._reduce_scatter_along_first_dim
+
+    def reduce_scatter(input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return original(input_, group, input_split_sizes, use_global_buffer)
+        whole = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(whole, group=group)
+        return whole.split(list(input_split_sizes))[group.rank()].clone()
+
+    module._reduce_scatter_along_first_dim = reduce_scatter
+
+
 def patches() -> tuple[Patch, ...]:
     """Every patch that `prepare` installs on a machine without CUDA."""
     return tuple(_PATCHES)

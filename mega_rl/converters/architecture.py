@@ -6,7 +6,7 @@ Nothing here knows a file format or a family's name. Imports the standard librar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -27,7 +27,10 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: base `theta` and, unless kind is "default", the stretch `factor`."""
+    """Rotary position embedding: base `theta` and, unless kind is "default", the stretch `factor`.
+
+    Where the sliding-window layers have a base of their own, `kind` and `factor` hold in the other layers only.
+    """
 
     kind: Literal["default", "linear", "llama3", "yarn"]
     theta: float
@@ -55,6 +58,7 @@ class Mla:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    norm_eps: float = 1e-6  # of the norms on both latents; the code of this architecture has it built in
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,10 @@ class Moe:
     topk_groups: int | None = None
     router_bias: bool = False  # the router's linear has a bias
 
+    def with_shared(self, ffn_hidden_size: int, *, gate: bool = False) -> Moe:
+        """The same mixture with shared experts of this width together."""
+        return replace(self, shared_ffn_hidden_size=ffn_hidden_size, shared_gate=gate)
+
 
 @dataclass(frozen=True)
 class HFConfig:
@@ -95,13 +103,14 @@ class HFConfig:
     tied: bool  # the output layer is the embedding
     qkv_bias: bool
     linear_bias: bool  # every linear layer has a bias, the experts' too
-    qk_norm: bool
+    qk_norm: bool  # norms over each head of q and k
     rope: Rope
     mla: Mla | None = None
     moe: Moe | None = None
     window: Window | None = None
     activation: Activation = "silu"  # of the gated MLP
     zero_centered_norm: bool = False  # a norm multiplies by 1 + weight
+    qk_norm_joint: bool = False  # norms over all heads of q together, and of k; never with qk_norm
     post_norms: bool = False  # norms on the outputs of attention and MLP too
     sinks: bool = False  # a learnt logit per head that takes attention and gives nothing
     embedding_scale: float = 1.0
@@ -166,6 +175,7 @@ class HFConfig:
             "qkv_bias": self.qkv_bias,
             "linear_bias": self.linear_bias,
             "qk_norm": self.qk_norm,
+            "qk_norm_joint": self.qk_norm_joint,
             "post_norms": self.post_norms,
             "sinks": self.sinks,
             "q_rank": self.mla is not None and self.mla.q_lora_rank is not None,

@@ -1,33 +1,35 @@
 """Reads config.json of a Hugging Face checkpoint: plain JSON in, `HFConfig` out, no code of the checkpoint is run.
 
 Accepts the spellings of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`,
-`dtype`). What Megatron-Core cannot reproduce exactly is refused by field, value and reason, never guessed. Imports
-neither torch nor transformers: the command line answers through it at once.
+`dtype`). What Megatron-Core cannot reproduce exactly is refused by field, value and reason, never guessed, and so is a
+key that nobody here knows. Imports neither torch nor transformers: the command line answers through it at once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mega_rl.converters.architecture import HFConfig, Rope
-from mega_rl.converters.families import FAMILIES, Family
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES, REFUSED, Family
+from mega_rl.converters.fields import MOST_LAYERS, Fields
+from mega_rl.converters.known_keys import HARMLESS, OFF, READ
+from mega_rl.converters.rope_config import read_rope
 from mega_rl.errors import UserError, UserErrors
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-# Megatron-Core's llama3 RoPE takes only `factor` from outside; these three are constants of its code
-# (megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding._apply_scaling).
-LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+MOST_MTP_LAYERS = 64
+MTP_KEY = "num_nextn_predict_layers"
 
 
 def read_hf_config(path: str | Path) -> HFConfig:
     """The architecture described by `path`/config.json.
 
     Raises UserError when the directory or file is missing or is not JSON, UserErrors listing every field that is
-    missing, malformed or not supported.
+    missing, malformed, unknown or not supported.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -41,87 +43,49 @@ def parse_hf_config(
     raw: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> HFConfig:
     """The architecture described by a decoded config.json; errors as in `read_hf_config`, prefixed with `where`."""
-    family = _family(raw, where)
-    fields = _Fields(raw, where)
+    described = _text_config(raw, where)
+    family = _family(described, where)
+    fields = Fields(described, where, defaults=family.defaults)
     _refuse_unsupported(fields, family)
-    bias = {name: fields.boolean(name, default=False) for name in family.bias_fields}
-    if len(set(bias.values())) > 1 or bias == {"attention_bias": True}:
-        fields.refuse("attention_bias", "Megatron-Core has linear biases everywhere or nowhere, mlp_bias must be equal")
-    linear_bias = any(bias.values())
+    _refuse_unknown(fields, family)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads)
     if heads % kv_heads:
-        fields.refuse("num_key_value_heads", f"it must divide num_attention_heads={heads}")
-    default_head_dim = hidden // heads if family.head_dim is None or raw.get("head_dim", 0) is None else family.head_dim
+        fields.refuse("num_key_value_heads", f"it must divide num_attention_heads={heads}", value=kv_heads)
+    num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    linear_bias = _linear_bias(fields, family)
     config = HFConfig(
         family=family.model_type,
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=fields.size("head_dim", default=default_head_dim),
+        head_dim=_head_dim(fields, family, hidden, heads),
         ffn_hidden_size=fields.size("intermediate_size"),
         vocab_size=fields.size("vocab_size"),
         max_position_embeddings=fields.size("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps", default=1e-6),
-        tied=fields.boolean("tie_word_embeddings", default=False),
-        qkv_bias=family.qkv_bias or linear_bias,
+        tied=fields.boolean("tie_word_embeddings", default=family.tied),
+        qkv_bias=_switch(fields, family.qkv_bias) or linear_bias,
         linear_bias=linear_bias,
-        qk_norm=family.qk_norm,
-        rope=_rope(fields),
+        qk_norm=_switch(fields, family.qk_norm),
+        rope=read_rope(fields, family),
+        mla=family.mla(fields) if family.mla else None,
+        moe=family.moe(fields, num_layers) if family.moe else None,
+        window=family.window(fields, num_layers) if family.window else None,
+        mtp_layers=fields.size(MTP_KEY, default=0, least=0, most=MOST_MTP_LAYERS) if _has_mtp(family) else 0,
+        quantization=_quantization(fields),
         initializer_range=fields.number("initializer_range", default=0.02),
         eos_token_ids=_token_ids(fields, generation or {}),
         pad_token_id=_pad_token_id(fields),
         dtype=_dtype(fields),
         raw=dict(raw),
     )
-    if config.head_dim % 2:
-        fields.refuse("head_dim", "rotary embedding needs an even number", value=config.head_dim)
+    config = replace(config, **family.constants, **(family.more(fields) if family.more else {}))
+    _check_sizes(fields, config)
     if fields.problems:
-        raise UserErrors(fields.problems)
+        raise UserErrors(list(dict.fromkeys(fields.problems)))
     return config
-
-
-class _Fields:
-    """Typed access to config.json that collects every problem instead of stopping at the first."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where, self.problems = raw, where, list[str]()
-
-    def refuse(self, name: str, reason: str, *, value: Any = None) -> None:
-        shown = self.raw.get(name) if value is None else value
-        self.problems.append(f"{self.where}: {name}={json.dumps(shown, default=str)}: {reason}")
-
-    def size(self, name: str, *, default: int | None = None) -> int:
-        """A positive integer; None and absent take the default. 1 stands in after a problem."""
-        value = self.raw.get(name)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            self.problems.append(f"{self.where}: {name} is missing; it must be a positive integer")
-            return 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(name, "must be a positive integer")
-            return 1
-        return value
-
-    def number(self, name: str, *, default: float) -> float:
-        """A positive number."""
-        value = self.raw.get(name)
-        return default if value is None else self.positive(name, value)
-
-    def positive(self, name: str, value: Any) -> float:
-        """`value` when it is a positive number; 1.0 after a problem."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            self.refuse(name, "must be a positive number", value=value)
-            return 1.0
-        return float(value)
-
-    def boolean(self, name: str, *, default: bool) -> bool:
-        value = self.raw.get(name)
-        if value is not None and not isinstance(value, bool):
-            self.refuse(name, "must be true or false")
-        return value if isinstance(value, bool) else default
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
@@ -131,95 +95,143 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
             raise UserError(f"{path}: no such file; a Hugging Face checkpoint directory has a config.json")
         return {}
     try:
+        # ValueError: not JSON, not UTF-8, or an integer of thousands of digits.
         value = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); copy the file from the model's source again") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a JSON {type(value).__name__}, must be an object")
     return value
 
 
+def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The part that describes the language model: a text-only Gemma 3 may be wrapped as its image model is."""
+    text = raw.get("text_config")
+    if raw.get("model_type") != "gemma3":
+        return raw
+    if raw.get("vision_config") is not None or not isinstance(text, dict):
+        fix = "save its language model on its own (Gemma3ForCausalLM) and convert that"
+        raise UserError(f'{where}: model_type="gemma3" is a model of images and text, which is not supported; {fix}')
+    outside = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id", "pad_token_id") if key in raw}
+    return {**outside, **text, "model_type": text.get("model_type", "gemma3_text")}
+
+
 def _family(raw: Mapping[str, Any], where: str) -> Family:
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        hint = "; code that comes with a checkpoint (auto_map) is never run" if raw.get("auto_map") else ""
-        supported = ", ".join(sorted(FAMILIES)) + hint
-        raise UserError(f"{where}: model_type={json.dumps(model_type)} is not supported; supported are {supported}")
-    return family
+    if family is not None:
+        return family
+    fields = Fields(raw, where)
+    if isinstance(model_type, str) and model_type in REFUSED:
+        field, reason = REFUSED[model_type]
+        fields.refuse(field, reason)
+        raise UserError(f"{fields.problems[0]} (model_type={json.dumps(model_type)})")
+    hint = "; code that comes with a checkpoint (auto_map) is never run" if raw.get("auto_map") else ""
+    fields.refuse("model_type", f"not supported; supported are {', '.join(sorted(FAMILIES))}{hint}")
+    raise UserError(fields.problems[0])
 
 
-def _refuse_unsupported(fields: _Fields, family: Family) -> None:
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
     """Collects everything that would make the model compute something else than its Hugging Face code."""
-    raw = fields.raw
-    if raw.get("auto_map"):
-        stock = f"the stock {family.model_type} architecture"
-        fields.refuse("auto_map", f"code from a checkpoint is never run; remove the key if the weights fit {stock}")
-    if raw.get("quantization_config"):
-        fields.refuse("quantization_config", "quantised weights cannot be trained; use the unquantised checkpoint")
-    if raw.get("hidden_act", "silu") != "silu":
-        fields.refuse("hidden_act", 'only "silu" is supported')
-    if raw.get("is_encoder_decoder"):
+    _check_code(fields, family)
+    if fields.boolean("is_encoder_decoder"):
         fields.refuse("is_encoder_decoder", "only decoder-only models are supported")
-    if family.sliding_window:
-        _refuse_sliding_window(fields)
-
-
-def _refuse_sliding_window(fields: _Fields) -> None:
-    """A window is used only when use_sliding_window is set and some layer lies in its range."""
-    raw = fields.raw
-    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
-        return
-    layer_types = raw.get("layer_types")
-    layers, first = raw.get("num_hidden_layers"), raw.get("max_window_layers", 28)
-    if isinstance(layer_types, list):
-        used = any(kind != "full_attention" for kind in layer_types)
+    if family.constants.get("activation") == "gelu_tanh":
+        fields.must_be("hidden_activation", ("gelu_pytorch_tanh",), 'only "gelu_pytorch_tanh" is supported')
     else:
-        used = not (isinstance(first, int) and isinstance(layers, int)) or first < layers
-    if used:
-        fix = "set use_sliding_window to false if sequences stay shorter than the window"
-        fields.refuse("sliding_window", f"sliding-window attention is not supported; {fix}")
+        fields.must_be("hidden_act", ("silu",), 'only "silu" is supported')
+    for name, (allowed, reason) in family.fixed.items():
+        fields.must_be(name, allowed, reason)
 
 
-def _rope(fields: _Fields) -> Rope:
-    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
-    raw = fields.raw
-    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    given = raw.get(name)
-    if given is not None and not isinstance(given, dict):
-        fields.refuse(name, "must be an object")
-        given = None
-    scaling: dict[str, Any] = given or {}
-    # One spelling may hold the base and the other the scaling; where both hold one, the newer wins as in transformers.
-    theta = scaling.get("rope_theta", raw.get("rope_theta"))
-    theta = 10000.0 if theta is None else fields.positive("rope_theta", theta)
-    partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        fields.refuse("partial_rotary_factor", "this family rotates every dimension", value=partial)
-    kind = scaling.get("rope_type", scaling.get("type")) or "default"
-    if kind == "default":
-        return Rope("default", theta)
-    if kind not in ("linear", "llama3"):
-        fix = "set it to default if sequences stay within the original context"
-        fields.refuse(f"{name}.rope_type", f"only default, linear and llama3 are reproduced exactly; {fix}", value=kind)
-        return Rope("default", theta)
-    if scaling.get("factor") is None:
-        fields.refuse(f"{name}.factor", f"missing; rope_type={kind} needs it", value="absent")
-        return Rope("default", theta)
-    factor = fields.positive(f"{name}.factor", scaling["factor"])
-    if kind == "linear":
-        return Rope("linear", theta, factor)
-    for key, expected in LLAMA3_CONSTANTS.items():
-        if scaling.get(key) != expected:
-            reason = f"Megatron-Core's llama3 scaling has {expected:g} built in"
-            fields.refuse(f"{name}.{key}", reason, value=scaling.get(key, "absent"))
-    return Rope("llama3", theta, factor)
+def _check_code(fields: Fields, family: Family) -> None:
+    """Refuses code from a checkpoint, unless it is the code that the family's checkpoints are known to carry."""
+    given = fields.object("auto_map")
+    for target in given.values():
+        # "repository--module.Class", or a list of those for slow and fast tokenizers.
+        names = [name for name in (target if isinstance(target, list) else [target]) if name is not None]
+        modules = [str(name).rpartition("--")[2].partition(".")[0] for name in names]
+        if not all(module in family.hub_code for module in modules):
+            stock = f"the stock {family.model_type} architecture"
+            fields.refuse("auto_map", f"code from a checkpoint is never run; remove the key if the weights fit {stock}")
+            return
 
 
-def _token_ids(fields: _Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
+def _refuse_unknown(fields: Fields, family: Family) -> None:
+    """Refuses keys that may change what the model computes in a way that nobody here knows."""
+    known = READ | HARMLESS | family.defaults.keys() | family.fixed.keys()
+    known |= {*family.keys, *family.bias_keys}
+    known |= {key for key in (family.qkv_bias, family.qk_norm) if isinstance(key, str)}
+    if family.moe is not None:
+        known |= {"num_experts", "num_local_experts", "n_routed_experts"}
+    if _has_mtp(family):
+        known |= {MTP_KEY}
+    for name, value in fields.raw.items():
+        if value is None or name in known or name.startswith("_"):
+            continue
+        if any(type(value) is type(off) and value == off for off in OFF.get(name, ())):
+            continue
+        fix = f"remove it if {family.model_type} of transformers does not read it"
+        fields.refuse(name, f"not a known key of model_type={family.model_type}; {fix}")
+
+
+def _linear_bias(fields: Fields, family: Family) -> bool:
+    """Whether linear layers have a bias, Megatron-Core having it everywhere or nowhere."""
+    given = {name: fields.boolean(name) for name in family.bias_keys}
+    if len(set(given.values())) > 1:
+        name, *others = given
+        others_are = ", ".join(f"{other}={json.dumps(given[other])}" for other in others)
+        fields.refuse(name, f"Megatron-Core has biases on all linear layers or on none, but {others_are}")
+    return any(given.values())
+
+
+def _switch(fields: Fields, source: bool | str) -> bool:
+    """A family's constant, or the value of the key that it names."""
+    return source if isinstance(source, bool) else fields.boolean(source, default=bool(fields.defaults.get(source)))
+
+
+def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
+    """Size of a head; of latent attention's values, which config.json's `head_dim` is not about."""
+    if family.mla is not None:
+        return fields.size("v_head_dim")
+    head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
+    if head_dim % 2:
+        fields.refuse("head_dim", "rotary embedding needs an even number", value=head_dim)
+    return head_dim
+
+
+def _has_mtp(family: Family) -> bool:
+    return any(rule.scope == "mtp" for rule in family.rules)
+
+
+def _check_sizes(fields: Fields, config: HFConfig) -> None:
+    """Refuses sizes that do not fit each other."""
+    if config.mla is not None and config.mla.qk_rope_head_dim % 2:
+        fields.refuse("qk_rope_head_dim", "rotary embedding needs an even number")
+    rotated = config.head_dim * config.rope.percent
+    if config.mla is None and (int(rotated) % 2 or int(rotated) < 2):
+        reason = f"of a head's {config.head_dim} dimensions an even number must be rotated, not {int(rotated)}"
+        fields.refuse("partial_rotary_factor", reason, value=config.rope.percent)
+    if config.qk_norm_joint and config.num_heads * config.head_dim != config.hidden_size:
+        fields.refuse("head_dim", "the norm over all query heads is as wide as hidden_size", value=config.head_dim)
+
+
+def _quantization(fields: Fields) -> Literal["fp8"] | None:
+    """The kind of quantised weights that are understood: 8-bit floats with a scale per block of 128 x 128."""
+    given = fields.object("quantization_config")
+    if not given:
+        return None
+    if given.get("quant_method") == "fp8" and given.get("weight_block_size") == [128, 128]:
+        return "fp8"
+    reason = "of quantised weights only fp8 with weight_block_size [128, 128] is read; use the unquantised checkpoint"
+    fields.refuse("quantization_config", reason, value={key: given.get(key) for key in ("quant_method",)})
+    return None
+
+
+def _token_ids(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end a response; what generation uses comes first, as in transformers."""
     value = generation.get("eos_token_id")
-    value = fields.raw.get("eos_token_id") if value is None else value
+    value = fields.get("eos_token_id") if value is None else value
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         fields.refuse("eos_token_id", "must be a token id or a list of token ids", value=value)
@@ -227,18 +239,18 @@ def _token_ids(fields: _Fields, generation: Mapping[str, Any]) -> tuple[int, ...
     return tuple(ids)
 
 
-def _pad_token_id(fields: _Fields) -> int | None:
-    value = fields.raw.get("pad_token_id")
+def _pad_token_id(fields: Fields) -> int | None:
+    value = fields.get("pad_token_id")
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     fields.refuse("pad_token_id", "must be a token id or null")
     return None
 
 
-def _dtype(fields: _Fields) -> str | None:
+def _dtype(fields: Fields) -> str | None:
     """Type of the weights, without the "torch." of older files."""
-    name = "dtype" if fields.raw.get("dtype") is not None else "torch_dtype"
-    value = fields.raw.get(name)
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
     if value is None:
         return None
     dtype = value.removeprefix("torch.") if isinstance(value, str) else value

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.fill import fill_all
 from mega_rl.converters.plan import Head, ParamPlan, Sharding, as_on_disk, build_plan, hf_tensors, ignored_tensors
 from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.safetensors_io import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
 
 logger = logging.getLogger(__name__)
 
-_WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class LoadReport:
     bytes_read: int  # of the checkpoint, by this rank
     kept_init: tuple[str, ...]  # parameters that the checkpoint has nothing for: a fresh value head
     ignored: tuple[str, ...]  # tensors of the checkpoint left aside by name
+    seconds: Mapping[str, float]  # by phase: "open" (headers), "plan" (with the proof), "read"
 
 
 def load_hf(
@@ -40,23 +43,29 @@ def load_hf(
     *,
     sharding: Sharding,
     coordinates: RankCoordinates,
+    allow_missing: Sequence[str] = (),
+    threads: int | None = None,
 ) -> LoadReport:
     """Copies this rank's part of the checkpoint into `chunks`, one unwrapped GPTModel per virtual pipeline stage.
 
-    Values are cast to each parameter's dtype. No collectives: ranks load independently. The output layer of a tied
-    model that spans several stages is filled from the embedding's tensor. A row-cut or whole parameter costs exactly
-    its own bytes; a column-cut one costs the whole tensor (see CheckpointReader.read_block).
+    Values are cast to each parameter's dtype. No collectives: ranks load independently, each taking the bytes of its
+    own parameters and no others (see CheckpointReader.bytes_read for what is counted). The output layer of a tied
+    model that spans several stages is filled from the embedding's tensor. Parameters made of tensors that match a
+    pattern of `allow_missing` ("*.bias") and are not there keep their values. Beyond the parameters it needs a few MiB
+    per thread; `threads` None: one per core, at most 8.
 
-    Raises UserErrors, the same on every rank and before any data is read, that lists every missing, unexpected and
+    Raises UserErrors, the same on every rank and before any weight is read, that lists every missing, unexpected and
     mis-shaped tensor, and every reason why the model cannot be cut into `layout`.
     """
     layout = sharding.layout
     assert len(chunks) == layout.vpp, f"{len(chunks)} chunks, the layout has vpp={layout.vpp}"
+    start = perf_counter()
     with CheckpointReader(path) as reader:
+        opened = perf_counter()
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = replace(sharding, hf=hf)
         prove_complete(sharding)
-        ignored, absent = _check_tensors(reader, hf, sharding.head)
+        ignored, absent = check_tensors(reader, hf, sharding.head, allow_missing=allow_missing)
         jobs: list[tuple[ParamPlan, Tensor]] = []
         for vp_stage, chunk in enumerate(chunks):
             plan = build_plan(sharding, coordinates, vp_stage=vp_stage)
@@ -66,19 +75,25 @@ def load_hf(
             jobs += [(param, params[param.name]) for param in plan]
         kept = [param.name for param, _ in jobs if _is_absent(param, absent)]
         jobs = [job for job in jobs if not _is_absent(job[0], absent)]
-        # In the order of the files, so that a cold disk is read forwards.
-        jobs.sort(key=lambda job: _position(job[0], reader))
-        with torch.no_grad():
-            for param, target in jobs:
-                _fill(target, param.copies, reader)
-        report = LoadReport(len(jobs), reader.bytes_read, tuple(kept), ignored)
+        planned = perf_counter()
+        written = fill_all([(target, param.copies) for param, target in jobs], reader, threads=threads)
+        expected = sum(prod(param.shape) for param, _ in jobs)
+        assert written == expected, f"{written} elements were written, the parameters have {expected}"
+        seconds = {"open": opened - start, "plan": planned - opened, "read": perf_counter() - planned}
+        report = LoadReport(len(jobs), reader.bytes_read, tuple(kept), ignored, seconds)
     if kept:
         logger.info("%s: has no weights for %s, which keep their initial values", path, ", ".join(kept))
     return report
 
 
-def _check_tensors(reader: CheckpointReader, hf: HFConfig, head: Head) -> tuple[tuple[str, ...], frozenset[str]]:
-    """(tensors left aside, optional tensors that are not there) of a checkpoint that fits the config."""
+def check_tensors(
+    reader: CheckpointReader, hf: HFConfig, head: Head, *, allow_missing: Sequence[str] = ()
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """(tensors left aside, tensors of the model that are not there) of a checkpoint that fits the config.
+
+    `hf` as it is on disk (`plan.as_on_disk`). Reads nothing but the bias of a value head. Raises UserErrors with
+    everything that is missing and may not be, is no part of the model, or has another shape or type.
+    """
     expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
     problems, absent = [], set()
     for name, (shape, optional, _) in expected.items():
@@ -86,16 +101,22 @@ def _check_tensors(reader: CheckpointReader, hf: HFConfig, head: Head) -> tuple[
         if optional and (info is None or info.shape != shape):
             absent.add(name)
         elif info is None:
-            problems.append(f"{reader.path}: {name} is missing, expected shape {list(shape)}{_missing_hint(name)}")
+            if any(fnmatchcase(name, pattern) for pattern in allow_missing):
+                absent.add(name)
+            else:
+                problems.append(f"{reader.path}: {name} is missing, expected shape {list(shape)}{_missing_hint(name)}")
         elif info.shape != shape:
             problems.append(f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(shape)}")
-        elif info.dtype not in _WEIGHT_DTYPES:
-            rule = f"must be one of {', '.join(_WEIGHT_DTYPES)}; quantised weights cannot be loaded"
-            problems.append(f"{info.file}: {name} has dtype {info.dtype}, {rule}")
+        else:
+            problems += _dtype_faults(info, hf)
     present = set(reader.tensors)
+    if head == "value":
+        bias = hf.value_head.removesuffix("weight") + "bias"
+        problems += _bias_faults(reader, bias)
+        present.discard(bias)
     unexpected = present - set(expected) - ignorable
     # The one tensor with a shape of its own choice: a reward model may score several labels, a critic has one value.
-    ignored = tuple(sorted((present & ignorable) | (present & absent)))
+    ignored = tuple(sorted((present & ignorable - set(expected)) | (present & absent)))
     problems += [
         f"{info.file}: {info.name} {list(info.shape)} is no part of the {hf.model_type} model of config.json"
         for info in (reader.tensors[name] for name in sorted(unexpected))
@@ -105,6 +126,30 @@ def _check_tensors(reader: CheckpointReader, hf: HFConfig, head: Head) -> tuple[
     if ignored:
         logger.info("%s: left aside %s", reader.path, _shorten(ignored))
     return ignored, frozenset(absent)
+
+
+def _dtype_faults(info: TensorInfo, hf: HFConfig) -> list[str]:
+    """Why a tensor's values are no weights of this model."""
+    where = f"{info.file}: {info.name}"
+    if info.scale is not None and hf.quantization != "fp8":
+        return [f"{where} is in 8-bit blocks with scales, but config.json has no fp8 quantization_config"]
+    if info.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return [f"{where} has dtype {DTYPE_NAMES[info.dtype]} and no {info.name}{SCALE_SUFFIX}; fetch the file again"]
+    if info.dtype not in _WEIGHT_DTYPES:
+        names = ", ".join(DTYPE_NAMES[dtype] for dtype in _WEIGHT_DTYPES)
+        rule = f"must be one of {names}; other quantised weights cannot be loaded"
+        return [f"{where} has dtype {DTYPE_NAMES[info.dtype]}, {rule}"]
+    return []
+
+
+def _bias_faults(reader: CheckpointReader, name: str) -> list[str]:
+    """Why the bias of a value head cannot be left out, as Megatron-Core's head has none."""
+    info = reader.tensors.get(name)
+    if info is None or not reader.read(name).any():
+        return []
+    return [
+        f"{info.file}: {name} is not zero, and the value head has no bias; fold it into the rewards, or set it to 0"
+    ]
 
 
 def _missing_hint(name: str) -> str:
@@ -119,57 +164,6 @@ def _shorten(names: Sequence[str]) -> str:
 
 def _is_absent(param: ParamPlan, absent: frozenset[str]) -> bool:
     return any(copy.hf_name in absent for copy in param.copies)
-
-
-def _position(param: ParamPlan, reader: CheckpointReader) -> tuple[str, int]:
-    """(file, offset) of a parameter's first source; padding alone comes first."""
-    names = [copy.hf_name for copy in param.copies if copy.hf_name is not None]
-    if not names:
-        return "", 0
-    info = reader.tensors[names[0]]
-    return str(info.file), info.offset
-
-
-def _fill(target: Tensor, copies: Iterable[Copy], reader: CheckpointReader) -> None:
-    """Writes one parameter: copies that continue each other on disk are one read."""
-    matrix = target.detach().view(matrix_shape(tuple(target.shape)))
-    for c in copies:
-        if c.hf_name is None:
-            _rectangle(matrix, c).zero_()
-        elif c.transposed:
-            height, width = c.src_shape
-            block = reader.read_block(c.hf_name, (c.src_row, c.src_row + height), (c.src_col, c.src_col + width))
-            _rectangle(matrix, c).copy_(block[:, :: c.step].T)
-    straight = (c for c in copies if c.hf_name is not None and not c.transposed)
-    by_tensor = sorted(straight, key=lambda c: (c.hf_name, c.src_row))
-    for name, group in groupby(by_tensor, key=lambda c: c.hf_name):
-        assert name is not None
-        for run in _runs(group):
-            first, last = run[0], run[-1]
-            rows, cols = (first.src_row, last.src_row + last.rows), (first.src_col, first.src_col + first.cols)
-            # One transfer for the whole run; its parts are then put in place where the parameter lives.
-            block = reader.read_block(name, rows, cols).to(target.device)
-            for c in run:
-                source = block[c.src_row - rows[0] : c.src_row - rows[0] + c.rows]
-                _rectangle(matrix, c).copy_(source)
-
-
-def _rectangle(matrix: Tensor, copy: Copy) -> Tensor:
-    """The part of a parameter that a copy writes."""
-    return matrix[copy.dst_row : copy.dst_row + copy.rows, copy.dst_col : copy.dst_col + copy.cols]
-
-
-def _runs(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """Copies of one tensor, sorted by row, in groups whose source rows are consecutive."""
-    runs: list[list[Copy]] = []
-    for copy in copies:
-        before = runs[-1][-1] if runs else None
-        joined = before and before.src_row + before.rows == copy.src_row
-        if before and joined and (before.src_col, before.cols) == (copy.src_col, copy.cols):
-            runs[-1].append(copy)
-        else:
-            runs.append([copy])
-    return runs
 
 
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from torch import Tensor
 from torch.nn import functional as F
 
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.architecture import HFConfig, Mla, Moe, Window
+
+# Constants of the code of GPT-OSS; its alpha of 1.702 is that of Megatron-Core's quick_gelu.
+SWIGLU_LIMIT, SWIGLU_OFFSET = 7.0, 1.0
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh approximation."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {"activation_func": F.silu},
+    "gelu_tanh": {"activation_func": gelu_tanh},
+    "swiglu_clamped": {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": SWIGLU_LIMIT,
+        "glu_linear_offset": SWIGLU_OFFSET,
+    },
+}
+
+
+def uses_mla(hf: HFConfig) -> bool:
+    """Whether the arguments are those of `MLATransformerConfig` instead of `TransformerConfig`."""
+    return hf.mla is not None
 
 
 def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
-    """Arguments of `megatron.core.transformer.TransformerConfig` that the architecture determines.
+    """Arguments of Megatron-Core's `TransformerConfig` (see `uses_mla`) that the architecture determines.
 
     Parallel sizes, dtypes and fusions are the caller's. Dropout is off: the log-probs of a rollout must be those of the
     forward pass that trains on it, whatever the checkpoint's pre-training used.
     """
-    return {
+    kwargs: dict[str, Any] = {
         "num_layers": hf.num_layers,
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_heads,
@@ -24,15 +50,108 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "ffn_hidden_size": hf.ffn_hidden_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.norm_eps,
-        "activation_func": F.silu,
+        "layernorm_zero_centered_gamma": hf.zero_centered_norm,
         "gated_linear_unit": True,
         "add_bias_linear": hf.linear_bias,
         "add_qkv_bias": hf.qkv_bias,
+        # Not for norms over all heads together: under this switch Megatron-Core sums the gradients of norms of q and k
+        # over tensor parallelism, which is wrong for weights that are cut with the heads.
         "qk_layernorm": hf.qk_norm,
-        "rotary_interleaved": False,
+        "rotary_interleaved": hf.rope.interleaved,
+        "softmax_scale": hf.softmax_scale,
+        "softmax_type": "learnable" if hf.sinks else "vanilla",
+        "mtp_num_layers": hf.mtp_layers if "mtp" in hf.switches else None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": hf.initializer_range,
+        **ACTIVATIONS[hf.activation],
+    }
+    if hf.window is not None:
+        kwargs |= _window_kwargs(hf.window)
+    if hf.moe is not None:
+        kwargs |= _moe_kwargs(hf.moe)
+    if hf.mla is not None:
+        kwargs |= _mla_kwargs(hf, hf.mla)
+    return kwargs
+
+
+def _window_kwargs(window: Window) -> dict[str, Any]:
+    """Megatron-Core counts the tokens before the present one, and marks layers with a window by 1."""
+    layers = None if all(window.layers) else [int(windowed) for windowed in window.layers]
+    return {"window_size": (window.size - 1, 0), "window_attn_skip_freq": layers}
+
+
+def _moe_kwargs(moe: Moe) -> dict[str, Any]:
+    """The mixture's sizes and routing, balancing off: an auxiliary loss or a moving bias would be a second objective.
+
+    The router runs in float32, so that training and rollout choose the same experts.
+    """
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(mixed) for mixed in moe.layers],
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_router_topk": moe.top_k,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.score_before_topk,
+        "moe_router_topk_scaling_factor": None if moe.scaling == 1.0 else moe.scaling,
+        "moe_router_num_groups": moe.num_groups,
+        "moe_router_group_topk": moe.topk_groups,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
+    """Latent attention, whose rotary settings are part of the config; its own defaults are those of one model."""
+    yarn = hf.rope.yarn
+    kwargs: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rope_type": "rope" if yarn is None else "yarn",
+        "rotary_base": hf.rope.theta,
+        "rotary_percent": 1.0,
+        "rotary_scaling_factor": hf.rope.factor,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.0,
+    }
+    if yarn is not None:
+        kwargs |= {
+            "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+        }
+        if yarn.mscale and yarn.mscale_all_dim:
+            kwargs |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+    return kwargs
+
+
+def extra_config_attributes(hf: HFConfig) -> dict[str, Any]:
+    """Attributes to set on the config once it is made: `GPTModel` reads yarn's from it, `TransformerConfig` lacks them.
+
+    Without both mscales Megatron-Core takes 0.1 ln(factor) + 1, as transformers does.
+    """
+    yarn = hf.rope.yarn
+    if yarn is None or hf.mla is not None:
+        return {}
+    both = bool(yarn.mscale and yarn.mscale_all_dim)
+    return {
+        "yarn_rotary_scaling_factor": hf.rope.factor,
+        "yarn_original_max_position_embeddings": yarn.original_max_position_embeddings,
+        "yarn_beta_fast": yarn.beta_fast,
+        "yarn_beta_slow": yarn.beta_slow,
+        "yarn_mscale": yarn.mscale if both else None,
+        "yarn_mscale_all_dim": yarn.mscale_all_dim if both else None,
+        "yarn_correction_range_round_to_int": yarn.truncate,
     }
 
 
@@ -40,15 +159,15 @@ def gpt_model_kwargs(hf: HFConfig, padded_vocab: int) -> dict[str, Any]:
     """Arguments of `megatron.core.models.gpt.GPTModel` that the architecture determines.
 
     A linear RoPE factor divides the positions, exactly as Megatron-Core's sequence interpolation does; llama3 has its
-    own switch.
+    own switch, and yarn is a kind of position embedding, except under latent attention, which has its own.
     """
     rope = hf.rope
     return {
         "vocab_size": padded_vocab,
         "max_sequence_length": hf.max_position_embeddings,
         "share_embeddings_and_output_weights": hf.tied,
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
+        "position_embedding_type": "yarn" if rope.kind == "yarn" and hf.mla is None else "rope",
+        "rotary_percent": rope.percent,
         "rotary_base": int(rope.theta) if rope.theta == int(rope.theta) else rope.theta,
         "rope_scaling": rope.kind == "llama3",
         "rope_scaling_factor": rope.factor if rope.kind == "llama3" else 8.0,

@@ -156,6 +156,8 @@ def check_layout(hf: HFConfig, layout: ParallelLayout, *, padded_vocab: int | No
     if hf.mla is None:
         if hf.num_kv_heads % tp and tp % hf.num_kv_heads:
             problems.append(f"tp={tp} must divide num_key_value_heads={hf.num_kv_heads} or be a multiple of it")
+        if hf.qk_norm_joint and hf.num_kv_heads % tp:
+            problems.append(f"tp={tp} does not divide num_key_value_heads={hf.num_kv_heads}, normed all together")
         qkv_rows = hf.dims["q"] + 2 * hf.dims["kv"]
         if qkv_rows % tp:
             problems.append(f"tp={tp} does not divide the {qkv_rows} rows of q, k and v")
@@ -182,6 +184,8 @@ def _check_experts(hf: HFConfig, layout: ParallelLayout) -> list[str]:
         problems.append(f"ep={layout.ep} does not divide the number of experts {hf.moe.num_experts}")
     if hf.moe.ffn_hidden_size % layout.etp:
         problems.append(f"etp={layout.etp} does not divide the experts' intermediate size {hf.moe.ffn_hidden_size}")
+    if layout.etp > 1 and hf.linear_bias:
+        problems.append(f"etp={layout.etp}: Megatron-Core does not cut experts that have biases; set etp to 1")
     return problems
 
 

@@ -75,9 +75,19 @@ def vocab(param: str, name: str) -> Rule:
     return Rule(param, "vocab", (Source(name, ("vocab", "hidden")),))
 
 
-def copy(param: str, name: str, *shape: str, te: str = "", when: Sequence[str] = (), **options: object) -> Rule:
+def copy(
+    param: str,
+    name: str,
+    *shape: str,
+    te: str = "",
+    when: Sequence[str] = (),
+    stacked: bool = False,
+    together: str = "",
+    float32: bool = False,
+) -> Rule:
     """Rule of a parameter that every tensor-parallel rank holds whole."""
-    return Rule(param, "copy", (Source(name, shape),), te, tuple(when), **options)  # type: ignore[arg-type]
+    source = Source(name, shape, stacked)
+    return Rule(param, "copy", (source,), te, tuple(when), together=together, float32=float32)
 
 
 def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
@@ -133,6 +143,20 @@ def in_layers(*rules: Rule) -> tuple[Rule, ...]:
             te=DECODER_LAYER + rule.te if rule.te else "",
             sources=tuple(replace(source, name=DISK_LAYER + source.name) for source in rule.sources),
             scope="layer",
+        )
+        for rule in rules
+    )
+
+
+def of_mtp(*rules: Rule) -> tuple[Rule, ...]:
+    """The rules of what multi-token prediction adds to a layer; names are completed by the layer's prefixes."""
+    return tuple(
+        replace(
+            rule,
+            param="mtp.layers.{mtp}." + rule.param,
+            sources=tuple(replace(source, name=DISK_LAYER + source.name) for source in rule.sources),
+            scope="mtp",
+            when=(*rule.when, "mtp"),
         )
         for rule in rules
     )

@@ -4,21 +4,29 @@ A file is 8 bytes of little-endian header length, a JSON header, then the tensor
 (https://github.com/huggingface/safetensors#format). The header is parsed once and distrusted: sizes, offsets and names
 are checked before a byte of data is read, and nothing in a file is ever executed.
 
-Reads use pread into the memory of the tensor that is returned, not a memory map: a map reads ahead far beyond a slice.
+Whole rows are read with preadv straight into the memory where they are wanted. A cut of the columns is copied out of
+small windows of a memory map, so that a process takes only the bytes it needs; what lies between them the kernel reads
+once for all ranks of a node.
+
+A matrix in 8-bit blocks, `X.weight` (F8_E4M3) with one scale per block of 128 x 128 in `X.weight_scale_inv` (F32), is
+presented as one bfloat16 tensor `X.weight`.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,8 +34,11 @@ from mega_rl.errors import UserError, UserErrors
 
 MAX_HEADER_BYTES = 100_000_000
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Columns are cut out of blocks of whole rows of this size, so that the scratch memory stays bounded.
-_SCRATCH_BYTES = 16 << 20
+FP8_BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
+# Bytes of a map, and of decoded 8-bit blocks, that one thread holds at a time.
+_WINDOW_BYTES = 4 << 20
+IOV_MAX = 1024  # buffers in one preadv or pwritev
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,25 +47,38 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_MAP_FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all pages of a window at once, not one fault after the other
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies: `offset` counts from the start of the file."""
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies: `offset` counts from the start of the file.
+
+    With `scale` the bytes are 8-bit blocks (F8_E4M3) and `dtype` is what they are presented as.
+    """
 
     name: str
-    dtype: str  # safetensors' spelling: "BF16"
+    dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
     offset: int
-    nbytes: int
+    nbytes: int  # on disk, scales excluded
+    scale: TensorInfo | None = None
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -97,14 +121,21 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 class CheckpointReader:
     """Reads tensors, or rectangles of them, of a checkpoint: one safetensors file or a directory (sharded or not).
 
-    Raises UserError or UserErrors from the constructor when files are missing, damaged or contradict the index.
+    A tensor is seen as a matrix: leading dimensions count as rows, so [E, F, H] has E * F rows of H columns; a vector
+    is one column wide. Reads may come from several threads. Raises UserError or UserErrors from the constructor when
+    files are missing, damaged or contradict the index, or when a scale of 8-bit blocks does not fit them.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, tensors: Mapping[str, TensorInfo] | None = None) -> None:
         self.path = Path(path)
-        self.tensors: dict[str, TensorInfo] = _open_checkpoint(self.path)
-        self.bytes_read = 0  # payload bytes asked of the file system; headers excluded
+        # Given, they are read from wherever they lie and nothing is opened here.
+        found = _open_checkpoint(self.path) if tensors is None else dict(tensors)
+        self.tensors: dict[str, TensorInfo] = _pair_scales(found)
+        # Payload bytes that this process took: of a cut of columns those of the cut, not of the rows it lies in.
+        # Headers are excluded.
+        self.bytes_read = 0
         self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -120,56 +151,158 @@ class CheckpointReader:
             os.close(fd)
         self._fds.clear()
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, in its shape and dtype on disk."""
+    def position(self, name: str) -> tuple[str, int]:
+        """(file, offset) of a tensor: reads in this order run forwards through the files."""
         info = self.tensors[name]
-        return self._read_bytes(info, 0, info.nbytes).view(DTYPES[info.dtype]).view(info.shape)
+        return str(info.file), info.offset
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, in its shape."""
+        info = self.tensors[name]
+        result = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(name, 0, (0, _columns(info)), [result.view(-1, _columns(info))] if result.numel() else [])
+        return result
 
     def read_rows(self, name: str, low: int, high: int) -> Tensor:
-        """Rows [low, high) as [high - low, columns], reading exactly their bytes; a vector is one column wide.
-
-        Leading dimensions count as rows: a tensor [E, F, H] has E * F rows of H columns.
-        """
-        info = self.tensors[name]
-        columns = _columns(info)
-        width = columns * DTYPES[info.dtype].itemsize
-        return self._read_bytes(info, low * width, high * width).view(DTYPES[info.dtype]).view(high - low, columns)
+        """Rows [low, high) as [high - low, columns]."""
+        return self.read_block(name, (low, high), (0, _columns(self.tensors[name])))
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """Rows and columns as [rows, columns].
+        """Rows and columns, both (low, high), as [rows, columns] in the tensor's dtype."""
+        result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=self.tensors[name].dtype)
+        self.read_into(name, rows[0], cols, [result])
+        return result
 
-        A cut of the columns still reads whole rows, in blocks of bounded size: a row's part is too short for the disk
-        to gain by skipping, and the ranks of a node find what they skip for each other in the page cache.
+    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Reads rows from `row` on, columns [low, high) of them, into `targets` one after the other.
+
+        Targets are [rows_i, high - low] of the tensor's dtype on the CPU, each row contiguous. Reads exactly their
+        bytes; contiguous targets of whole rows are filled in one system call. Raises UserError when the file has
+        become shorter, or cannot be read.
         """
         info = self.tensors[name]
-        columns = _columns(info)
-        if cols == (0, columns):
-            return self.read_rows(name, *rows)
-        result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=DTYPES[info.dtype])
-        step = max(1, _SCRATCH_BYTES // (columns * DTYPES[info.dtype].itemsize))
-        for low in range(rows[0], rows[1], step):
-            high = min(low + step, rows[1])
-            result[low - rows[0] : high - rows[0]] = self.read_rows(name, low, high)[:, cols[0] : cols[1]]
-        return result
+        targets = [target for target in targets if target.numel()]
+        rows = sum(len(target) for target in targets)
+        width = _columns(info)
+        assert 0 <= cols[0] <= cols[1] <= width, (info, cols)
+        assert not rows or (row >= 0 and (row + rows) * width <= prod(info.shape)), (info, row, rows)
+        assert all(t.dtype == info.dtype and t.shape[1] == cols[1] - cols[0] for t in targets), (info, cols)
+        if info.scale is not None:
+            self._decode(info, row, cols, targets)
+        else:
+            self._read_bytes(info, row, cols, [as_bytes(target) for target in targets])
 
-    def _read_bytes(self, info: TensorInfo, low: int, high: int) -> Tensor:
-        """Bytes [low, high) of a tensor as a vector of uint8."""
-        assert 0 <= low <= high <= info.nbytes, (info, low, high)
-        result = torch.empty(high - low, dtype=torch.uint8)
-        view = result.numpy().data
-        fd = self._fds.get(info.file)
-        if fd is None:
-            fd = self._fds[info.file] = os.open(info.file, os.O_RDONLY)
-        done = 0
-        while done < high - low:
-            count = os.preadv(fd, [view[done:]], info.offset + low + done)
+    def _decode(self, info: TensorInfo, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Fills `targets` with 8-bit values times the scale of their block."""
+        assert info.scale is not None
+        stored = info._replace(dtype=torch.float8_e4m3fn, scale=None)
+        first_col, last_col = cols[0] // FP8_BLOCK, -(-cols[1] // FP8_BLOCK)
+        # 1 byte as stored, 4 as float32 for the value and for its scale, 2 as bfloat16.
+        step = max(1, _WINDOW_BYTES // (11 * max(1, cols[1] - cols[0])))
+        for part in targets:
+            for low in range(0, len(part), step):
+                target = part[low : low + step]
+                first_row, last_row = (row + low) // FP8_BLOCK, -(-(row + low + len(target)) // FP8_BLOCK)
+                raw = torch.empty(target.shape, dtype=stored.dtype)
+                scale = torch.empty(last_row - first_row, last_col - first_col, dtype=torch.float32)
+                self._read_bytes(stored, row + low, cols, [as_bytes(raw)])
+                self._read_bytes(info.scale, first_row, (first_col, last_col), [as_bytes(scale)])
+                of_row = torch.arange(row + low, row + low + len(target)) // FP8_BLOCK - first_row
+                of_col = torch.arange(*cols) // FP8_BLOCK - first_col
+                target.copy_(raw.float() * scale[of_row][:, of_col])
+            row += len(part)
+
+    def _read_bytes(self, info: TensorInfo, row: int, cols: tuple[int, int], views: Sequence[_Bytes]) -> None:
+        """As `read_into`, as plain bytes."""
+        if all(view.flags.c_contiguous for view in views) and cols == (0, _columns(info)):
+            self._read_rows(info, row, views)
+        else:
+            for view in views:
+                self._read_columns(info, row, cols[0] * info.dtype.itemsize, view)
+                row += len(view)
+        with self._lock:
+            self.bytes_read += sum(view.nbytes for view in views)
+
+    def _read_rows(self, info: TensorInfo, row: int, views: Sequence[_Bytes]) -> None:
+        fd = self._open(info.file)
+        position = info.offset + row * _columns(info) * info.dtype.itemsize
+        buffers = [view.reshape(-1).data for view in views]
+        while buffers:
+            count = os.preadv(fd, buffers[:IOV_MAX], position)
             if count == 0:
-                raise UserError(
-                    f"{info.file}: ends inside {info.name}; it was complete when opened, is it being rewritten?"
+                raise _shrunk(info)
+            position += count
+            buffers = advance(buffers, count)
+
+    def _read_columns(self, info: TensorInfo, row: int, left: int, view: _Bytes) -> None:
+        """Fills `view` with rows from `row` on, bytes [left, left + its width) of each.
+
+        Looks through windows of bounded size: whatever is mapped counts as memory of this process.
+        """
+        fd = self._open(info.file)
+        width = _columns(info) * info.dtype.itemsize
+        step = max(1, _WINDOW_BYTES // width)
+        for low in range(0, len(view), step):
+            part = view[low : low + step]
+            start = info.offset + (row + low) * width
+            skip = start % mmap.ALLOCATIONGRANULARITY
+            try:
+                window = mmap.mmap(
+                    fd, skip + len(part) * width, flags=_MAP_FLAGS, prot=mmap.PROT_READ, offset=start - skip
                 )
-            done += count
-        self.bytes_read += done
-        return result
+            except ValueError as error:  # the range is not in the file any more
+                raise _shrunk(info) from error
+            with window:
+                source = np.frombuffer(window, np.uint8, offset=skip).reshape(len(part), width)
+                np.copyto(part, source[:, left : left + part.shape[1]])
+                del source  # a map with a view of it cannot be closed
+
+    def _open(self, file: Path) -> int:
+        fd = self._fds.get(file)
+        if fd is None:
+            with self._lock:
+                if file not in self._fds:
+                    self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                fd = self._fds[file]
+        return fd
+
+
+def as_bytes(target: Tensor) -> _Bytes:
+    """A matrix whose rows are contiguous as bytes, sharing its memory."""
+    return target.detach().view(torch.uint8).numpy()
+
+
+def advance(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What of `buffers` is left when their first `count` bytes are done with."""
+    for i, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def _shrunk(info: TensorInfo) -> UserError:
+    return UserError(f"{info.file}: ends inside {info.name}; it was complete when opened, is it being rewritten?")
+
+
+def _pair_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors with each matrix of 8-bit blocks and its scales as one bfloat16 tensor."""
+    problems = []
+    for name in [name for name in tensors if name.endswith(".weight" + SCALE_SUFFIX)]:
+        weight, scale = tensors.get(name.removesuffix(SCALE_SUFFIX)), tensors[name]
+        if weight is None or weight.dtype != torch.float8_e4m3fn:
+            continue  # scales of something else: the reader of the checkpoint finds them to be no part of the model
+        expected = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
+        if len(weight.shape) != 2 or scale.shape != expected or scale.dtype != torch.float32:
+            found = f"{DTYPE_NAMES[scale.dtype]} {list(scale.shape)}"
+            rule = f"must be F32 {list(expected)}, one scale per block of {FP8_BLOCK} x {FP8_BLOCK}"
+            problems.append(f"{scale.file}: {name} is {found}; for {weight.name} {list(weight.shape)} it {rule}")
+            continue
+        del tensors[name]
+        tensors[weight.name] = weight._replace(dtype=torch.bfloat16, scale=scale)
+    if problems:
+        raise UserErrors(problems)
+    return tensors
 
 
 def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
@@ -272,7 +405,7 @@ def _tensor_info(name: str, entry: Any, path: Path, start: int, problems: list[s
     else:
         nbytes, need = offsets[1] - offsets[0], prod(shape) * DTYPES[dtype].itemsize
         if nbytes == need:
-            return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes)
+            return TensorInfo(name, DTYPES[dtype], tuple(shape), path, start + offsets[0], nbytes)
         problems.append(f"{where}: {nbytes} bytes, but shape {shape} of {dtype} takes {need}")
     return None
 

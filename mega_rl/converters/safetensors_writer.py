@@ -1,62 +1,251 @@
-"""Writes a sharded safetensors checkpoint from a stream of tensors; complete or not there at all."""
+"""Writes sharded safetensors checkpoints; complete or not there at all.
+
+A file's header comes first, so its tensors are known beforehand and their bytes may then come in any order and from any
+thread, each exactly once. A folder is made under a temporary name, its index last, and renamed when all is on disk.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mega_rl.converters.safetensors_io import DTYPES, INDEX_FILE, SINGLE_FILE
+from mega_rl.converters.blocks import matrix_shape
+from mega_rl.converters.safetensors_io import DTYPE_NAMES, INDEX_FILE, IOV_MAX, SINGLE_FILE, advance, as_bytes
 from mega_rl.errors import UserError
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHARD_BYTES = 5 << 30
+# One of these is in every folder that may be overwritten, so that a slip of the pen removes no other folder.
+MARKERS = ("config.json", SINGLE_FILE, INDEX_FILE, "mega_rl.json", ".metadata")
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """A safetensors file being written: `specs` make its header, then each of their bytes is written exactly once.
+
+    Calls may come from several threads. The file is flushed to disk by the call that writes its last byte. As a context
+    manager it is closed at the end, unchecked after an exception. Raises UserError, with the file and the free space of
+    its disk, when a write fails.
+    """
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], *, metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._written: dict[str, list[tuple[int, int]]] = {}  # row intervals by tensor
+        self._specs: dict[str, TensorSpec] = {}
+        self._offsets: dict[str, int] = {}
+        header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        at = 0
+        # Wide types first: every tensor is then aligned to its type.
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
+            if spec.name in self._specs or spec.name == "__metadata__":
+                raise UserError(f"{path}: {spec.name} is written twice")
+            self._specs[spec.name], self._offsets[spec.name], self._written[spec.name] = spec, at, []
+            header[spec.name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
+            at += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._start, self._missing = 8 + len(text), at
+        with _naming(path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._write_at(0, [memoryview(struct.pack("<Q", len(text)) + text)])
+            if at == 0:
+                os.fsync(self._fd)
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            os.close(self._fd)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes a whole tensor of any device."""
+        spec = self._specs[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == spec[1:], f"{name}: {tensor.dtype} {list(tensor.shape)}, {spec}"
+        self.write_rows(name, 0, [tensor.detach().reshape(matrix_shape(spec.shape))])
+
+    def write_rows(self, name: str, row: int, parts: Sequence[Tensor]) -> None:
+        """Writes rows from `row` on, one part [rows_i, columns] after the other; contiguous ones are not copied."""
+        spec = self._specs[name]
+        columns = matrix_shape(spec.shape)[1]
+        parts = [part for part in parts if part.numel()]
+        assert all(part.dtype == spec.dtype and part.shape[1] == columns for part in parts), (spec, parts)
+        rows = sum(len(part) for part in parts)
+        assert 0 <= row <= row + rows and (row + rows) * columns <= prod(spec.shape), (spec, row, rows)
+        position = self._start + self._offsets[name] + row * columns * spec.dtype.itemsize
+        buffers = [as_bytes(part.detach().to("cpu").contiguous()).reshape(-1).data for part in parts]
+        count = sum(len(buffer) for buffer in buffers)
+        with _naming(self.path):
+            self._write_at(position, buffers)
+            with self._lock:
+                self._written[name].append((row, row + rows))
+                self._missing -= count
+                complete = self._missing == 0 and count > 0
+            if complete:
+                os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Closes the file after checking that every byte was written exactly once; anything else is a bug."""
+        os.close(self._fd)
+        for name, spec in self._specs.items():
+            at, rows = 0, matrix_shape(spec.shape)[0] if spec.nbytes else 0
+            for low, high in sorted(self._written[name]):
+                assert spec.nbytes == 0 or low == at, f"{self.path}: {name} has rows {at} and {low} missing or twice"
+                at = high
+            assert at == rows or spec.nbytes == 0, f"{self.path}: {name} has {at} of {rows} rows"
+
+    def _write_at(self, position: int, buffers: list[memoryview]) -> None:
+        while buffers:
+            count = os.pwritev(self._fd, buffers[:IOV_MAX], position)
+            if count == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            position += count
+            buffers = advance(buffers, count)
+
+
+class CheckpointWriter:
+    """The weights of a checkpoint being written into a folder: one file, or shards and their index.
+
+    `specs` are all tensors in the order of the files; `write` and `write_rows` are those of `SafetensorsFile`. As a
+    context manager it checks at the end that nothing is missing and writes the index. Raises UserError when a name
+    occurs twice, there is nothing to write, or the disk has no room for it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Sequence[TensorSpec],
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        if not specs:
+            raise UserError(f"{folder}: there are no tensors to write")
+        self.folder = folder
+        self._total = sum(spec.nbytes for spec in specs)
+        require_space(folder, self._total)
+        shards = plan_shards(specs, shard_bytes)
+        self.files = [
+            SafetensorsFile(folder / shard_name(i, len(shards)), shard, metadata=metadata)
+            for i, shard in enumerate(shards)
+        ]
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for file, shard in zip(self.files, shards, strict=True):
+            for spec in shard:
+                if spec.name in self._file_of:
+                    raise UserError(f"{folder}: {spec.name} is written twice")
+                self._file_of[spec.name] = file
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self.files:
+            file.__exit__(kind, value, trace)
+        if kind is None and len(self.files) > 1:
+            weight_map = {name: file.path.name for name, file in self._file_of.items()}
+            write_index(self.folder, weight_map, total_bytes=self._total)
+
+    def file_of(self, name: str) -> SafetensorsFile:
+        """The file that a tensor goes to: threads that write different files do not wait for each other."""
+        return self._file_of[name]
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes a whole tensor of any device."""
+        self._file_of[name].write(name, tensor)
+
+    def write_rows(self, name: str, row: int, parts: Sequence[Tensor]) -> None:
+        """Writes rows from `row` on, one part [rows_i, columns] after the other."""
+        self._file_of[name].write_rows(name, row, parts)
+
+
+def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+    """Consecutive tensors in groups of at most `shard_bytes`; a larger tensor is alone."""
+    shards: list[list[TensorSpec]] = []
+    size = 0
+    for spec in specs:
+        if not shards or (size and size + spec.nbytes > shard_bytes):
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.nbytes
+    return shards
+
+
+def shard_name(index: int, count: int) -> str:
+    """File name of shard `index` (from 0) of `count`."""
+    return SINGLE_FILE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
+    """Writes the index of the shards in a folder; `weight_map` is from tensor to file name."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    with _naming(folder / INDEX_FILE), (folder / INDEX_FILE).open("x") as file:
+        file.write(json.dumps(index, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_checkpoint(
     directory: str | Path,
     tensors: Iterable[tuple[str, Tensor]],
     *,
-    shard_bytes: int = 5 << 30,
+    shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] | None = None,
     files: Mapping[str, Path] | None = None,
+    overwrite: bool = False,
 ) -> Path:
-    """Writes `directory` and returns it; holds at most one shard in memory.
+    """Writes `directory` from tensors that nobody has listed before, and returns it; holds one shard in memory.
 
-    A shard is closed before it would pass `shard_bytes`. One shard is written as model.safetensors, several with an
-    index. `files` (name -> source) are copied beside the weights byte for byte. Everything is made in a temporary
-    sibling folder, the index last, and renamed at the end, so an interrupted run leaves no half checkpoint.
+    Where the tensors are known beforehand a `CheckpointWriter` in an `output_folder` needs no such memory. `files`
+    (name -> source) are copied beside the weights byte for byte.
 
     Raises UserError when the directory exists and is not empty, or a tensor's name occurs twice.
     """
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: exists and is not empty; choose another directory or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
-        for name, source in (files or {}).items():
-            shutil.copyfile(source, work / name)
-        _write_shards(work, tensors, shard_bytes, {"format": "pt", **(metadata or {})})
-        _sync(work)
-        # rename replaces an empty directory, and fails on one that was filled in the meantime.
-        work.rename(target)
-        _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    return target
+    with output_folder(directory, overwrite=overwrite) as work:
+        copy_files(work, files or {})
+        _write_shards(work, tensors, shard_bytes, metadata)
+    return Path(directory)
 
 
 def _write_shards(
-    work: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, metadata: Mapping[str, str]
+    work: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, metadata: Mapping[str, str] | None
 ) -> None:
     """All shards, named once their number is known, and then the index."""
     weight_map: dict[str, int] = {}
@@ -67,19 +256,17 @@ def _write_shards(
             raise UserError(f"{work}: {repeated[0]} is written twice")
         weight_map.update(dict.fromkeys(shard, number))
         total += sum(t.nbytes for t in shard.values())
-        _write_file(work / f"{number}.partial", shard, metadata)
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in shard.items()]
+        with SafetensorsFile(work / f"{number}.partial", specs, metadata=metadata) as file:
+            for name, tensor in shard.items():
+                file.write(name, tensor)
     count = max(weight_map.values(), default=-1) + 1
     if count == 0:
         raise UserError(f"{work}: there are no tensors to write")
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE for i in range(count)]
-    for number, name in enumerate(names):
-        (work / f"{number}.partial").rename(work / name)
+    for number in range(count):
+        (work / f"{number}.partial").rename(work / shard_name(number, count))
     if count > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: names[i] for name, i in sorted(weight_map.items())},
-        }
-        (work / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(work, {name: shard_name(i, count) for name, i in weight_map.items()}, total_bytes=total)
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -98,32 +285,116 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         yield shard
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """One safetensors file, wide types first so that every tensor is aligned to its type."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, tensor in ordered:
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in ordered:
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
+@contextmanager
+def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `target` that becomes `target` when the block ends, and vanishes when it raises.
+
+    A run that is killed leaves the temporary folder alone, under a name that starts with a dot; the next run of the
+    same target removes it. With `overwrite` a checkpoint that is there is replaced as a whole, so nothing of it stays.
+
+    Raises UserError when the target exists and is not empty (and, with `overwrite`, is no checkpoint), or when another
+    process is writing it.
+    """
+    target = Path(os.path.abspath(target))
+    work, old, lock = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "old", "lock"))
+    with _naming(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(lock, target):
+        if old.exists() and not target.exists():
+            old.rename(target)  # a run was killed between the two renames below
+        _check_target(target, overwrite=overwrite)
+        for leftover in (work, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            with _naming(work):
+                work.mkdir()
+            yield work
+            with _naming(work):
+                sync_folder(work)
+                if overwrite and target.exists():
+                    target.rename(old)
+                # rename replaces an empty directory, and fails on one that was filled in the meantime.
+                work.rename(target)
+                sync_folder(target.parent)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(directory: Path) -> None:
-    """Makes the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY)
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    if not target.exists() and not target.is_symlink():
+        return
+    if not target.is_dir() or target.is_symlink():
+        raise UserError(f"{target}: exists and is no directory; choose another name or remove it")
+    if not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise UserError(f"{target}: exists and is not empty; choose another directory or remove it")
+    if not any((target / marker).exists() for marker in MARKERS):
+        raise UserError(f"{target}: is no checkpoint (it holds none of {', '.join(MARKERS)}); it is not overwritten")
+
+
+@contextmanager
+def _locked(path: Path, target: Path) -> Iterator[None]:
+    """Holds the lock of a target; a killed process holds none."""
+    with _naming(path):
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(fd)
+                raise UserError(f"{target}: another process is writing it; choose another directory") from error
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                break
+            os.close(fd)  # the holder before has removed the file that was opened here
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def copy_files(folder: Path, files: Mapping[str, Path]) -> None:
+    """Copies files (name -> source) into a folder byte for byte, and flushes them to disk."""
+    for name, source in files.items():
+        with _naming(folder / name), source.open("rb") as read, (folder / name).open("xb") as write:
+            shutil.copyfileobj(read, write)
+            write.flush()
+            os.fsync(write.fileno())
+
+
+def require_space(folder: Path, nbytes: int) -> None:
+    """Raises UserError when the disk of a folder has less room than `nbytes`."""
+    free = _free_bytes(folder)
+    if free < nbytes:
+        raise UserError(f"{folder}: {nbytes} bytes are to be written, but its disk has {free} bytes free")
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turns an error of the operating system into a UserError that names the file and the free space."""
+    try:
+        yield
+    except OSError as error:
+        folder = next((p for p in (path, *path.parents) if p.is_dir()), Path("."))
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); its disk has {_free_bytes(folder)} bytes free"
+        ) from error

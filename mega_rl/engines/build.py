@@ -42,8 +42,10 @@ def build_engine(
     impl = choose_transformer_impl(config.model.transformer_impl, device_type=accelerator.device.type)
     model_config = transformer_config(
         hf,
-        model=config.model,
-        parallel=config.parallel,
+        layout=layout,
+        dtype=config.model.dtype,
+        recompute=config.model.recompute,
+        overlap_p2p=config.parallel.overlap_p2p,
         device_overrides=accelerator.transformer_config_overrides(),
     )
     sharding = Sharding(hf, layout, spec=impl, head=head)

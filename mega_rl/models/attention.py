@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -103,8 +106,13 @@ class _ToPacked(torch.autograd.Function):
 class SDPACoreAttention(MegatronModule):
     """Causal grouped-query attention of one tensor-parallel rank's heads; no dropout, no bias, no context parallelism.
 
-    Takes the place of Transformer Engine's `DotProductAttention` in Megatron-Core's `SelfAttention`; upstream's local
-    `DotProductAttention` knows no packed input and materialises the [S, S] scores.
+    Takes the place of Transformer Engine's `DotProductAttention` in Megatron-Core's `SelfAttention` and
+    `MLASelfAttention`; upstream's local `DotProductAttention` knows no packed input, no value heads of another size
+    than the query's, and materialises the [S, S] scores of every layer.
+
+    `config.window_size` = (w - 1, 0) gives the layers that `config.window_attn_skip_freq` names a sliding window of w
+    tokens. `config.softmax_type` "learnable" gives every head a sink: `softmax_offset` [heads of this rank] are logits
+    that take part in the softmax and attend to nothing.
     """
 
     def __init__(
@@ -117,14 +125,26 @@ class SDPACoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         assert config.context_parallel_size == 1, "SDPACoreAttention has no context parallelism"
         assert attn_mask_type == AttnMaskType.causal
         assert attention_type == "self"
-        assert config.window_size is None
-        assert config.softmax_type == "vanilla"
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            before, after = config.window_size
+            assert after == 0, "a causal window ends at the token"
+            self.window = before + 1
+        self.tp_group = None if pg_collection is None else pg_collection.tp
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type != "vanilla":
+            assert config.softmax_type == "learnable"
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -136,11 +156,11 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Context of each token, heads flattened.
+        """Context of each token, heads flattened; E is the size of a value head.
 
-        Padded: query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads*D]; rows are right-padded, so
-        the causal mask alone keeps padding out of every real token's context.
-        Packed: query [T, heads, D], key and value [T, groups, D] -> [T, heads*D], `packed_seq_params` a
+        Padded: query [S, B, heads, D], key [S, B, groups, D], value [S, B, groups, E] -> [S, B, heads*E]; rows are
+        right-padded, so the causal mask alone keeps padding out of every real token's context.
+        Packed: query [T, heads, D], key [T, groups, D], value [T, groups, E] -> [T, heads*E], `packed_seq_params` a
         `PackedSequences`; tokens attend within their own sequence.
         """
         assert attention_bias is None
@@ -162,8 +182,45 @@ class SDPACoreAttention(MegatronModule):
         return _ToPacked.apply(context, index, packed_seq_params.slots, packed_seq_params.filled)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, heads, S, D] of causal attention; key and value have [B, groups, S, D]."""
+        """[B, heads, S, E] of causal attention; key and value have [B, groups, S, D or E]."""
         grouped = query.size(1) != key.size(1)
+        mask = self._mask(query.size(2), query)
+        if self.softmax_offset is not None:
+            # The sink is one more key: of zeros, so that its logit is the mask's entry, and with a value of zeros.
+            key, value = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.size(3))], dim=2) for x in (key, value))
         return scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+        )
+
+    def _mask(self, length: int, like: Tensor) -> Tensor | None:
+        """What is added to the logits, or which of them count; None where plain causality says it all.
+
+        [S, S] bool of a window, [heads, S, S + 1] of the dtype of `like` with sinks.
+        """
+        windowed = self.window is not None and self.window < length
+        if not windowed and self.softmax_offset is None:
+            return None
+        seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
+        if windowed:
+            assert self.window is not None
+            seen = seen.triu(1 - self.window)
+        if self.softmax_offset is None:
+            return seen
+        heads = self.softmax_offset.numel()
+        bias = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf).expand(heads, -1, -1)
+        sinks = self.softmax_offset.to(like.dtype)[:, None, None].expand(-1, length, 1)
+        return torch.cat([bias, sinks], dim=2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks for a distributed checkpoint, cut over tensor parallelism."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
         )

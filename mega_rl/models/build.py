@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,22 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
 
-from mega_rl.config.schema import ModelConfig, ParallelConfig
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
+from mega_rl.converters.model_config import (
+    extra_config_attributes,
+    gpt_model_kwargs,
+    transformer_config_kwargs,
+    uses_mla,
+)
 from mega_rl.converters.plan import Head, Spec
+from mega_rl.errors import UserError
 from mega_rl.models.heads import ValueHead
-from mega_rl.models.specs import decoder_spec
+from mega_rl.models.specs import decoder_spec, mtp_spec
 from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.layout import ParallelLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -34,38 +42,67 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def transformer_config(
     hf: HFConfig,
     *,
-    model: ModelConfig,
-    parallel: ParallelConfig,
+    layout: ParallelLayout,
+    dtype: str,
     device_overrides: Mapping[str, Any],
+    recompute: str = "none",
+    overlap_p2p: bool = False,
 ) -> TransformerConfig:
     """Megatron-Core's config of this model, layout and device.
 
-    `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
-    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight.
+    `dtype` is a key of `DTYPES`, `recompute` one of `RECOMPUTE`. `calculate_per_token_loss` gives the schedules and DDP
+    sum semantics: nothing is divided by the number of micro-batches or of data-parallel ranks, because every token's
+    loss already carries its global weight.
+
+    Raises:
+        UserError: experts or latent attention under tensor parallelism without sequence parallelism.
     """
-    dtype = DTYPES[model.dtype]
+    if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
+        # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
+        raise UserError(
+            f"parallel.sequence_parallel=false: model_type={hf.model_type} with tp={layout.tp} needs it, having "
+            "experts or latent attention; set parallel.sequence_parallel=true"
+        )
+    kind = DTYPES[dtype]
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
-        "context_parallel_size": parallel.cp,
-        "sequence_parallel": parallel.sequence_parallel,
-        "overlap_p2p_comm": parallel.overlap_p2p,
-        "batch_p2p_comm": not parallel.overlap_p2p,
-        "variable_seq_lengths": parallel.pp > 1,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _pipeline(layout, mtp_layers=_mtp_layers(hf)),
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "overlap_p2p_comm": overlap_p2p,
+        "batch_p2p_comm": not overlap_p2p,
+        "variable_seq_lengths": layout.pp > 1,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
-        "pipeline_dtype": dtype,
-        "params_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
+        "pipeline_dtype": kind,
+        "params_dtype": kind,
+        "bf16": kind is torch.bfloat16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": True,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
-        **RECOMPUTE[model.recompute],
+        **RECOMPUTE[recompute],
         **device_overrides,
     }
-    return TransformerConfig(**kwargs)
+    config = (MLATransformerConfig if uses_mla(hf) else TransformerConfig)(**kwargs)
+    for name, value in extra_config_attributes(hf).items():
+        setattr(config, name, value)
+    return config
+
+
+def _pipeline(layout: ParallelLayout, *, mtp_layers: int) -> str | None:
+    """An uneven split in Megatron-Core's notation; None leaves the even one to it."""
+    if layout.pipeline is None:
+        return None
+    return "E" + "|".join("t" * layers for layers in layout.pipeline) + "m" * mtp_layers + "L"
+
+
+def _mtp_layers(hf: HFConfig) -> int:
+    return hf.mtp_layers if hf.mtp == "load" else 0
 
 
 def build_chunks(
@@ -82,19 +119,20 @@ def build_chunks(
 
     `head` is "lm" (vocabulary projection, sharded over TP) or "value" (one scalar per token, replicated).
     """
-    layout = groups.layout
+    layout, at = groups.layout, groups.coordinates
     chunks = []
     for stage in range(layout.vpp):
-        first = groups.coordinates.pp_rank == 0 and stage == 0
-        last = groups.coordinates.pp_rank == layout.pp - 1 and stage == layout.vpp - 1
+        first = at.pp_rank == 0 and stage == 0
+        last = at.pp_rank == layout.pp - 1 and stage == layout.vpp - 1
         kwargs = gpt_model_kwargs(hf, padded_vocab)
         if head == "value":
             kwargs["share_embeddings_and_output_weights"] = False
+        if last and _mtp_layers(hf):
+            kwargs["mtp_block_spec"] = mtp_spec(impl, hf, pg_collection=groups.collection)
+        layers = layout.layers_of(at.pp_rank, hf.num_layers, stage)
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=decoder_spec(
-                impl, num_layers=len(layout.layers_of(0, hf.num_layers)), qk_norm=hf.qk_norm
-            ),
+            transformer_layer_spec=decoder_spec(impl, hf, layers=layers, pg_collection=groups.collection),
             pre_process=first,
             post_process=last,
             parallel_output=True,
@@ -104,9 +142,20 @@ def build_chunks(
         )
         if head == "value" and last:
             chunk.output_layer = ValueHead(config, groups.collection)
+        if hf.embedding_scale != 1.0 and hasattr(chunk, "embedding"):
+            chunk.embedding.register_forward_hook(_scale(hf.embedding_scale))
         mark_tensor_parallel(chunk)
         chunks.append(chunk.to(device=device))
     return chunks
+
+
+def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:
+    """A forward hook that multiplies the output by `factor`, rounded to the output's dtype as in transformers."""
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
+
+    return hook
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:

@@ -7,21 +7,38 @@ import logging
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from mega_rl.converters.architecture import HFConfig, Mla
 from mega_rl.converters.plan import Spec
 from mega_rl.errors import UserError
 from mega_rl.models.attention import SDPACoreAttention
-from mega_rl.models.norm import RMSNorm
+from mega_rl.models.layer import DecoderLayer
+from mega_rl.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
+from mega_rl.models.router import Router
 
 log = logging.getLogger(__name__)
+
+CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
 def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
@@ -45,38 +62,166 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
     return "te"
 
 
-def decoder_spec(impl: Spec, *, num_layers: int, qk_norm: bool) -> ModuleSpec | TransformerBlockSubmodules:
-    """Spec of a stage's decoder with `num_layers` layers; `impl` is "te" or "local"."""
+def needs_local_spec(hf: HFConfig) -> list[str]:
+    """What of an architecture only the local spec's modules can do, in words."""
+    return [
+        what
+        for what, there in {
+            "norms on the outputs of attention and MLP": hf.post_norms,
+            "a RoPE base of its own in sliding-window layers": hf.rope.local_theta is not None,
+            "query and key norms over all heads together": hf.qk_norm_joint,
+            "an epsilon of its own in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
+        }.items()
+        if there
+    ]
+
+
+def decoder_spec(
+    impl: Spec, hf: HFConfig, *, layers: range, pg_collection: ProcessGroupCollection
+) -> TransformerBlockSubmodules:
+    """Spec of a stage's decoder, which holds `layers` of the model (global indices); `impl` is "te" or "local".
+
+    Raises:
+        UserError: Transformer Engine's layers lack something that the architecture has.
+    """
+    if impl == "local":
+        specs = [_local_layer(hf, layer, pg_collection) for layer in layers]
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    lacking = needs_local_spec(hf)
+    if lacking:
+        raise UserError(
+            f"model.transformer_impl: Megatron-Core's Transformer Engine layers lack what {hf.model_type} has "
+            f"({', '.join(lacking)}); use model.transformer_impl=local"
+        )
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    specs = [_te_layer(hf, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
+
+
+def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    """Spec of the multi-token prediction block of the last stage."""
+    norm, linear = RMSNorm, ColumnParallelLinear
     if impl == "te":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    assert impl == "local"
-    norm = RMSNorm if qk_norm else IdentityOp
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=SDPACoreAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
-            mlp_bda=get_bias_dropout_add,
-            # Checkpoints carry Transformer Engine's names, so they load under either spec.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as linear  # noqa: N813
+        from megatron.core.extensions.transformer_engine import TENorm as norm  # noqa: N813
+    inside = [
+        _local_layer(hf, hf.num_layers + i, pg_collection) if impl == "local" else _te_layer(hf, hf.num_layers + i)
+        for i in range(hf.mtp_layers)
+    ]
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(
+            layer_specs=[
+                ModuleSpec(
+                    module=MultiTokenPredictionLayer,
+                    submodules=MultiTokenPredictionLayerSubmodules(
+                        enorm=norm, hnorm=norm, eh_proj=linear, transformer_layer=layer, layer_norm=norm
+                    ),
+                )
+                for layer in inside
+            ]
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
+    """One of upstream's Transformer Engine layers; experts are grouped."""
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=hf.moe.num_experts if hf.moe is not None and hf.is_moe(layer) else None,
+        moe_grouped_gemm=True,
+        qk_layernorm=hf.qk_norm or hf.mla is not None,
+        multi_latent_attention=hf.mla is not None,
+    )
+
+
+def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    """A layer of Megatron-Core's modules with our core attention and norms."""
+    moe = hf.is_moe(layer)
+    local_rope = hf.rope.local_theta is not None and hf.window is not None and hf.window.layers[layer]
+    special = hf.post_norms or local_rope
+    params = {"post_norms": hf.post_norms, "rope_theta": hf.rope.local_theta if local_rope else None}
+    return ModuleSpec(
+        module=DecoderLayer if special else TransformerLayer,
+        params=params if special else {},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_attention(hf, pg_collection) if hf.mla is None else _latent_attention(hf.mla),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_experts(hf) if moe else _mlp(),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_te_names(hf, moe=moe),
+        ),
+    )
+
+
+def _te_names(hf: HFConfig, *, moe: bool) -> dict[str, str]:
+    """Prefixes of a layer's names and what checkpoints call them: Transformer Engine's names, to load under both."""
+    names = {}
+    if hf.mla is None:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    else:
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    if not moe:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
+
+
+def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    norms: list[type | ModuleSpec] = [RMSNorm if hf.qk_norm else IdentityOp] * 2
+    if hf.qk_norm_joint:
+        heads = (hf.num_heads, hf.num_kv_heads)
+        norms = [
+            ModuleSpec(module=JointRMSNorm, params={"heads": n, "pg_collection": pg_collection}) for n in heads
+        ]
+    return ModuleSpec(
+        module=SelfAttention,
+        params=CAUSAL,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=SDPACoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norms[0],
+            k_layernorm=norms[1],
+        ),
+    )
+
+
+def _latent_attention(mla: Mla) -> ModuleSpec:
+    """The down projections are whole on every rank, as under Transformer Engine; upstream's local spec cuts them."""
+    norm = ModuleSpec(module=LatentRMSNorm, params={"latent_eps": mla.norm_eps})
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params=CAUSAL,
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=Linear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=Linear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=SDPACoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+def _mlp() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def _experts(hf: HFConfig) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            router=Router,
+            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+        ),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,65 @@ import torch
 
 from mega_rl.types import Experience
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama")  # the plain dense ones
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rms_norm_eps": 1e-5,
+}
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+SIGMOID = {**ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
+GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+# What a family's tiny config has beside `SMALL`; the class of transformers is found by model_type.
+TINY: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "llama": {"head_dim": 16},
+    "mistral": {"head_dim": 16, "sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": None},
+    "qwen2_moe": {**QWEN_MOE, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {**QWEN_MOE, "head_dim": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "deepseek_v2": {**LATENT, **ROUTED, "n_routed_experts": 4, "n_shared_experts": 1, "routed_scaling_factor": 1.5},
+    "deepseek_v3": {**LATENT, **SIGMOID, **GROUPS},
+    "kimi_k2": {**LATENT, **SIGMOID, "n_group": 1, "topk_group": 1},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "glm4_moe": {**SIGMOID, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+# Families whose code comes with their checkpoints, and the class of transformers that computes the same.
+CLASS_OF = {"kimi_k2": "deepseek_v3"}
 
 
 def write_tiny_checkpoint(
@@ -19,41 +78,69 @@ def write_tiny_checkpoint(
     tied: bool = True,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    mtp_layers: int = 0,
     **overrides: Any,
 ) -> Path:
-    """A random checkpoint as transformers writes it: 4 layers, hidden 32, 4 heads, 2 key-value heads, vocabulary 50.
+    """A random checkpoint as transformers writes it: 4 layers, hidden 32, 4 heads, vocabulary 50 (see `TINY`).
 
     Weights are five times a real initialisation, so that wrong layouts change log-probs by much more than rounding.
+    Routers are larger still: their choices are far apart. Norms, biases, sinks and the experts' corrections are none
+    of them at their neutral value. `mtp_layers` adds multi-token prediction layers, which transformers does not read.
     """
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings: dict[str, Any] = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.1,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    if family != "qwen2":
-        settings["head_dim"] = 16
-    config_class = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    settings = {**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_class(**(settings | overrides)))
+    config = AutoConfig.for_model(CLASS_OF.get(family, family), **settings)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            if name.endswith("bias"):
-                parameter.copy_(0.2 * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(directory)
+                tensor.add_(0.2 * torch.randn_like(tensor))
+            elif name.endswith(("bias", "_bias")):
+                tensor.copy_(0.2 * torch.randn_like(tensor))
+            elif name.endswith("sinks"):
+                tensor.copy_(torch.randn_like(tensor))
+            elif name.endswith(("mlp.gate.weight", "router.weight")):
+                tensor.copy_(torch.randn_like(tensor))
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    model.to(dtype)
+    for name, buffer in kept.items():
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias.data = buffer  # stays float32
+    model.save_pretrained(directory)
+    if family in CLASS_OF:
+        _edit_config(directory, model_type=family, auto_map={"AutoModelForCausalLM": "modeling_deepseek.Model"})
+    if mtp_layers:
+        _add_mtp_layers(directory, first=config.num_hidden_layers, count=mtp_layers)
     return directory
+
+
+def _edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **changes}, indent=2), encoding="utf-8")
+
+
+def _add_mtp_layers(directory: Path, *, first: int, count: int) -> None:
+    """Multi-token prediction layers as DeepSeek and GLM store them: like the last layer, with what joins its inputs."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    hidden = tensors["model.norm.weight"].numel()
+    last = f"model.layers.{first - 1}."
+    shapes = {name.removeprefix(last): tensor.shape for name, tensor in tensors.items() if name.startswith(last)}
+    shapes |= {name: (hidden,) for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    shapes |= {"eh_proj.weight": (hidden, 2 * hidden)}
+    dtypes = {name: tensors[last + name].dtype for name in shapes if last + name in tensors}
+    usual = tensors["model.norm.weight"].dtype
+    for layer in range(first, first + count):
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}"] = (0.1 * torch.randn(shape)).to(dtypes.get(name, usual))
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if "lm_head.weight" in tensors:
+            tensors[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    _edit_config(directory, num_nextn_predict_layers=count)
 
 
 def random_experience(

@@ -102,7 +102,7 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "empty file": (empty_file, ("data.train_files: d.jsonl: is empty",)),
     "unknown reward": (unknown_reward, ("reward.function='exact_mach'", "legal: exact_match, math_verify")),
     "reward without name": (reward_without_name, ("r.py defines no 'scores'; it has score",)),
-    "unsupported architecture": (unsupported_architecture, ('m/config.json: model_type="mamba" is not supported',)),
+    "unsupported architecture": (unsupported_architecture, ('m/config.json: model_type="mamba": not supported',)),
 }
 
 

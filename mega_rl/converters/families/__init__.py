@@ -3,8 +3,42 @@
 from __future__ import annotations
 
 from mega_rl.converters.families.base import Family
-from mega_rl.converters.families.dense import LLAMA, QWEN2, QWEN3
+from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
+from mega_rl.converters.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
+from mega_rl.converters.families.gemma import GEMMA3_TEXT
+from mega_rl.converters.families.glm import GLM4, GLM4_MOE
+from mega_rl.converters.families.gpt_oss import GPT_OSS
+from mega_rl.converters.families.moe import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "REFUSED", "Family"]
 
-FAMILIES = {family.model_type: family for family in (QWEN2, QWEN3, LLAMA)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        QWEN2,
+        QWEN3,
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        OLMOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        GLM4,
+        GLM4_MOE,
+        GEMMA3_TEXT,
+        GPT_OSS,
+    )
+}
+
+_GATED_DELTA_NET = (
+    "layer_types",
+    "layers of linear_attention are gated delta nets; Megatron-Core 0.16.1 builds those only with "
+    "flash-linear-attention installed, and norms that multiply by 1 + weight only with Transformer Engine",
+)
+# Families that are known and cannot be represented: model_type -> (field, reason).
+REFUSED = {
+    name: _GATED_DELTA_NET for name in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+}

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from mega_rl.converters.families.base import Family
+from mega_rl.converters.families import windows
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
 from mega_rl.converters.rules import copy, gated, in_layers, qkv, row, vocab
 
 EMBEDDING = (vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight"),)
 
-ATTENTION = in_layers(
-    copy(
-        "input_layernorm.weight",
-        "input_layernorm.weight",
-        "hidden",
-        te="self_attention.linear_qkv.layer_norm_weight",
-    ),
+INPUT_NORM = copy(
+    "input_layernorm.weight", "input_layernorm.weight", "hidden", te="self_attention.linear_qkv.layer_norm_weight"
+)
+ATTENTION_WEIGHTS = (
     qkv("self_attention.linear_qkv.weight", "self_attn.{part}_proj.weight", "hidden"),
     qkv("self_attention.linear_qkv.bias", "self_attn.{part}_proj.bias", when=["qkv_bias"]),
     copy("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head_dim", when=["qk_norm"]),
@@ -21,15 +19,18 @@ ATTENTION = in_layers(
     row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "o"),
     copy("self_attention.linear_proj.bias", "self_attn.o_proj.bias", "hidden", when=["linear_bias"]),
 )
+ATTENTION = in_layers(INPUT_NORM, *ATTENTION_WEIGHTS)
 
+# The norm before the MLP belongs to the MLP's first linear under Transformer Engine, unless experts follow it.
+DENSE_NORM = copy(
+    "pre_mlp_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "hidden",
+    te="mlp.linear_fc1.layer_norm_weight",
+    when=["dense"],
+)
 MLP = in_layers(
-    copy(
-        "pre_mlp_layernorm.weight",
-        "post_attention_layernorm.weight",
-        "hidden",
-        te="mlp.linear_fc1.layer_norm_weight",
-        when=["dense"],
-    ),
+    DENSE_NORM,
     gated("mlp.linear_fc1.weight", "mlp.{part}_proj.weight", "ffn", "hidden", when=["dense"]),
     gated("mlp.linear_fc1.bias", "mlp.{part}_proj.bias", "ffn", when=["dense", "linear_bias"]),
     row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn", when=["dense"]),
@@ -43,6 +44,27 @@ OUTPUT = (
 
 DENSE = EMBEDDING + ATTENTION + MLP + OUTPUT
 
-QWEN2 = Family("qwen2", DENSE, qkv_bias=True, sliding_window=True)
-QWEN3 = Family("qwen3", DENSE, qk_norm=True, bias_fields=("attention_bias",), head_dim=128, sliding_window=True)
-LLAMA = Family("llama", DENSE, bias_fields=("attention_bias", "mlp_bias"))
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+
+QWEN2 = Family(
+    "qwen2",
+    DENSE,
+    defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
+    qkv_bias=True,
+    window=windows.in_last_layers,
+)
+QWEN3 = Family(
+    "qwen3",
+    DENSE,
+    defaults={"num_key_value_heads": 32, "head_dim": 128, **QWEN_WINDOW},
+    fixed={"attention_bias": NO_LINEAR_BIAS},
+    qk_norm=True,
+    window=windows.in_last_layers,
+)
+LLAMA = Family("llama", DENSE, bias_keys=("attention_bias", "mlp_bias"))
+MISTRAL = Family(
+    "mistral",
+    DENSE,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    window=windows.in_all_layers,
+)

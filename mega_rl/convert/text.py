@@ -1,0 +1,180 @@
+"""What the convert verbs say: plain text for people, one JSON object for programs, a bar while they wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mega_rl.converters.architecture import HFConfig
+
+SHOWN = 20  # names listed of each kind; --json has them all
+
+
+def is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _Bar:
+    """A progress bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar, self._task = bar, None
+
+    def start(self, total_bytes: int, label: str) -> None:
+        if self._bar is not None:
+            self._task = self._bar.add_task(label, total=total_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task, num_bytes)
+
+
+@contextmanager
+def progress_bar(as_json: bool) -> Iterator[_Bar]:
+    if as_json or not sys.stderr.isatty() or not is_main():
+        yield _Bar(None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _Bar(bar)
+
+
+def print_facts(facts: dict[str, Any], as_json: bool) -> None:
+    if not is_main():
+        return
+    if as_json:
+        typer.echo(json.dumps(facts, default=str))
+    else:
+        width = max(len(name) for name in facts)
+        for name, value in facts.items():
+            typer.echo(f"{name:<{width}}  {value:,}" if isinstance(value, int) else f"{name:<{width}}  {value}")
+
+
+def print_report(target: Path, report: Any, as_json: bool) -> None:
+    facts = dataclasses.asdict(report)
+    if as_json:
+        print_facts({"target": str(target), **facts}, True)
+        return
+    if not is_main():
+        return
+    rate = report.num_bytes / max(report.seconds, 1e-9) / 1e9
+    typer.echo(
+        f"{target}: {report.num_tensors:,} tensors in {report.num_files} file(s), {_size(report.num_bytes)}, "
+        f"{report.seconds:.1f} s ({rate:.2f} GB/s)"
+    )
+    for label in ("ignored", "absent", "kept"):
+        _print_names(label, facts[label])
+
+
+def print_description(facts: dict[str, Any]) -> None:
+    if not is_main():
+        return
+    typer.echo(
+        f"{facts['family']}: {facts['num_params']:,} elements in {facts['num_tensors']:,} tensors, "
+        f"{_size(facts['nbytes'])}"
+    )
+    typer.echo("dtypes: " + ", ".join(f"{name} ({count})" for name, count in facts["dtypes"].items()))
+    usual = {field.name: field.default for field in dataclasses.fields(HFConfig)}
+    shown = {k: v for k, v in facts["architecture"].items() if k != "family" and v != usual.get(k)}
+    typer.echo("architecture: " + ", ".join(f"{name}={_brief(value)}" for name, value in shown.items()))
+    typer.echo(f"layout {facts['layout']}, weights of each rank in the checkpoint's type:")
+    for stage in facts["stages"]:
+        layers = ", ".join(stage["layers"])
+        typer.echo(
+            f"  pp_rank {stage['pp_rank']}: layers {layers}: {stage['params']:,} elements, {_size(stage['nbytes'])}"
+        )
+    for label in ("missing", "unexpected", "mis_shaped", "ignored"):
+        _print_names(label, facts[label])
+
+
+def _brief(value: Any) -> str:
+    """A value on one line: flags of many layers as their number."""
+    if isinstance(value, dict):
+        inner = (f"{k}={_brief(v)}" for k, v in value.items() if v is not None)
+        return "(" + ", ".join(inner) + ")"
+    if isinstance(value, (tuple, list)) and value and all(isinstance(v, bool) for v in value):
+        return f"{sum(value)} of {len(value)}"
+    return str(value)
+
+
+def print_verification(facts: dict[str, Any], as_json: bool, good: bool) -> None:
+    if as_json:
+        print_facts({"equal": good, **facts}, True)
+        return
+    typer.echo(f"proof: every element of {facts['layout']} is planned exactly once")
+    if facts["comparison"] is not None:
+        print_comparison(facts["comparison"])
+    if facts["returned"] is not None:
+        typer.echo(f"import and export in memory: {facts['returned']:,} tensors come back bit for bit")
+        _print_names("do not come back", facts["lost"])
+    found = facts.get("logits")
+    if found is not None:
+        typer.echo(f"logits: {found['summary']}")
+        for line in found["details"]:
+            typer.echo(f"  {line}")
+    typer.echo("equal" if good else "differs")
+
+
+def print_comparison(facts: dict[str, Any]) -> None:
+    typer.echo(f"{facts['num_equal']:,} tensors are equal bit for bit (digest {facts['digest']})")
+    _print_names("only in the first", facts["only_first"])
+    _print_names("only in the second", facts["only_second"])
+    _print_names("other type or shape", facts["mismatched"])
+    _print_names("config.json", facts["config"])
+    _print_names("in one only, as allowed", facts["allowed"])
+    ranked = sorted(facts["different"], key=lambda d: -d["max_abs"])
+    for d in ranked[:SHOWN]:
+        typer.echo(
+            f"  {d['name']}: {d['elements']:,} of {d['numel']:,} elements differ, "
+            f"max {d['max_abs']:.3g}, mean {d['mean_abs']:.3g} (largest value {d['max_of_first']:.3g})"
+        )
+    if len(ranked) > SHOWN:
+        typer.echo(f"  and {len(ranked) - SHOWN:,} more tensors")
+
+
+def _print_names(label: str, names: Sequence[str]) -> None:
+    if names:
+        more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+        typer.echo(f"{label} ({len(names):,}): " + ", ".join(names[:SHOWN]) + more)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:.2f} MB"
+
+
+def elements(params: Sequence[tuple[str, Any]]) -> int:
+    return sum(math.prod(param.shape) for _, param in params)
+
+
+def copies_in_words(copies: list[Any]) -> Iterator[str]:
+    """Copies in words, the middle of long lists left out."""
+    shown = copies if len(copies) <= 8 else [*copies[:4], None, *copies[-3:]]
+    for c in shown:
+        if c is None:
+            yield f"... {len(copies) - 7} more"
+            continue
+        there = f"[{c.dst_row}:{c.dst_row + c.rows}, {c.dst_col}:{c.dst_col + c.cols}]"
+        height, width = c.src_shape
+        step = f":{c.step}" if c.step > 1 else ""
+        here = f"[{c.src_row}:{c.src_row + height}, {c.src_col}:{c.src_col + width}{step}]"
+        yield f"{there} <- " + (
+            "0" if c.hf_name is None else f"{c.hf_name}{here}" + (" transposed" if c.transposed else "")
+        )

@@ -1,0 +1,420 @@
+"""`mega-rl convert`: Hugging Face checkpoints in and out of Megatron-Core layouts, and what there is to know of them.
+
+Every verb runs in one process on a CPU; under torchrun the ranks share the work. Exit codes: 0, 1 when checkpoints
+differ, 2 for a mistake of the user. Answers that need no tensor data import no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mega_rl.convert.text import (
+    copies_in_words,
+    elements,
+    is_main,
+    print_comparison,
+    print_description,
+    print_facts,
+    print_report,
+    print_verification,
+    progress_bar,
+)
+from mega_rl.errors import UserError, UserErrors
+
+if TYPE_CHECKING:
+    from mega_rl.converters.plan import Sharding
+    from mega_rl.parallel.layout import ParallelLayout
+
+EXIT_DIFFERS = 1
+
+app = typer.Typer(
+    name="convert",
+    help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+Vpp = Annotated[int, typer.Option("--vpp", min=1, help="Virtual pipeline stages per pipeline rank.")]
+Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size.")]
+Etp = Annotated[int | None, typer.Option("--etp", min=1, help="Tensor-parallel size of experts; default: --tp.")]
+PpLayout = Annotated[
+    str | None,
+    typer.Option(
+        "--pp-layout", metavar="LAYOUT", help='Layers of each stage in Megatron-Core\'s notation: "Ett|tt|t|tL".'
+    ),
+]
+Spec = Annotated[str, typer.Option("--spec", help="Whose parameter names: te (Transformer Engine) or local.")]
+Head = Annotated[str, typer.Option("--head", help="lm, or value for a critic or reward model.")]
+Mtp = Annotated[str, typer.Option("--mtp", help="Multi-token prediction layers: drop or load.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast weights: bfloat16, float16 or float32.")]
+AllowMissing = Annotated[
+    list[str] | None,
+    typer.Option("--allow-missing", metavar="PATTERN", help="Tensors that may be absent (repeat for more patterns)."),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing folder, once the new one is complete.")
+]
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Threads; default: one per core, at most 8.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Hugging Face or converted checkpoint.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    pp_layout: PpLayout = None,
+    head: Head = "lm",
+    mtp: Mtp = "drop",
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint is and what each rank of a layout would hold. Reads headers only."""
+    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    if not _is_hf(path):
+        from mega_rl.converters.offline import open_checkpoint
+
+        with open_checkpoint(path) as checkpoint:
+            facts = {
+                "kind": checkpoint.kind,
+                "family": checkpoint.hf.family,
+                "layout": str(checkpoint.sharding.layout),
+                "spec": checkpoint.sharding.spec,
+                "head": checkpoint.sharding.head,
+                "parameters": len(checkpoint.tensors),
+                "elements": sum(math.prod(t.shape) for t in checkpoint.tensors.values()),
+            }
+        print_facts(facts, as_json)
+        return
+    sharding = _sharding(path, layout, head=head, mtp=mtp)
+    from mega_rl.converters.describe import describe
+    from mega_rl.converters.safetensors_io import CheckpointReader
+
+    with CheckpointReader(path) as reader:
+        sharding, found = describe(reader, sharding)
+    facts = {"kind": "hf", "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(found)}
+    facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k != "raw"}
+    if as_json:
+        print_facts(facts, True)
+    else:
+        print_description(facts)
+    if found.missing or found.unexpected or found.mis_shaped:
+        raise typer.Exit(UserError.exit_code)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    pp_layout: PpLayout = None,
+    kind: Annotated[
+        str,
+        typer.Option("--format", help="torch_dist (Megatron-Core's, loads in any layout) or ranks (a file per rank)."),
+    ] = "torch_dist",
+    spec: Spec = "te",
+    head: Head = "lm",
+    mtp: Mtp = "drop",
+    dtype: Dtype = None,
+    vocab: Annotated[
+        int | None, typer.Option("--padded-vocab", min=1, help="Rows of the embedding; default: a multiple of --tp.")
+    ] = None,
+    allow_missing: AllowMissing = None,
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Write a Hugging Face checkpoint as a Megatron-Core one."""
+    _choice("--format", kind, ("torch_dist", "ranks"))
+    _choice("--spec", spec, ("te", "local"))
+    _sharding(source, layout := _layout(tp, pp, vpp, ep, etp, pp_layout), head=head, mtp=mtp)
+    from mega_rl.converters.offline import import_hf
+
+    with progress_bar(as_json) as progress:
+        report = import_hf(
+            source,
+            target,
+            layout=layout,
+            format=kind,  # type: ignore[arg-type]
+            spec=spec,  # type: ignore[arg-type]
+            head=head,  # type: ignore[arg-type]
+            mtp=mtp,  # type: ignore[arg-type]
+            dtype=dtype,
+            padded_vocab=vocab,
+            allow_missing=allow_missing or (),
+            overwrite=overwrite,
+            jobs=jobs,
+            progress=progress,
+        )
+    print_report(target, report, as_json)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint made by import, or by Megatron-Core.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    reference: Annotated[
+        Path | None, typer.Option("--hf", metavar="HF_DIR", help="Whose config, tokenizer and templates to copy.")
+    ] = None,
+    shard_size: Annotated[str, typer.Option("--shard-size", help="Largest file: 5GB, 500MB.")] = "5GB",
+    experts: Annotated[
+        str | None, typer.Option("--experts", help="per_expert or fused tensors; default: as the reference has them.")
+    ] = None,
+    dtype: Dtype = None,
+    mtp: Annotated[
+        str, typer.Option("--mtp", help="Multi-token prediction layers: keep the reference's, or drop.")
+    ] = "keep",
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Write a Megatron-Core checkpoint as a Hugging Face one."""
+    if experts is not None:
+        _choice("--experts", experts, ("per_expert", "fused"))
+    _choice("--mtp", mtp, ("keep", "drop"))
+    shard_bytes = parse_size(shard_size)
+    from mega_rl.converters.offline import export_checkpoint
+
+    with progress_bar(as_json) as progress:
+        report = export_checkpoint(
+            source,
+            target,
+            reference=reference,
+            shard_bytes=shard_bytes,
+            experts=experts,  # type: ignore[arg-type]
+            dtype=dtype,
+            mtp=mtp,  # type: ignore[arg-type]
+            overwrite=overwrite,
+            jobs=jobs,
+            progress=progress,
+        )
+    print_report(target, report, as_json)
+
+
+@app.command()
+def reshard(
+    source: Annotated[Path, typer.Argument(metavar="CKPT", help="Rank files or a distributed checkpoint.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    pp_layout: PpLayout = None,
+    kind: Annotated[str | None, typer.Option("--format", help="torch_dist or ranks; default: as the source.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option("--hf", metavar="HF_DIR", help="The model's config, where the source holds none.")
+    ] = None,
+    spec: Annotated[str | None, typer.Option("--spec", help="te or local; default: as the source.")] = None,
+    vocab: Annotated[
+        int | None, typer.Option("--padded-vocab", min=1, help="Rows of the embedding; default: a multiple of --tp.")
+    ] = None,
+    overwrite: Overwrite = False,
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Write a Megatron-Core checkpoint under another layout or in the other format."""
+    if kind is not None:
+        _choice("--format", kind, ("torch_dist", "ranks"))
+    if spec is not None:
+        _choice("--spec", spec, ("te", "local"))
+    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    from mega_rl.converters import offline
+
+    with progress_bar(as_json) as progress:
+        report = offline.reshard(
+            source,
+            target,
+            layout=layout,
+            format=kind,  # type: ignore[arg-type]
+            reference=reference,
+            spec=spec,  # type: ignore[arg-type]
+            padded_vocab=vocab,
+            overwrite=overwrite,
+            jobs=jobs,
+            progress=progress,
+        )
+    print_report(target, report, as_json)
+
+
+@app.command()
+def plan(
+    path: Annotated[
+        Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint, or a folder with a config.json.")
+    ],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Global rank.")] = 0,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    pp_layout: PpLayout = None,
+    spec: Spec = "te",
+    head: Head = "lm",
+    mtp: Mtp = "drop",
+    pattern: Annotated[str, typer.Option("--param", metavar="PATTERN", help="Parameters to show.")] = "*",
+    as_json: Json = False,
+) -> None:
+    """Show which rows of which tensors one rank would read. Reads no tensor; needs config.json only."""
+    _choice("--spec", spec, ("te", "local"))
+    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    if rank >= layout.world_size:
+        raise UserError(f"--rank={rank}: layout {layout} has ranks 0 to {layout.world_size - 1}")
+    sharding = _sharding(path, layout, head=head, mtp=mtp, spec=spec)
+    from mega_rl.converters.plan import build_plan
+    from mega_rl.converters.proof import prove_complete
+
+    prove_complete(sharding)
+    params = [
+        (f"{vp_stage}:{param.name}" if vpp > 1 else param.name, param)
+        for vp_stage in range(layout.vpp)
+        for param in build_plan(sharding, layout.coordinates(rank), vp_stage=vp_stage)
+        if fnmatchcase(param.name, pattern)
+    ]
+    if as_json:
+        copies = {name: {"shape": param.shape, "copies": [c._asdict() for c in param.copies]} for name, param in params}
+        print_facts({"layout": str(layout), "rank": rank, "elements": elements(params), "parameters": copies}, True)
+        return
+    for name, param in params:
+        typer.echo(f"{name} {list(param.shape)}")
+        for c in copies_in_words(list(param.copies)):
+            typer.echo(f"    {c}")
+    typer.echo(f"rank {rank} of {layout}: {len(params)} parameters, {elements(params):,} elements; proof: complete")
+
+
+@app.command()
+def verify(
+    first: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint.")],
+    second: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CKPT]", help="What it must equal; default: itself after import and export."),
+    ] = None,
+    logits: Annotated[
+        int,
+        typer.Option("--logits", min=0, metavar="N", help="Compare logits of N tokens on a shrunk twin; 0: do not."),
+    ] = 0,
+    tp: Tp = 1,
+    pp: Pp = 1,
+    vpp: Vpp = 1,
+    ep: Ep = 1,
+    etp: Etp = None,
+    pp_layout: PpLayout = None,
+    head: Head = "lm",
+    mtp: Mtp = "drop",
+    allow_missing: AllowMissing = None,
+    as_json: Json = False,
+) -> None:
+    """Check a conversion: every element planned once, names, every bit, and on request logits against transformers."""
+    from mega_rl.convert.verification import verify_checkpoint
+
+    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    sharding = _sharding(first, layout, head=head, mtp=mtp)
+    with progress_bar(as_json) as progress:
+        report = verify_checkpoint(
+            first, second, sharding=sharding, allow_missing=allow_missing or (), progress=progress
+        )
+    facts: dict[str, Any] = dataclasses.asdict(report)
+    good = report.equal
+    if logits and is_main():
+        from mega_rl.parity.twin import compare_twin
+
+        outcome = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
+        facts["logits"] = dataclasses.asdict(outcome)
+        good = good and outcome.good
+    if is_main():
+        print_verification(facts, as_json, good)
+    if not good:
+        raise typer.Exit(EXIT_DIFFERS)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint of the same model.")],
+    allow_missing: AllowMissing = None,
+    as_json: Json = False,
+) -> None:
+    """Show which tensors differ between two checkpoints, and by how much."""
+    from mega_rl.convert.verification import compare_checkpoints
+
+    with progress_bar(as_json) as progress:
+        found = compare_checkpoints(first, second, allow_missing=allow_missing or (), progress=progress)
+    if is_main():
+        facts = {"equal": found.equal, **dataclasses.asdict(found)}
+        if as_json:
+            print_facts(facts, True)
+        else:
+            print_comparison(facts)
+    if not found.equal:
+        raise typer.Exit(EXIT_DIFFERS)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MB" or a plain number; units are powers of 1000, as file sizes of the hub are."""
+    number, factor = text.strip().upper(), 1
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)):
+        if number.endswith(unit):
+            number, factor = number.removesuffix(unit), size
+            break
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value * factor >= 1):
+        raise UserError(f"--shard-size={text}: must be a number of bytes above 0 with a unit, as 5GB or 500MB")
+    return int(value * factor)
+
+
+def _layout(tp: int, pp: int, vpp: int, ep: int, etp: int | None, pp_layout: str | None) -> ParallelLayout:
+    """The smallest world with these sizes."""
+    from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
+
+    etp = tp if etp is None else etp
+    try:
+        pipeline = None if pp_layout is None else parse_pipeline(pp_layout)
+        world_size = pp * math.lcm(tp, ep * etp)
+        return ParallelLayout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, pipeline=pipeline)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: str = "local") -> Sharding:
+    """The model of a config.json, cut into `layout`; refused here, before torch is imported, if it cannot be."""
+    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.converters.plan import Sharding, check_layout
+
+    _choice("--head", head, ("lm", "value"))
+    _choice("--mtp", mtp, ("drop", "load"))
+    hf = dataclasses.replace(read_hf_config(path), mtp=mtp)  # type: ignore[arg-type]
+    problems = check_layout(hf, layout)
+    if mtp == "load" and not hf.mtp_layers:
+        problems.append(f"--mtp=load: {path} has no multi-token prediction layers; leave the option out")
+    if problems:
+        raise UserErrors(problems)
+    return Sharding(hf, layout, spec=spec, head=head)  # type: ignore[arg-type]
+
+
+def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UserError(f"{option}={value}: must be one of {', '.join(allowed)}")
+
+
+def _is_hf(path: Path) -> bool:
+    """Whether a folder is, or was meant to be, a Hugging Face checkpoint rather than one of ours or Megatron-Core's."""
+    return not ((path / "mega_rl.json").is_file() or (path / ".metadata").is_file())

@@ -1,0 +1,417 @@
+"""Opens a checkpoint of any kind, checks it against the model that it claims to hold, and reads its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.compose import Home, Homes, Window, compose, home_faults, invert
+from mega_rl.converters.dist_keys import EXTRA_STATE, FOREIGN_PREFIXES, Slab, possible_slabs, whole_model
+from mega_rl.converters.dist_metadata import METADATA_FILE, Chunk, DistTensor, read_metadata
+from mega_rl.converters.fill import BlockReader, fill
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.manifest import HF_FOLDER, MANIFEST_FILE, Manifest, check_fits, read_manifest
+from mega_rl.converters.plan import (
+    EMBEDDING,
+    OUTPUT,
+    Head,
+    ParamPlan,
+    Sharding,
+    as_on_disk,
+    hf_tensors,
+)
+from mega_rl.converters.rank_files import rank_homes, rank_tensors
+from mega_rl.converters.safetensors_io import CheckpointReader, TensorInfo, read_header
+from mega_rl.converters.torch_dist import chunk_info, chunks_by_slab
+from mega_rl.errors import UserError, UserErrors
+
+CheckpointKind = Literal["hf", "ranks", "torch_dist"]
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Whole(NamedTuple):
+    """A tensor or parameter of the whole model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint of any kind, its headers read and checked; nothing else is read before it is asked for.
+
+    `tensors` are those of a Hugging Face checkpoint, else the canonical parameters of the whole model, wherever their
+    parts lie. Reads as any `BlockReader`; a context manager that closes its files.
+    """
+
+    path: Path
+    kind: CheckpointKind
+    sharding: Sharding
+    tensors: dict[str, Whole]
+    files: CheckpointReader  # the tensors as they are stored
+    homes: Homes = field(default_factory=dict)  # of each parameter; empty for Hugging Face checkpoints
+    ignored: tuple[str, ...] = ()  # stored names left aside
+    absent: tuple[str, ...] = ()  # parameters of the model that are not stored
+    manifest: Manifest | None = None
+
+    @property
+    def hf(self) -> HFConfig:
+        """The architecture."""
+        return self.sharding.hf
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.files.close()
+
+    def stored(self, copies: Iterable[Copy]) -> tuple[Copy, ...]:
+        """Copies that read `tensors`, made to read the stored tensors."""
+        return tuple(copies) if self.kind == "hf" else compose(copies, self.homes)
+
+    def position(self, name: str) -> tuple[str, int]:
+        """(file, offset) of the first part of a tensor."""
+        return self.files.position(name if self.kind == "hf" else self.homes[name][0].stored)
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor or parameter."""
+        rows, cols = matrix_shape(self.tensors[name].shape)
+        return self.read_block(name, (0, rows), (0, cols)).view(self.tensors[name].shape)
+
+    def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+        """A rectangle, rows and columns both (low, high), as a new tensor [rows, columns]."""
+        result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=self.tensors[name].dtype)
+        self.read_into(name, rows[0], cols, [result])
+        return result
+
+    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Reads rows from `row` on, columns [low, high) of them, into `targets` one after the other."""
+        for target in targets:
+            copy = Copy(name, row, cols[0], 0, 0, len(target), cols[1] - cols[0])
+            _fill_rows(target, self.stored([copy]), self.files)
+            row += len(target)
+
+    def as_hf(self, *, fused_experts: bool | None = None) -> BlockReader:
+        """The same weights as the tensors of a Hugging Face checkpoint; experts as in the source unless told."""
+        return self if self.kind == "hf" else _AsHF(self, fused_experts)
+
+
+def _fill_rows(target: Tensor, copies: Sequence[Copy], reader: BlockReader) -> None:
+    """`fill` for a target whose rows may lie apart in memory."""
+    if target.is_contiguous():
+        fill(target, copies, reader)
+    else:
+        whole = torch.empty(target.shape, dtype=target.dtype)
+        fill(whole, copies, reader)
+        target.copy_(whole)
+
+
+class _AsHF:
+    """Hugging Face tensors of a converted checkpoint, put together as they are read."""
+
+    def __init__(self, checkpoint: Checkpoint, fused_experts: bool | None) -> None:
+        self._checkpoint = checkpoint
+        sharding = checkpoint.sharding
+        if fused_experts is not None:
+            sharding = replace(sharding, hf=replace(sharding.hf, fused_experts=fused_experts))
+        self._windows = hf_windows(sharding)
+        self._tensors = hf_wholes(checkpoint, sharding, self._windows)
+
+    @property
+    def tensors(self) -> Mapping[str, Whole]:
+        """Every tensor that the parameters make."""
+        return self._tensors
+
+    def position(self, name: str) -> tuple[str, int]:
+        """(file, offset) of its first part."""
+        return self._checkpoint.position(str(self._windows[name][0].copies[0].hf_name))
+
+    def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+        """A rectangle as a new tensor."""
+        shape, dtype = self._tensors[name]
+        num_rows, num_cols = matrix_shape(shape)
+        windows = self._windows[name]
+        low, high = rows
+        if not all(is_plain(window) for window in windows):
+            low, high = 0, num_rows
+        result = torch.empty(high - low, num_cols, dtype=dtype)
+        fill_windows(result, [rows_of(window, low, high) for window in windows], self._checkpoint)
+        return result[rows[0] - low : rows[1] - low, cols[0] : cols[1]].contiguous()
+
+    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Reads rows from `row` on into `targets` one after the other."""
+        for target in targets:
+            target.copy_(self.read_block(name, (row, row + len(target)), cols))
+            row += len(target)
+
+
+def hf_windows(sharding: Sharding) -> dict[str, tuple[Window, ...]]:
+    """How every Hugging Face tensor is put together from whole parameters."""
+    return invert(whole_model(sharding))
+
+
+def hf_wholes(
+    checkpoint: Checkpoint, sharding: Sharding, windows: Mapping[str, tuple[Window, ...]]
+) -> dict[str, Whole]:
+    """Shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
+    wholes = {}
+    for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items():
+        params = {str(copy.hf_name) for window in windows[name] for copy in window.copies}
+        if params & set(checkpoint.absent):
+            continue
+        dtype = one_dtype(name, {param: checkpoint.tensors[param].dtype for param in sorted(params)})
+        wholes[name] = Whole(tensor.shape, dtype)
+    return wholes
+
+
+def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of what is made of tensors of these dtypes. Raises UserError where they differ and none is asked for."""
+    found = set(dtypes.values())
+    if cast is None and len(found) > 1:
+        listed = ", ".join(f"{source} is {str(dtype).removeprefix('torch.')}" for source, dtype in dtypes.items())
+        raise UserError(f"{name}: {listed}; give the dtype that they shall have")
+    return cast if cast is not None else found.pop()
+
+
+def is_plain(window: Window) -> bool:
+    """Whether any rows of the window can be made without the others."""
+    return window.step == 1 and not any(copy.transposed for copy in window.copies)
+
+
+def rows_of(window: Window, low: int, high: int) -> Window:
+    """The part of a plain window in rows [low, high), which become rows [0, high - low)."""
+    copies = []
+    for copy in window.copies:
+        first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
+        if first < last and copy.transposed:
+            assert (first, last) == (copy.dst_row, copy.dst_row + copy.rows), copy
+            copies.append(copy)
+        elif first < last:
+            src_row = copy.src_row + first - copy.dst_row
+            copies.append(copy._replace(src_row=src_row, dst_row=first - low, rows=last - first))
+    return window._replace(copies=tuple(copies))
+
+
+def fill_windows(matrix: Tensor, windows: Iterable[Window], source: Checkpoint) -> None:
+    """Writes a matrix [rows, cols] from a checkpoint; a window of stepped columns passes through a copy of its size."""
+    for window in windows:
+        copies = source.stored(window.copies)
+        if window.step == 1:
+            fill(matrix, copies, source.files)
+        else:
+            turn = torch.empty(len(matrix), matrix.shape[1] // window.step, dtype=matrix.dtype)
+            fill(turn, copies, source.files)
+            matrix[:, window.first_col :: window.step] = turn
+
+
+def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) -> Checkpoint:
+    """Opens a Hugging Face folder, rank files or a distributed checkpoint, and checks every name, shape and dtype.
+
+    `reference` is a folder with the model's config.json: needed for a distributed checkpoint that was not made by a
+    conversion, and taken before the checkpoint's own. Raises UserError or UserErrors.
+    """
+    folder = Path(path)
+    config = Path(reference) if reference is not None else None
+    if not folder.is_dir():
+        raise UserError(f"checkpoint {folder}: no such directory")
+    if (folder / MANIFEST_FILE).is_file():
+        manifest = read_manifest(folder)
+        config = config or folder / HF_FOLDER
+        if manifest.kind == "torch_dist":
+            return _open_dist(folder, config, manifest)
+        hf = read_hf_config(config)
+        check_fits(manifest, hf, str(folder / MANIFEST_FILE))
+        return _open_ranks(folder, manifest.sharding(hf), manifest)
+    if (folder / METADATA_FILE).is_file():
+        if config is None:
+            raise UserError(f"checkpoint {folder}: has no {MANIFEST_FILE}; name a folder with the model's config.json")
+        return _open_dist(folder, config, None)
+    return _open_hf(folder)
+
+
+def _open_hf(folder: Path) -> Checkpoint:
+    hf = read_hf_config(folder)
+    reader = CheckpointReader(folder)
+    sharding = Sharding(as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()}))
+    wholes = {name: Whole(info.shape, info.dtype) for name, info in reader.tensors.items()}
+    return Checkpoint(folder, "hf", sharding, wholes, reader)
+
+
+def _open_ranks(folder: Path, sharding: Sharding, manifest: Manifest) -> Checkpoint:
+    """Rank files: exactly the tensors that the manifest's layout asks for."""
+    found: dict[str, TensorInfo] = {}
+    problems: list[str] = []
+    expected = [t for t in rank_tensors(sharding, origin="canonical") if t.plan.canonical not in manifest.absent]
+    for file in dict.fromkeys(t.file for t in expected):
+        try:
+            found |= {f"{file}:{name}": info for name, info in read_header(folder / file).items()}
+        except UserErrors as error:
+            problems += error.problems
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserErrors(problems)
+    for tensor in expected:
+        info = found.get(tensor.stored)
+        where = f"{folder / tensor.file}: {tensor.name}"
+        if info is None:
+            problems.append(f"{where} is missing, expected shape {list(tensor.plan.shape)}")
+        elif info.shape != tensor.plan.shape:
+            problems.append(f"{where} has shape {list(info.shape)}, its layout asks for {list(tensor.plan.shape)}")
+    surplus = sorted(set(found) - {t.stored for t in expected})
+    problems += [f"{folder}/{name} is no part of the model of {HF_FOLDER}/config.json" for name in surplus]
+    if problems:
+        raise UserErrors(problems)
+    homes = {name: there for name, there in rank_homes(sharding).items() if name not in manifest.absent}
+    return _converted(folder, "ranks", sharding, found, homes, (), manifest.absent, manifest)
+
+
+def _converted(
+    folder: Path,
+    kind: CheckpointKind,
+    sharding: Sharding,
+    found: Mapping[str, TensorInfo],
+    homes: Homes,
+    ignored: tuple[str, ...],
+    absent: tuple[str, ...],
+    manifest: Manifest | None,
+) -> Checkpoint:
+    """The checkpoint of these parts, after checking that they make up every parameter and agree in dtype."""
+    shapes = whole_shapes(sharding)
+    problems = [f"{folder}: {name} is no parameter of the model" for name in absent if name not in shapes]
+    wholes = {}
+    for name, shape in shapes.items():
+        if name in absent:
+            continue
+        faults = home_faults(name, shape, homes.get(name, ()))
+        dtypes = {found[home.stored].dtype for home in homes.get(name, ())}
+        problems += [f"{folder}: {fault}" for fault in faults]
+        if len(dtypes) == 1 and dtypes <= set(FLOATS):
+            wholes[name] = Whole(shape, dtypes.pop())
+        elif not faults:
+            problems.append(f"{folder}: {name} has parts of dtype {', '.join(sorted(map(str, dtypes)))}")
+    if problems:
+        raise UserErrors(problems)
+    reader = CheckpointReader(folder, tensors=found)
+    return Checkpoint(folder, kind, sharding, wholes, reader, homes, ignored, absent, manifest)
+
+
+def whole_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
+    """Shape of every canonical parameter of the whole model, without padding of the vocabulary."""
+    unpadded = replace(sharding, padded_vocab=sharding.hf.vocab_size)
+    return {plan.canonical: plan.shape for plan in whole_model(unpadded, origin="canonical") if not plan.replica}
+
+
+def _open_dist(folder: Path, config: Path, manifest: Manifest | None) -> Checkpoint:
+    """A distributed checkpoint: the slabs of the model's parameters, whatever else it holds."""
+    tensors, objects = read_metadata(folder)
+    hf = read_hf_config(config)
+    if manifest is None:
+        sharding = _guess(hf, tensors)
+    else:
+        check_fits(manifest, hf, str(folder / MANIFEST_FILE))
+        sharding = manifest.sharding(hf)
+    slabs = _Slabs(folder, sharding, tensors)
+    absent, problems = [], []
+    for plan in whole_model(replace(sharding, padded_vocab=hf.vocab_size), origin="canonical"):
+        if plan.replica:
+            continue
+        if slabs.add(plan):
+            continue
+        if plan.optional or (manifest is not None and plan.canonical in manifest.absent):
+            absent.append(plan.canonical)
+        else:
+            problems.append(f"{folder}: {plan.canonical} is missing")
+    ignored, unknown = _left_over(set(tensors) - slabs.used, objects, sharding)
+    problems += slabs.problems
+    problems += [f"{folder}: {key} is no part of the {hf.family} model of {config}/config.json" for key in unknown]
+    if problems:
+        raise UserErrors(problems)
+    return _converted(folder, "torch_dist", sharding, slabs.found, slabs.homes, ignored, tuple(absent), manifest)
+
+
+class _Slabs:
+    """Finds parameters in the tensors of a distributed checkpoint."""
+
+    def __init__(self, folder: Path, sharding: Sharding, tensors: Mapping[str, DistTensor]) -> None:
+        self._folder, self._sharding, self._tensors = folder, sharding, tensors
+        self._chunks: dict[str, Mapping[tuple[int, ...], Sequence[tuple[Chunk, int]]]] = {}
+        self.used: set[str] = set()
+        self.found: dict[str, TensorInfo] = {}
+        self.homes: dict[str, list[Home]] = {}
+        self.problems: list[str] = []
+
+    def add(self, plan: ParamPlan) -> bool:
+        """Finds the chunks of one parameter; False where the checkpoint has no tensor for it."""
+        slabs = possible_slabs(plan, self._sharding.hf)
+        slab = next((slab for slab in slabs if slab.key in self._tensors), None)
+        if slab is None:
+            return False
+        self.used.add(slab.key)
+        tensor = self._tensors[slab.key]
+        if not self._fits(tensor.shape, slab, plan):
+            expected = [*slab.lead, *plan.shape]
+            self.problems.append(
+                f"{self._folder}: {slab.key} has shape {list(tensor.shape)}, config.json asks for {expected}"
+            )
+            return True
+        if slab.key not in self._chunks:
+            self._chunks[slab.key] = chunks_by_slab(tensor, len(slab.lead))
+        for chunk, position in self._chunks[slab.key].get(slab.index, ()):
+            self._add_chunk(plan, slab, tensor, chunk, position)
+        return True
+
+    def _fits(self, shape: tuple[int, ...], slab: Slab, plan: ParamPlan) -> bool:
+        expected = (*slab.lead, *plan.shape)
+        if plan.canonical == EMBEDDING or (plan.canonical == OUTPUT and self._sharding.head == "lm"):
+            return len(shape) == 2 and shape[0] >= expected[0] and shape[1] == expected[1]
+        return shape == expected
+
+    def _add_chunk(self, plan: ParamPlan, slab: Slab, tensor: DistTensor, chunk: Chunk, position: int) -> None:
+        """The home of the part of the parameter that a chunk holds, the chunk's `position`-th."""
+        stored = f"{tensor.key}@{'.'.join(map(str, chunk.offsets))}"
+        row, col = (*chunk.offsets[len(slab.lead) :], 0)[:2]
+        num_rows, num_cols = (*chunk.sizes[len(slab.lead) :], 1)[:2]
+        # What lies below the parameter is padding of the vocabulary.
+        rows = min(num_rows, plan.shape[0] - row)
+        if rows <= 0:
+            return
+        if stored not in self.found:
+            try:
+                info = chunk_info(stored, tensor, chunk, as_vector=len(plan.shape) == 1)
+            except UserError as error:
+                self.problems.append(str(error))
+                return
+            self.found[stored] = info
+        copy = Copy(plan.canonical, row, col, position * num_rows, 0, rows, num_cols)
+        self.homes.setdefault(plan.canonical, []).append(Home(stored, copy))
+
+
+def _guess(hf: HFConfig, tensors: Mapping[str, DistTensor]) -> Sharding:
+    """The options of a model whose checkpoint does not say them: from its head and its prediction layers."""
+    output = tensors.get(OUTPUT)
+    head: Head = "value" if output is not None and output.shape == (1, hf.hidden_size) else "lm"
+    if any(key.startswith("mtp.") for key in tensors):
+        hf = replace(hf, mtp="load")
+    return Sharding(hf, head=head)
+
+
+def _left_over(keys: set[str], objects: Sequence[str], sharding: Sharding) -> tuple[tuple[str, ...], list[str]]:
+    """(names left aside, names that belong to nothing known) of what a distributed checkpoint holds besides."""
+    prefixes = (*FOREIGN_PREFIXES, *(("mtp.",) if sharding.hf.mtp == "drop" else ()))
+    states = [name for name in objects if EXTRA_STATE in name]
+    others = [*sorted(keys), *(name for name in objects if EXTRA_STATE not in name)]
+    ignored = [name for name in others if name.startswith(prefixes)]
+    if states:
+        ignored.append(f"{len(states)} extra states of modules")
+    return tuple(ignored), [name for name in others if not name.startswith(prefixes)]

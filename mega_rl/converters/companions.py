@@ -1,0 +1,52 @@
+"""What lies beside the weights of a checkpoint: config.json, tokenizer, templates; copied, hardly ever changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.errors import UserError
+
+# Weights of the source, and its code, are never copied.
+_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "*.tiktoken")
+_EXCEPT = ("*.index.json",)
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def companions(source: Path) -> dict[str, Path]:
+    """Files of a checkpoint folder that are neither weights nor code: name -> path."""
+    if not (source / "config.json").is_file():
+        raise UserError(f"{source}: has no config.json to copy into the exported checkpoint")
+    found = {path.name: path for pattern in _PATTERNS for path in source.glob(pattern) if path.is_file()}
+    return {name: path for name, path in sorted(found.items()) if not any(path.match(p) for p in _EXCEPT)}
+
+
+def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool = False) -> dict[str, Any]:
+    """The keys of config.json that an export changes; the value None removes one.
+
+    Weights leave in the model's dtype, so 8-bit blocks are gone; a `dtype` ("bfloat16") that the caller asks for is
+    written where the file had another; layers that are left out are not announced.
+    """
+    raw = hf.raw
+    changes: dict[str, Any] = {}
+    if hf.quantization is not None and "quantization_config" in raw:
+        changes["quantization_config"] = None
+    if dtype is not None:
+        changes |= {key: dtype for key in _DTYPE_KEYS if key in raw and raw[key] != dtype}
+    if mtp_dropped:
+        changes |= {key: 0 for key in _MTP_KEYS if raw.get(key)}
+    return changes
+
+
+def changed_config(text: bytes, changes: Mapping[str, Any]) -> bytes:
+    """config.json with these keys changed or (None) removed, every other byte as it was where there are none."""
+    if not changes:
+        return text
+    config = json.loads(text)
+    config.update(changes)
+    kept = {key: value for key, value in config.items() if key not in changes or value is not None}
+    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()

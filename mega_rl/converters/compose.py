@@ -1,0 +1,118 @@
+"""Composition of index maps: what one plan reads, found in the places where another plan has put it.
+
+A plan's copies read sources; a source may itself be stored in parts. `compose` replaces every copy by copies of the
+parts, `invert` turns the plan of loading a checkpoint into one of writing it. Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mega_rl.converters.blocks import Copy
+from mega_rl.converters.plan import ParamPlan
+from mega_rl.converters.proof import tiling_faults
+
+
+class Home(NamedTuple):
+    """A rectangle of a whole parameter and the tensor that stores it.
+
+    Of `copy`, src is the rectangle in the parameter and dst the one in the stored tensor.
+    """
+
+    stored: str
+    copy: Copy
+
+
+class Window(NamedTuple):
+    """Every `step`-th column of a tensor from `first_col` on, and the copies that fill these columns."""
+
+    first_col: int
+    step: int
+    copies: tuple[Copy, ...]
+
+
+Homes = Mapping[str, Sequence[Home]]  # by canonical parameter name
+
+
+def homes_of(stored: str, plan: ParamPlan) -> list[Home]:
+    """Homes of a rank's parameter whose plan has origin "canonical"; its padding is no part of the whole parameter."""
+    assert not any(copy.transposed for copy in plan.copies), plan.name
+    return [Home(stored, copy) for copy in plan.copies if copy.hf_name is not None]
+
+
+def home_faults(name: str, shape: tuple[int, ...], homes: Sequence[Home]) -> list[str]:
+    """What keeps the homes of a parameter from holding every element of it exactly once, in words."""
+    rectangles = [(c.src_row, c.src_row + c.rows, c.src_col, c.src_col + c.cols) for _, c in homes]
+    return [f"{name} {fault}" for fault in tiling_faults(rectangles, shape)]
+
+
+def compose(copies: Iterable[Copy], homes: Homes) -> tuple[Copy, ...]:
+    """The same copies, reading the stored tensors instead of whole parameters; zero rows stay as they are.
+
+    The homes of each parameter read must tile it.
+    """
+    found: list[Copy] = []
+    for copy in copies:
+        if copy.hf_name is None:
+            found.append(copy)
+        else:
+            found += [part for home in homes[copy.hf_name] if (part := _from_home(copy, home)) is not None]
+    return tuple(found)
+
+
+def _from_home(copy: Copy, home: Home) -> Copy | None:
+    """The part of a copy that lies in a home, None if they do not meet."""
+    assert not copy.transposed or copy.step == 1, copy
+    height, width = copy.src_shape
+    top, bottom = _overlap(copy.src_row, height, home.copy.src_row, home.copy.rows)
+    left, right = _overlap(copy.src_col, width, home.copy.src_col, home.copy.cols)
+    if top >= bottom or left >= right:
+        return None
+    down, along = top - copy.src_row, left - copy.src_col
+    rows, cols = bottom - top, right - left
+    return Copy(
+        home.stored,
+        top - home.copy.src_row + home.copy.dst_row,
+        left - home.copy.src_col + home.copy.dst_col,
+        copy.dst_row + (along if copy.transposed else down),
+        copy.dst_col + (down if copy.transposed else along),
+        cols if copy.transposed else rows,
+        rows if copy.transposed else cols,
+        copy.transposed,
+    )
+
+
+def _overlap(first: int, count: int, other: int, other_count: int) -> tuple[int, int]:
+    return max(first, other), min(first + count, other + other_count)
+
+
+def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[Window, ...]]:
+    """How to write each tensor that whole parameters are made of, from those parameters.
+
+    `plans` are those of one rank that holds the whole model, with origin "disk".
+    """
+    found: dict[str, dict[tuple[int, int], list[Copy]]] = {}
+    for plan in plans:
+        if plan.replica:
+            continue
+        for c in plan.copies:
+            if c.hf_name is None:
+                continue
+            # Columns taken in turns: the window counts its own columns, all of one turn.
+            turn = (c.src_col % c.step, c.step)
+            back = Copy(
+                plan.canonical,
+                c.dst_row,
+                c.dst_col,
+                c.src_row,
+                c.src_col // c.step,
+                c.cols if c.transposed else c.rows,
+                c.rows if c.transposed else c.cols,
+                c.transposed,
+            )
+            found.setdefault(c.hf_name, {}).setdefault(turn, []).append(back)
+    return {
+        name: tuple(Window(first, step, tuple(copies)) for (first, step), copies in sorted(turns.items()))
+        for name, turns in found.items()
+    }

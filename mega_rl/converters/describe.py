@@ -1,0 +1,109 @@
+"""What a Hugging Face checkpoint is and what each rank of a layout would hold of it; reads headers only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import prod
+
+from mega_rl.converters.fill import BlockReader, TensorLike
+from mega_rl.converters.plan import (
+    ParamPlan,
+    Sharding,
+    as_on_disk,
+    common_plan,
+    expert_plan,
+    hf_tensors,
+    ignored_tensors,
+)
+from mega_rl.converters.proof import prove_complete
+from mega_rl.parallel.layout import RankCoordinates
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """What each rank of one pipeline rank holds."""
+
+    pp_rank: int
+    layers: tuple[str, ...]  # "0-7", one entry for each virtual stage
+    params: int
+    nbytes: int  # in the checkpoint's dtype
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint against the table of its family."""
+
+    num_tensors: int
+    num_params: int
+    nbytes: int
+    dtypes: dict[str, int]  # number of tensors of each
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    ignored: tuple[str, ...]
+    mis_shaped: tuple[str, ...]
+    stages: tuple[StageSize, ...]
+
+
+def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Description]:
+    """The sharding with the spellings found on disk, and the description.
+
+    Raises UserErrors when the model cannot be cut this way.
+    """
+    shapes = {name: info.shape for name, info in reader.tensors.items()}
+    sharding = replace(sharding, hf=as_on_disk(sharding.hf, shapes))
+    hf, head = sharding.hf, sharding.head
+    prove_complete(sharding)
+    expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
+    present = set(shapes)
+    itemsize = _itemsize(reader)
+    description = Description(
+        num_tensors=len(shapes),
+        num_params=sum(prod(shape) for shape in shapes.values()),
+        nbytes=sum(_nbytes(info) for info in reader.tensors.values()),
+        dtypes=dict(Counter(str(info.dtype).removeprefix("torch.") for info in reader.tensors.values()).most_common()),
+        missing=tuple(name for name, t in expected.items() if name not in present and not t.optional),
+        unexpected=tuple(sorted(present - set(expected) - ignorable)),
+        ignored=tuple(sorted(present & ignorable)),
+        mis_shaped=tuple(
+            f"{name}: {list(shapes[name])}, config.json asks for {list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in shapes and shapes[name] != tensor.shape
+        ),
+        stages=tuple(_stage(sharding, pp_rank, itemsize) for pp_rank in range(sharding.layout.pp)),
+    )
+    return sharding, description
+
+
+def rank_plan(sharding: Sharding, at: RankCoordinates) -> dict[int, tuple[ParamPlan, ...]]:
+    """Everything that one rank holds, by virtual stage."""
+    return {
+        vp_stage: common_plan(sharding, at.tp_rank, at.pp_rank, vp_stage)
+        + expert_plan(sharding, at.ep_rank, at.etp_rank, at.pp_rank, vp_stage)
+        for vp_stage in range(sharding.layout.vpp)
+    }
+
+
+def _stage(sharding: Sharding, pp_rank: int, itemsize: int) -> StageSize:
+    """All ranks of a stage hold equal shapes, so one stands for them."""
+    layout = sharding.layout
+    plans = [p for plan in rank_plan(sharding, RankCoordinates(pp_rank=pp_rank)).values() for p in plan]
+    layers = [layout.layers_of(pp_rank, sharding.hf.num_layers, v) for v in range(layout.vpp)]
+    return StageSize(
+        pp_rank=pp_rank,
+        layers=tuple(f"{held.start}-{held.stop - 1}" if held else "none" for held in layers),
+        params=sum(prod(p.shape) for p in plans),
+        nbytes=sum(prod(p.shape) * (4 if p.float32 else itemsize) for p in plans),
+    )
+
+
+def _itemsize(reader: BlockReader) -> int:
+    """Bytes of an element in the type that most bytes of the checkpoint have."""
+    sizes: Counter[int] = Counter()
+    for info in reader.tensors.values():
+        sizes[info.dtype.itemsize] += _nbytes(info)
+    return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def _nbytes(tensor: TensorLike) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize

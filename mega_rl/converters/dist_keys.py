@@ -1,0 +1,93 @@
+"""Names in a Megatron-Core distributed checkpoint: which slab of which global tensor a parameter is.
+
+A checkpoint stacks parameters of equal shape: where all layers are alike, a tensor has the layer as its first dimension;
+experts of a layer are always stacked. Norms carry Transformer Engine's names whatever the spec, so a checkpoint loads
+under both. Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.plan import Origin, ParamPlan, Sharding, build_plan
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.+)\.local_experts\.(\d+)\.(.+)")
+
+# What a training run stores beside the model: optimizer and scheduler state, random-number states.
+FOREIGN_PREFIXES = ("optimizer.", "chained_", "opt_param_scheduler", "lr_scheduler", "rng_state", "rerun_state_machine")
+EXTRA_STATE = "._extra_state/"
+
+
+class Slab(NamedTuple):
+    """A parameter's place: `tensor[index]`, where the leading dimensions have the sizes `lead`."""
+
+    key: str
+    index: tuple[int, ...]
+    lead: tuple[int, ...]
+
+
+def whole_model(sharding: Sharding, *, origin: Origin = "disk") -> tuple[ParamPlan, ...]:
+    """Plans of one rank that holds everything, named as under Transformer Engine."""
+    whole = replace(sharding, layout=ParallelLayout(), spec="te", padded_vocab=sharding.vocab)
+    return build_plan(whole, RankCoordinates(), origin=origin)
+
+
+def is_stacked(hf: HFConfig) -> bool:
+    """Whether Megatron-Core stacks the layers: it does not for mixtures of experts with a pattern of layers."""
+    return hf.moe is None
+
+
+def slab_of(plan: ParamPlan, hf: HFConfig) -> Slab:
+    """Where a parameter of `whole_model` is written."""
+    return next(_slabs(plan, hf, plan.name, stacked=is_stacked(hf)))
+
+
+def possible_slabs(plan: ParamPlan, hf: HFConfig) -> Iterator[Slab]:
+    """Where a parameter may be found, most usual first: stacked or not, under the names of either spec."""
+    names = [plan.name, plan.canonical]
+    if plan.canonical.endswith("pre_mlp_layernorm.weight"):
+        # Upstream's local spec renames this norm in front of mixtures too, its Transformer Engine spec does not.
+        names.append(plan.canonical.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
+    for name in dict.fromkeys(names):
+        for stacked in (is_stacked(hf), not is_stacked(hf)):
+            yield from _slabs(plan, hf, name, stacked=stacked)
+
+
+def _slabs(plan: ParamPlan, hf: HFConfig, name: str, *, stacked: bool) -> Iterator[Slab]:
+    """The slab of a parameter under one of its names; for an expert also its place as a tensor of its own."""
+    key, index, lead = name, (), ()
+    expert = _EXPERT.fullmatch(plan.canonical)
+    if expert is not None:
+        key = f"{expert[1]}.experts.{expert[3]}"
+    layer = _LAYER.fullmatch(key)
+    if stacked and layer is not None:
+        key, index, lead = f"decoder.layers.{layer[2]}", (int(layer[1]),), (hf.num_layers,)
+    if expert is None:
+        yield Slab(key, index, lead)
+        return
+    assert hf.moe is not None
+    yield Slab(key, (*index, int(expert[2])), (*lead, hf.moe.num_experts))
+    yield Slab(key.replace(".experts.experts.", f".experts.experts.{expert[2]}."), index, lead)
+
+
+def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
+    """Names of the empty extra states that modules with these parameters ask for when they are loaded.
+
+    Which modules have one depends on the spec; a state that no module asks for is skipped by Megatron-Core.
+    """
+    found = set()
+    for slab in slabs:
+        module = slab.key.rpartition(".")[0]
+        modules = [module]
+        if module.endswith(".linear_proj"):
+            modules.append(module.removesuffix("linear_proj") + "core_attention")
+        index, lead = slab.index or (0,), slab.lead or (1,)
+        place = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, lead))}"
+        found |= {f"{name}{EXTRA_STATE}{place}" for name in modules}
+    return sorted(found)

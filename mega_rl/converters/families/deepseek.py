@@ -1,0 +1,219 @@
+"""Latent attention and, from version 3 on, sigmoid routing with groups: DeepSeek, Moonlight, Kimi K2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mega_rl.converters.architecture import Mla, Moe
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
+from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT
+from mega_rl.converters.families.moe import EXPERTS, MOE_NORM, ROUTER, num_experts, shared_experts, softmax_moe
+from mega_rl.converters.fields import Fields
+from mega_rl.converters.rules import col, copy, in_layers, in_mtp_layers, of_mtp, row
+
+# SGLang fuses the two down projections as they arrive, so they are exported together.
+TOGETHER = "mla_down"
+LATENT_ATTENTION = in_layers(
+    copy("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    col("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "q", "hidden", when=["no_q_rank"]),
+    copy(
+        "self_attention.linear_q_down_proj.weight",
+        "self_attn.q_a_proj.weight",
+        "q_rank",
+        "hidden",
+        when=["q_rank"],
+        together=TOGETHER,
+    ),
+    copy(
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "kv_down",
+        "hidden",
+        together=TOGETHER,
+    ),
+    copy(
+        "self_attention.q_layernorm.weight",
+        "self_attn.q_a_layernorm.weight",
+        "q_rank",
+        te="self_attention.linear_q_up_proj.layer_norm_weight",
+        when=["q_rank"],
+    ),
+    col("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "q", "q_rank", when=["q_rank"]),
+    copy(
+        "self_attention.kv_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "kv_rank",
+        te="self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    col("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "kv_up", "kv_rank"),
+    row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "o"),
+)
+
+EXPERT_BIAS = copy(
+    "mlp.router.expert_bias",
+    "mlp.gate.e_score_correction_bias",
+    "experts",
+    when=["moe", "expert_bias"],
+    float32=True,
+)
+SHARED_MOE = in_layers(MOE_NORM, ROUTER, EXPERT_BIAS, *EXPERTS, *shared_experts("mlp.shared_experts"))
+
+MTP = of_mtp(
+    copy("enorm.weight", "enorm.weight", "hidden"),
+    copy("hnorm.weight", "hnorm.weight", "hidden"),
+    col("eh_proj.weight", "eh_proj.weight", "hidden", "two_hidden"),
+    copy("final_layernorm.weight", "shared_head.norm.weight", "hidden"),
+)
+MTP_REPEATED = ("model.layers.{layer}.embed_tokens.weight", "model.layers.{layer}.shared_head.head.weight")
+
+LAYERS = LATENT_ATTENTION + MLP + SHARED_MOE
+NO_ATTENTION_BIAS = {"attention_bias": NO_LINEAR_BIAS}
+ONE_FREQUENCY = ((1,), "every layer after first_k_dense_replace is a mixture")
+
+
+def latent(fields: Fields) -> Mla:
+    """Sizes of latent attention; the code has no grouped heads."""
+    heads = fields.size("num_attention_heads")
+    if fields.size("num_key_value_heads", default=heads) != heads:
+        fields.refuse("num_key_value_heads", f"latent attention has one per attention head, {heads}")
+    return Mla(
+        q_lora_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+        kv_lora_rank=fields.size("kv_lora_rank"),
+        qk_nope_head_dim=fields.size("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.size("qk_rope_head_dim"),
+        v_head_dim=fields.size("v_head_dim"),
+    )
+
+
+def after_dense(fields: Fields, num_layers: int) -> list[bool]:
+    """Of each layer whether it is a mixture: all but the first `first_k_dense_replace`."""
+    dense = fields.size("first_k_dense_replace", least=0)
+    return [i >= dense for i in range(num_layers)]
+
+
+def shared_width(fields: Fields) -> int:
+    """Width of all shared experts together."""
+    return fields.size("n_shared_experts", default=0, least=0) * fields.size("moe_intermediate_size")
+
+
+def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Softmax over all experts, then the best; with a group limit by each group's best expert (refused)."""
+    if fields.get("topk_method") == "group_limited_greedy" and fields.size("n_group", default=1) != 1:
+        reason = "Megatron-Core scores a group by the sum of its best experts, this method by the best one"
+        fields.refuse("topk_method", reason)
+    moe = softmax_moe(fields, after_dense(fields, num_layers), normalised=False, ffn="moe_intermediate_size")
+    if moe is None:
+        return None
+    return replace(moe.with_shared(shared_width(fields)), scaling=fields.number("routed_scaling_factor", default=1.0))
+
+
+def sigmoid_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Sigmoid scores with a correction per expert, experts out of the best groups, weights normalised and scaled."""
+    layers = after_dense(fields, num_layers)
+    if not any(layers):
+        return None
+    total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
+    if top_k > total:
+        fields.refuse("num_experts_per_tok", f"there are {total} experts")
+    if fields.boolean("norm_topk_prob", default=True) == (top_k == 1):
+        reason = f"Megatron-Core normalises sigmoid weights unless one expert is chosen, here {top_k}"
+        fields.refuse("norm_topk_prob", reason)
+    groups, best = _groups(fields, total, top_k)
+    return Moe(
+        tuple(layers),
+        total,
+        top_k,
+        fields.size("moe_intermediate_size"),
+        shared_ffn_hidden_size=shared_width(fields),
+        score="sigmoid",
+        score_before_topk=True,
+        expert_bias=True,
+        scaling=fields.number("routed_scaling_factor", default=1.0),
+        num_groups=groups,
+        topk_groups=best,
+    )
+
+
+def _groups(fields: Fields, total: int, top_k: int) -> tuple[int | None, int | None]:
+    """(groups, groups that are kept), None where every group is kept."""
+    groups, best = fields.size("n_group", default=1), fields.size("topk_group", default=1)
+    if best > groups or total % groups:
+        fields.refuse("n_group", f"it must divide the {total} experts and be at least topk_group={best}")
+        return None, None
+    if best == groups:
+        return None, None
+    if top_k // best != 2:
+        rule = f"num_experts_per_tok // topk_group = {top_k} // {best}"
+        fields.refuse(
+            "topk_group", f"Megatron-Core scores a group by its best {rule} experts, this model by its best 2"
+        )
+    elif total // groups < 2:
+        fields.refuse("n_group", "a group is scored by its best 2 experts and must have as many")
+    return groups, best
+
+
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    EMBEDDING + LAYERS + OUTPUT,
+    defaults={
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_group": None,
+        "topk_group": None,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "moe_intermediate_size": 1407,
+    },
+    keys=("num_experts_per_tok", "qk_head_dim"),
+    fixed={
+        **NO_ATTENTION_BIAS,
+        "mlp_bias": ((False,), "shared experts and attention have no bias, and Megatron-Core has all or none"),
+        "norm_topk_prob": ((False,), "transformers ignores it and the model's own code does not; it is ambiguous"),
+        "topk_method": (("greedy", "group_limited_greedy"), "this family has greedy and group_limited_greedy"),
+        "scoring_func": (("softmax",), "this family has softmax scores"),
+        "moe_layer_freq": ONE_FREQUENCY,
+    },
+    mla=latent,
+    moe=deepseek_v2_moe,
+    hub_code=("configuration_deepseek", "modeling_deepseek", "tokenization_deepseek_fast"),
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    EMBEDDING + LAYERS + OUTPUT + in_mtp_layers(LAYERS) + MTP,
+    defaults={
+        "num_key_value_heads": 128,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
+    },
+    fixed={
+        **NO_ATTENTION_BIAS,
+        "rope_interleave": ((True,), "Megatron-Core rotates neighbouring dimensions in latent attention"),
+        "topk_method": (("noaux_tc",), "this family chooses experts with noaux_tc"),
+        "scoring_func": (("sigmoid",), "this family has sigmoid scores"),
+        "moe_layer_freq": ONE_FREQUENCY,
+    },
+    keys=("qk_head_dim",),
+    mla=latent,
+    moe=sigmoid_moe,
+    hub_code=("configuration_deepseek", "modeling_deepseek", "tokenization_moonshot", "tokenization_kimi"),
+    mtp_ignored=MTP_REPEATED,
+)
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")

@@ -1,0 +1,73 @@
+"""Gemma 3, text only: norms on both sides of attention and MLP, two rotary bases, five windows to one full layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mega_rl.converters.families import windows
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
+from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
+from mega_rl.converters.fields import Fields
+from mega_rl.converters.rules import copy, gated, in_layers, row
+
+GEMMA3_LAYERS = ATTENTION + in_layers(
+    copy("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+    copy(
+        "pre_mlp_layernorm.weight",
+        "pre_feedforward_layernorm.weight",
+        "hidden",
+        te="mlp.linear_fc1.layer_norm_weight",
+    ),
+    gated("mlp.linear_fc1.weight", "mlp.{part}_proj.weight", "ffn", "hidden"),
+    row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn"),
+    copy("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
+)
+
+
+def scales(fields: Fields) -> Mapping[str, Any]:
+    """Embeddings are scaled by sqrt(hidden size), attention logits by 1 / sqrt(query_pre_attn_scalar)."""
+    scalar = fields.number("query_pre_attn_scalar", default=256.0)
+    same = scalar == fields.size("head_dim")
+    return {
+        "embedding_scale": float(fields.size("hidden_size")) ** 0.5,
+        "softmax_scale": None if same else scalar**-0.5,
+    }
+
+
+NO_CAPPING = ((), "Megatron-Core does not cap logits")
+
+GEMMA3_TEXT = Family(
+    "gemma3_text",
+    EMBEDDING + GEMMA3_LAYERS + OUTPUT,
+    defaults={
+        # The files of this family leave out what equals the default of its class, sizes too.
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "layer_types": None,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    fixed={
+        "attention_bias": NO_LINEAR_BIAS,
+        "final_logit_softcapping": NO_CAPPING,
+        "attn_logit_softcapping": NO_CAPPING,
+        "use_bidirectional_attention": ((False,), "a policy attends to the past only"),
+    },
+    keys=("cache_implementation",),
+    qk_norm=True,
+    tied=True,
+    rope_per_layer_type=True,
+    window=windows.but_every_nth,
+    constants={"activation": "gelu_tanh", "zero_centered_norm": True, "post_norms": True},
+    more=scales,
+)

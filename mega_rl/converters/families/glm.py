@@ -1,0 +1,58 @@
+"""GLM-4: dense with norms behind attention and MLP, and the mixtures of 4.5 to 4.7."""
+
+from __future__ import annotations
+
+from mega_rl.converters.families.base import Family
+from mega_rl.converters.families.deepseek import MTP, MTP_REPEATED, SHARED_MOE, sigmoid_moe
+from mega_rl.converters.families.dense import ATTENTION, DENSE_NORM, EMBEDDING, MLP, OUTPUT
+from mega_rl.converters.rules import copy, fused_gated, in_layers, in_mtp_layers, row
+
+GLM4_LAYERS = ATTENTION + in_layers(
+    copy("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight", "hidden"),
+    DENSE_NORM,
+    fused_gated("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "two_ffn", "hidden", when=["dense"]),
+    row("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "ffn", when=["dense"]),
+    copy("post_mlp_layernorm.weight", "post_mlp_layernorm.weight", "hidden"),
+)
+GLM4_MOE_LAYERS = ATTENTION + MLP + SHARED_MOE
+
+GLM4 = Family(
+    "glm4",
+    EMBEDDING + GLM4_LAYERS + OUTPUT,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    qkv_bias="attention_bias",
+    rope_interleaved=True,
+    partial_rotary=True,
+    constants={"post_norms": True},
+)
+GLM4_MOE = Family(
+    "glm4_moe",
+    EMBEDDING + GLM4_MOE_LAYERS + OUTPUT + in_mtp_layers(GLM4_MOE_LAYERS) + MTP,
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    qkv_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    partial_rotary=True,
+    moe=sigmoid_moe,
+    mtp_ignored=MTP_REPEATED,
+)

@@ -1,0 +1,99 @@
+"""GPT-OSS: biases everywhere, attention sinks, every second layer with a window, all experts in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mega_rl.converters.architecture import Moe
+from mega_rl.converters.families import windows
+from mega_rl.converters.families.base import Family
+from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
+from mega_rl.converters.families.moe import EXPERT, MOE_NORM, TE_EXPERT, mixtral_moe
+from mega_rl.converters.fields import Fields
+from mega_rl.converters.rules import col, copy, fused_gated, in_layers, row
+
+# On disk an expert's weights are (input, output), gate and up taking turns along the output.
+GPT_OSS_MOE = in_layers(
+    MOE_NORM,
+    copy("mlp.router.weight", "mlp.router.weight", "experts", "hidden"),
+    copy("mlp.router.bias", "mlp.router.bias", "experts", when=["router_bias"]),
+    fused_gated(
+        EXPERT + "fc1.weight",
+        "mlp.experts.gate_up_proj",
+        "experts",
+        "hidden",
+        "two_expert_ffn",
+        te=TE_EXPERT + "fc1.weight{expert}",
+        stacked=True,
+        transposed=True,
+        interleaved=True,
+    ),
+    fused_gated(
+        EXPERT + "fc1.bias",
+        "mlp.experts.gate_up_proj_bias",
+        "experts",
+        "two_expert_ffn",
+        te=TE_EXPERT + "fc1.bias{expert}",
+        stacked=True,
+        interleaved=True,
+    ),
+    row(
+        EXPERT + "fc2.weight",
+        "mlp.experts.down_proj",
+        "experts",
+        "expert_ffn",
+        "hidden",
+        te=TE_EXPERT + "fc2.weight{expert}",
+        stacked=True,
+        transposed=True,
+    ),
+    copy(
+        EXPERT + "fc2.bias",
+        "mlp.experts.down_proj_bias",
+        "experts",
+        "hidden",
+        te=TE_EXPERT + "fc2.bias{expert}",
+        stacked=True,
+    ),
+)
+SINKS = in_layers(col("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads", when=["sinks"]))
+
+
+def gpt_oss_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Every layer; softmax over the chosen logits, router with a bias."""
+    moe = mixtral_moe(fields, num_layers)
+    return None if moe is None else replace(moe, router_bias=True)
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    EMBEDDING + ATTENTION + SINKS + GPT_OSS_MOE + OUTPUT,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "layer_types": None,
+        "rope_theta": 150000.0,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    fixed={
+        "attention_bias": ((True,), "the experts have biases, and Megatron-Core has all or none"),
+        "swiglu_limit": ((7.0, 7), "the code has the limit 7 built in"),
+    },
+    keys=("experts_per_token", "initial_context_length"),
+    qkv_bias=True,
+    window=windows.in_turns,
+    moe=gpt_oss_moe,
+    constants={"linear_bias": True, "sinks": True, "activation": "swiglu_clamped", "fused_experts": True},
+)

@@ -1,0 +1,197 @@
+"""Mixtures of experts with grouped-query attention and softmax routing: Mixtral, Qwen-MoE, OLMoE."""
+
+from __future__ import annotations
+
+from mega_rl.converters.architecture import Moe
+from mega_rl.converters.families import windows
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
+from mega_rl.converters.families.dense import (
+    ATTENTION,
+    ATTENTION_WEIGHTS,
+    EMBEDDING,
+    INPUT_NORM,
+    MLP,
+    OUTPUT,
+    QWEN_WINDOW,
+)
+from mega_rl.converters.fields import MOST_EXPERTS, Fields
+from mega_rl.converters.rules import Rule, col, copy, fused_gated, gated, in_layers, row
+
+# Parameters of one expert, without Transformer Engine and with it.
+EXPERT, TE_EXPERT = "mlp.experts.local_experts.{expert}.linear_", "mlp.experts.linear_"
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+MOE_NORM = copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", when=["moe"])
+ROUTER = copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=["moe"])
+
+
+def experts(name: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
+    """Rules of experts that are tensors of their own, `name` holding `{expert}`, or one tensor of all per layer."""
+    fc1, fc2, te_fc1, te_fc2 = (
+        prefix + end + "{expert}" * (prefix == TE_EXPERT)
+        for prefix in (EXPERT, TE_EXPERT)
+        for end in ("fc1.weight", "fc2.weight")
+    )
+    single, fused = ["moe", "per_expert"], ["moe", "fused_experts"]
+    ffn, all_gates = ("expert_ffn", "hidden"), ("experts", "two_expert_ffn", "hidden")
+    gate_up, all_downs = "mlp.experts.gate_up_proj", ("experts", "hidden", "expert_ffn")
+    return (
+        gated(fc1, name + ".{part}.weight", *ffn, parts=(gate, up), te=te_fc1, when=single),
+        row(fc2, f"{name}.{down}.weight", "hidden", "expert_ffn", te=te_fc2, when=single),
+        fused_gated(fc1, gate_up, *all_gates, te=te_fc1, when=fused, stacked=True),
+        row(fc2, "mlp.experts.down_proj", *all_downs, te=te_fc2, when=fused, stacked=True),
+    )
+
+
+EXPERTS = experts("mlp.experts.{expert}")
+
+
+def shared_experts(name: str) -> tuple[Rule, ...]:
+    """Rules of the experts that every token passes."""
+    when = ["moe", "shared_experts"]
+    return (
+        gated("mlp.shared_experts.linear_fc1.weight", name + ".{part}_proj.weight", "shared_ffn", "hidden", when=when),
+        row("mlp.shared_experts.linear_fc2.weight", f"{name}.down_proj.weight", "hidden", "shared_ffn", when=when),
+    )
+
+
+SHARED_GATE = copy(
+    "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden", when=["moe", "shared_gate"]
+)
+
+
+def num_experts(fields: Fields) -> int:
+    """The number of routed experts, whichever of its names the file uses; refused where two of them disagree."""
+    given = {key: fields.raw[key] for key in EXPERT_KEYS if fields.raw.get(key) is not None}
+    names = list(given) or [key for key in EXPERT_KEYS if key in fields.defaults] or [EXPERT_KEYS[0]]
+    sizes = {fields.size(key, most=MOST_EXPERTS) for key in names}
+    if len(sizes) > 1:
+        fields.refuse(names[0], f"{' and '.join(names[1:])} beside it counts the same experts; remove the wrong one")
+    return max(sizes)
+
+
+def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
+    """The mixture of a softmax router whose chosen weights add up to 1, or are left as they are; None without layers.
+
+    `ffn` names the key with an expert's width.
+    """
+    if not any(layers):
+        return None
+    total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
+    if top_k > total:
+        fields.refuse("num_experts_per_tok", f"there are {total} experts")
+    if normalised and top_k == 1:
+        reason = "weights that are normalised are all 1, and Megatron-Core refuses such a router"
+        fields.refuse("num_experts_per_tok", reason)
+    return Moe(tuple(layers), total, top_k, fields.size(ffn), score_before_topk=not normalised)
+
+
+def mixtral_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Every layer; weights are normalised whatever config.json says."""
+    return softmax_moe(fields, [True] * num_layers, normalised=True, ffn="intermediate_size")
+
+
+def olmoe_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Every layer."""
+    normalised = fields.boolean("norm_topk_prob")
+    return softmax_moe(fields, [True] * num_layers, normalised=normalised, ffn="intermediate_size")
+
+
+def qwen_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    step, dense = fields.size("decoder_sparse_step"), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        fields.refuse("mlp_only_layers", "must be a list of layers, counted from 0")
+        dense = []
+    layers = [i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+    normalised = fields.boolean("norm_topk_prob")
+    return softmax_moe(fields, layers, normalised=normalised, ffn="moe_intermediate_size")
+
+
+def qwen2_moe(fields: Fields, num_layers: int) -> Moe | None:
+    """Beside the routed experts, one that every token passes, with a gate."""
+    moe = qwen_moe(fields, num_layers)
+    shared = fields.size("shared_expert_intermediate_size")
+    return None if moe is None else moe.with_shared(shared, gate=True)
+
+
+MIXTRAL_MOE = in_layers(
+    MOE_NORM,
+    copy("mlp.router.weight", "block_sparse_moe.gate.weight", "experts", "hidden", when=["moe", "per_expert"]),
+    copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=["moe", "fused_experts"]),
+    *experts("block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"),
+)
+MOE = in_layers(MOE_NORM, ROUTER, *EXPERTS)
+# Norms over the queries and keys of all heads together are cut with the heads.
+JOINT_NORM = (
+    col("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "q", when=["qk_norm_joint"]),
+    col("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "kv", when=["qk_norm_joint"]),
+)
+
+QWEN_MOE_DEFAULTS = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False, **QWEN_WINDOW}
+
+MIXTRAL = Family(
+    "mixtral",
+    EMBEDDING + ATTENTION + MIXTRAL_MOE + OUTPUT,
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    window=windows.in_all_layers,
+    moe=mixtral_moe,
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    EMBEDDING
+    + ATTENTION
+    + MLP
+    + in_layers(MOE_NORM, ROUTER, *EXPERTS, *shared_experts("mlp.shared_expert"), SHARED_GATE)
+    + OUTPUT,
+    defaults={
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+        **QWEN_MOE_DEFAULTS,
+    },
+    qkv_bias="qkv_bias",
+    window=windows.in_even_first_layers,
+    moe=qwen2_moe,
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    EMBEDDING + ATTENTION + MLP + MOE + OUTPUT,
+    defaults={
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        **QWEN_MOE_DEFAULTS,
+    },
+    fixed={"attention_bias": NO_LINEAR_BIAS},
+    qk_norm=True,
+    window=windows.if_enabled,
+    moe=qwen_moe,
+)
+OLMOE = Family(
+    "olmoe",
+    EMBEDDING + in_layers(INPUT_NORM, *ATTENTION_WEIGHTS, *JOINT_NORM) + MOE + OUTPUT,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    fixed={
+        "attention_bias": NO_LINEAR_BIAS,
+        "clip_qkv": ((), "Megatron-Core has no clipping of queries, keys and values"),
+    },
+    moe=olmoe_moe,
+    constants={"qk_norm_joint": True},
+)

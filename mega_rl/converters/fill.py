@@ -1,0 +1,225 @@
+"""Writes parameters from the tensors of a checkpoint by the copies of a plan, with several threads.
+
+One way for live models and for offline conversion, and for any source of tensors that implements `BlockReader`. What
+needs no change on the way (whole rows of equal dtype for a parameter on the CPU) is read straight into the parameter;
+everything else passes through a small staging buffer per thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import local
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.errors import UserError
+
+# Of one thread. Eight threads together stay below 64 MiB.
+STAGING_BYTES = 4 << 20
+# What one thread reads at a time: small enough that all threads end together, large enough that calls do not count.
+PIECE_BYTES = 16 << 20
+
+Task = TypeVar("Task")
+
+
+class TensorLike(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values that reading it gives."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on disk."""
+
+
+class BlockReader(Protocol):
+    """A source of tensors by name, each seen as a matrix (`blocks.matrix_shape`); may be used by several threads."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorLike]:
+        """Every tensor there is."""
+
+    def position(self, name: str) -> tuple[str, int]:
+        """(file, offset): reading in this order runs forwards through the files."""
+
+    def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+        """A rectangle, rows and columns both (low, high), as a new tensor [rows, columns] on the CPU."""
+
+    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Reads rows from `row` on, columns [low, high) of them, into `targets` one after the other.
+
+        Targets are [rows_i, high - low] of the tensor's dtype on the CPU, each row contiguous.
+        """
+
+
+class Piece(NamedTuple):
+    """A share of the work: copies that read consecutive rows of the same columns, and the parameter they write."""
+
+    matrix: Tensor  # the whole parameter [rows, cols]
+    copies: tuple[Copy, ...]  # one alone if it is transposed
+
+
+def fill(target: Tensor, copies: Sequence[Copy], reader: BlockReader) -> int:
+    """Writes one parameter, of any device and dtype, and returns the number of elements written."""
+    return fill_all([(target, copies)], reader, threads=1)
+
+
+def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader, *, threads: int | None = None) -> int:
+    """Writes parameters and returns the number of elements written, zero rows included.
+
+    Targets are contiguous; values are cast to their dtype. Reads run forwards through the files. `threads` None: one
+    per core, at most 8. The first error of any thread is raised when all have stopped; parameters are then partly
+    written. Raises UserError for 8-bit values without scales, which no cast can turn into weights.
+    """
+    pieces: list[Piece] = []
+    written: list[int] = []
+    with torch.no_grad():
+        for target, copies in jobs:
+            matrix = target.detach().view(matrix_shape(tuple(target.shape)))
+            for copy in copies:
+                if copy.hf_name is None:
+                    written.append(rectangle(matrix, copy).zero_().numel())
+            for run in _runs(copies):
+                source = reader.tensors[_name(run[0])].dtype
+                if source.itemsize == 1 and source != matrix.dtype:
+                    raise UserError(f"{_name(run[0])}: {source} without scales cannot become {matrix.dtype}")
+                pieces += (Piece(matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
+        pieces.sort(key=lambda piece: (*reader.position(_name(piece.copies[0])), piece.copies[0].src_row))
+    buffers = local()
+    in_threads(pieces, lambda piece: written.append(_read(piece, reader, buffers)), threads=threads)
+    return sum(written)
+
+
+def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:
+    """Does `work` on every task, in their order as far as threads go; the first error is raised when all have stopped.
+
+    `threads` None: one per core, at most 8.
+    """
+    queue = deque(tasks)
+    count = min(threads or min(8, len(os.sched_getaffinity(0))), len(queue))
+    if count <= 1:
+        while queue:
+            work(queue.popleft())
+        return
+
+    def drain() -> None:
+        try:
+            while True:
+                try:
+                    task = queue.popleft()
+                except IndexError:
+                    return
+                work(task)
+        except BaseException:
+            queue.clear()
+            raise
+
+    with ThreadPoolExecutor(count, thread_name_prefix="converter") as pool:
+        futures = [pool.submit(drain) for _ in range(count)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            queue.clear()
+            raise
+
+
+def rectangle(matrix: Tensor, copy: Copy) -> Tensor:
+    """The part of a parameter that a copy writes."""
+    return matrix[copy.dst_row : copy.dst_row + copy.rows, copy.dst_col : copy.dst_col + copy.cols]
+
+
+def _name(copy: Copy) -> str:
+    assert copy.hf_name is not None
+    return copy.hf_name
+
+
+def _runs(copies: Iterable[Copy]) -> list[list[Copy]]:
+    """The copies that read, in groups that read consecutive rows of the same columns of one tensor."""
+    read = [copy for copy in copies if copy.hf_name is not None]
+    runs = [[copy] for copy in read if copy.transposed]
+    straight = (copy for copy in read if not copy.transposed)
+    before: Copy | None = None
+    for copy in sorted(straight, key=lambda c: (c.hf_name, c.src_col, c.cols, c.src_row)):
+        same = before is not None and (before.hf_name, before.src_col, before.cols) == (
+            copy.hf_name, copy.src_col, copy.cols
+        )  # fmt: skip
+        if before is not None and same and before.src_row + before.rows == copy.src_row:
+            runs[-1].append(copy)
+        else:
+            runs.append([copy])
+        before = copy
+    return runs
+
+
+def _split(run: Sequence[Copy], numel: int) -> Iterator[tuple[Copy, ...]]:
+    """A run in parts of at most `numel` elements of the source, or of one row of it."""
+    if run[0].transposed:
+        (copy,) = run
+        step = max(1, numel // copy.src_shape[1])
+        for low in range(0, copy.cols, step):
+            cols = min(step, copy.cols - low)
+            yield (copy._replace(src_row=copy.src_row + low, dst_col=copy.dst_col + low, cols=cols),)
+        return
+    step = max(1, numel // max(1, run[0].cols))
+    part: list[Copy] = []
+    room = step
+    for copy in run:
+        low = 0
+        while low < copy.rows:
+            rows = min(room, copy.rows - low)
+            part.append(copy._replace(src_row=copy.src_row + low, dst_row=copy.dst_row + low, rows=rows))
+            low, room = low + rows, room - rows
+            if room == 0:
+                yield tuple(part)
+                part, room = [], step
+    if part:
+        yield tuple(part)
+
+
+def _read(piece: Piece, reader: BlockReader, buffers: local) -> int:
+    """Reads one piece, straight or through this thread's staging buffer; returns the number of elements written."""
+    first = piece.copies[0]
+    name, matrix = _name(first), piece.matrix
+    dtype = reader.tensors[name].dtype
+    with torch.no_grad():
+        if matrix.device.type == "cpu" and dtype == matrix.dtype and not first.transposed:
+            targets = [rectangle(matrix, copy) for copy in piece.copies]
+            reader.read_into(name, first.src_row, (first.src_col, first.src_col + first.cols), targets)
+            return sum(target.numel() for target in targets)
+        written = 0
+        for (copy,) in (part for c in piece.copies for part in _split([c], STAGING_BYTES // dtype.itemsize)):
+            height, width = copy.src_shape
+            staging = _staging(buffers, height * width * dtype.itemsize, matrix.device).view(dtype)
+            block = staging[: height * width].view(height, width)
+            reader.read_into(name, copy.src_row, (copy.src_col, copy.src_col + width), [block])
+            # Casts and transpositions are done where the parameter lives.
+            arrived = block.to(matrix.device, non_blocking=True)
+            target = rectangle(matrix, copy)
+            target.copy_(arrived[:, :: copy.step].T if copy.transposed else arrived)
+            written += target.numel()
+            if matrix.is_cuda:
+                buffers.in_use = torch.cuda.current_stream(matrix.device).record_event()
+        return written
+
+
+def _staging(buffers: local, nbytes: int, device: torch.device) -> Tensor:
+    """This thread's staging buffer (uint8), free to be overwritten; pinned where a GPU reads it."""
+    if hasattr(buffers, "in_use"):
+        buffers.in_use.synchronize()
+    if not hasattr(buffers, "data") or buffers.data.numel() < nbytes:
+        buffers.data = torch.empty(max(nbytes, STAGING_BYTES), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    data: Tensor = buffers.data
+    return data

@@ -1,0 +1,73 @@
+"""Rank files: a folder of safetensors files, one per part that ranks share, read by any layout.
+
+`common-pp{p}-tp{t}.safetensors` holds everything but experts of one pipeline and tensor-parallel rank,
+`experts-pp{p}-ep{e}-etp{t}.safetensors` its experts; so expert parallelism stores nothing twice. Tensors are named
+`{vp_stage}.{name in the live chunk}`. Pure arithmetic, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mega_rl.converters.compose import Home, homes_of
+from mega_rl.converters.plan import Origin, ParamPlan, Sharding, common_plan, expert_plan
+from mega_rl.parallel.layout import RankCoordinates
+
+
+class RankTensor(NamedTuple):
+    """A tensor of a rank file and how it is filled."""
+
+    file: str
+    name: str  # within the file
+    plan: ParamPlan
+    index: int  # among the ranks that cut the parameter
+
+    @property
+    def stored(self) -> str:
+        """Its name over all files."""
+        return f"{self.file}:{self.name}"
+
+
+def rank_tensors(sharding: Sharding, *, origin: Origin = "disk") -> Iterator[RankTensor]:
+    """Every tensor of every rank file, file by file."""
+    layout = sharding.layout
+    for pp_rank in range(layout.pp):
+        for tp_rank in range(layout.tp):
+            file = common_file(pp_rank, tp_rank)
+            for vp_stage in range(layout.vpp):
+                for plan in common_plan(sharding, tp_rank, pp_rank, vp_stage, origin=origin):
+                    yield RankTensor(file, f"{vp_stage}.{plan.name}", plan, tp_rank)
+        if sharding.hf.moe is None:
+            continue
+        for ep_rank in range(layout.ep):
+            for etp_rank in range(layout.etp):
+                file = experts_file(pp_rank, ep_rank, etp_rank)
+                for vp_stage in range(layout.vpp):
+                    for plan in expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage, origin=origin):
+                        yield RankTensor(file, f"{vp_stage}.{plan.name}", plan, etp_rank)
+
+
+def rank_homes(sharding: Sharding) -> dict[str, list[Home]]:
+    """Where each whole parameter is stored; of parts that several files hold, the first."""
+    homes: dict[str, list[Home]] = {}
+    for tensor in rank_tensors(sharding, origin="canonical"):
+        if not tensor.plan.replica and not (tensor.plan.replicated and tensor.index):
+            homes.setdefault(tensor.plan.canonical, []).extend(homes_of(tensor.stored, tensor.plan))
+    return homes
+
+
+def files_of_rank(sharding: Sharding, at: RankCoordinates) -> tuple[str, ...]:
+    """The files that a rank of this layout loads."""
+    files = (common_file(at.pp_rank, at.tp_rank),)
+    return files if sharding.hf.moe is None else (*files, experts_file(at.pp_rank, at.ep_rank, at.etp_rank))
+
+
+def common_file(pp_rank: int, tp_rank: int) -> str:
+    """Name of the file of everything but experts."""
+    return f"common-pp{pp_rank}-tp{tp_rank}.safetensors"
+
+
+def experts_file(pp_rank: int, ep_rank: int, etp_rank: int) -> str:
+    """Name of the file of a rank's experts."""
+    return f"experts-pp{pp_rank}-ep{ep_rank}-etp{etp_rank}.safetensors"

@@ -1,0 +1,168 @@
+"""Rotary settings of config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mega_rl.converters.architecture import Rope, Yarn
+from mega_rl.converters.families import Family
+from mega_rl.converters.fields import Fields, is_number
+
+# Megatron-Core's llama3 RoPE takes only `factor` from outside; these three are constants of its code
+# (megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding._apply_scaling).
+LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+Kind = Literal["default", "linear", "llama3", "yarn"]
+SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+YARN_KEYS = (
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+KEYS: dict[Kind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", *LLAMA3_CONSTANTS),
+    "yarn": YARN_KEYS,
+}
+
+
+def read_rope(fields: Fields, family: Family) -> Rope:
+    """Rotary settings of the model; refuses what Megatron-Core does not compute exactly so."""
+    name, given = _given(fields)
+    local_theta = None
+    if family.rope_per_layer_type:
+        name, given, local_theta = _per_layer_type(fields, name, given)
+    return _rope(fields, family, fields.inside(name, given), local_theta)
+
+
+def _given(fields: Fields) -> tuple[str, Mapping[str, Any]]:
+    """Name and content of the object that holds the settings."""
+    old, new = fields.object("rope_scaling"), fields.object("rope_parameters")
+    if fields.raw.get("rope_scaling") and fields.raw.get("rope_parameters") and old != new:
+        fields.refuse("rope_scaling", "rope_parameters says otherwise, and transformers takes only one; remove one")
+    return ("rope_scaling", old) if old else ("rope_parameters", new)
+
+
+def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float]:
+    """Settings of the full layers, and the base of the sliding-window layers, which have no scaling."""
+    kinds = ("full_attention", "sliding_attention")
+    nested = fields.inside(name, given)
+    if not any(kind in given for kind in kinds):
+        return name, given, fields.number("rope_local_base_freq", default=1e4)
+    for key in given:
+        # Where a model lacks one kind of layer, transformers 5 writes keys of one object beside the others.
+        if key not in kinds and given[key] is not None and key not in SHARED_KEYS:
+            nested.refuse(key, f"must be inside {' or '.join(kinds)}")
+    local = nested.inside("sliding_attention", nested.object("sliding_attention"))
+    if _kind(local) != "default":
+        local.refuse("rope_type", "layers with a window have no scaling in Megatron-Core", value=_stated(local))
+    theta = local.number("rope_theta", default=fields.number("rope_local_base_freq", default=1e4))
+    return f"{name}.full_attention", nested.object("full_attention"), theta
+
+
+def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | None) -> Rope:
+    """Settings out of one object, `fields` being the whole config."""
+    theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))
+    percent = rope.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
+    if percent > 1 or (percent < 1 and not family.partial_rotary):
+        rule = "must be at most 1" if percent > 1 else "this family rotates every dimension"
+        fields.refuse("partial_rotary_factor", rule, value=percent)
+    kind = _kind(rope)
+    if kind is None:
+        fix = "set it to default if sequences stay within the original context"
+        rope.refuse("rope_type", f"only {', '.join(KEYS)} are reproduced exactly; {fix}", value=_stated(rope))
+        return Rope("default", theta)
+    for key in rope.raw:
+        if key not in (*SHARED_KEYS, *KEYS[kind]) and rope.raw[key] is not None and kind != "default":
+            rope.refuse(key, f"not a setting of rope_type={kind} that Megatron-Core knows")
+    factor, yarn = 1.0, None
+    if kind != "default":
+        factor = _factor(fields, rope, kind)
+    if kind == "llama3":
+        _check_llama3(fields, rope)
+    if kind == "yarn":
+        yarn = _yarn(fields, rope, factor, latent=family.mla is not None)
+        if percent != 1 or family.rope_interleaved:
+            rope.refuse(
+                "rope_type", "Megatron-Core's yarn rotates every dimension of a head, halves against each other"
+            )
+    elif kind != "default" and family.mla is not None:
+        rope.refuse("rope_type", "Megatron-Core's latent attention has default and yarn", value=kind)
+    return Rope(kind, theta, factor, percent, family.rope_interleaved, yarn, local_theta)
+
+
+def _stated(rope: Fields) -> Any:
+    """The kind of scaling as the file says it, under its newer or older name."""
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _kind(rope: Fields) -> Kind | None:
+    """The kind of scaling; None for one that is not supported."""
+    stated = _stated(rope)
+    return next((kind for kind in KEYS if kind == stated), None)
+
+
+def _factor(fields: Fields, rope: Fields, kind: str) -> float:
+    """The stretch; yarn may state it by the two context lengths alone."""
+    if rope.get("factor") is None:
+        original = rope.get("original_max_position_embeddings")
+        if kind == "yarn" and "factor" in rope.raw and original is not None:
+            ratio = fields.size("max_position_embeddings") / rope.size("original_max_position_embeddings")
+            return max(ratio, 1.0)
+        rope.missing("factor", f"rope_type={kind} needs it")
+        return 1.0
+    factor = rope.number("factor", default=1.0)
+    if factor < 1:
+        rope.refuse("factor", "must be a positive number, at least 1")
+    return factor
+
+
+def _check_llama3(fields: Fields, rope: Fields) -> None:
+    for key, expected in LLAMA3_CONSTANTS.items():
+        found = rope.get(key)
+        if found is None and key == "original_max_position_embeddings":
+            found = fields.get("max_position_embeddings")
+        if not is_number(found) or found != expected:
+            shown = "absent" if found is None else found
+            rope.refuse(key, f"Megatron-Core's llama3 scaling has {expected:g} built in", value=shown)
+
+
+def _yarn(fields: Fields, rope: Fields, factor: float, *, latent: bool) -> Yarn:
+    """The settings of yarn; `latent` says whether the model has latent attention."""
+    mscale, all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+    truncate = rope.boolean("truncate", default=True)
+    if latent and not truncate:
+        rope.refuse("truncate", "Megatron-Core's latent attention always truncates")
+    if latent and all_dim and not mscale:
+        rope.refuse("mscale_all_dim", "Megatron-Core needs mscale beside it")
+    computed = attention_factor(factor, mscale, all_dim)
+    stated = rope.optional_number("attention_factor")
+    if stated is not None and not math.isclose(stated, computed, rel_tol=1e-6):
+        rope.refuse("attention_factor", f"Megatron-Core computes {computed:.7g} from factor and mscale; remove the key")
+    return Yarn(
+        original_max_position_embeddings=rope.size(
+            "original_max_position_embeddings", default=fields.size("max_position_embeddings")
+        ),
+        beta_fast=rope.optional_number("beta_fast") or 32.0,
+        beta_slow=rope.optional_number("beta_slow") or 1.0,
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+        truncate=truncate,
+    )
+
+
+def attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What yarn multiplies sines and cosines by, as transformers computes it."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)

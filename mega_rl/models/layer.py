@@ -1,0 +1,75 @@
+"""A decoder layer with what Megatron-Core's own has no place for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from mega_rl.models.norm import RMSNorm
+
+BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+
+
+class DecoderLayer(TransformerLayer):
+    """Megatron-Core's layer with norms on the outputs of attention and MLP, or a rotary embedding of its own.
+
+    `post_norms`: `post_self_attn_layernorm` and `post_mlp_layernorm` act before the residual is added.
+    `rope_theta`: base of this layer's rotary embedding; None takes the model's.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        *,
+        post_norms: bool,
+        rope_theta: float | None,
+    ) -> None:
+        super().__init__(config, submodules, layer_number, hidden_dropout, pg_collection, vp_stage)
+        if post_norms:
+            self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.self_attn_bda = _normed(self.post_self_attn_layernorm, self.self_attn_bda)
+            self.mlp_bda = _normed(self.post_mlp_layernorm, self.mlp_bda)
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+        if rope_theta is not None:
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels,
+                rotary_percent=1.0,
+                rotary_interleaved=config.rotary_interleaved,
+                rotary_base=rope_theta,
+                use_cpu_initialization=config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """(hidden states [S, B, H], context), as upstream; `rotary_pos_emb` [S, 1, 1, D] gives way to the own one."""
+        if self.rotary_pos_emb is not None:
+            packed = kwargs.get("packed_seq_params") is not None
+            kwargs["rotary_pos_emb"] = self.rotary_pos_emb(kwargs["rotary_pos_emb"].size(0), packed_seq=packed)
+        return super().forward(*args, **kwargs)
+
+
+def _normed(norm: RMSNorm, bias_dropout_add: Callable[[bool, bool], BiasDropoutAdd]) -> Callable[..., BiasDropoutAdd]:
+    """Megatron-Core's residual connection with a norm before the addition."""
+
+    def build(training: bool, fused: bool) -> BiasDropoutAdd:
+        add = bias_dropout_add(training, fused)
+
+        def apply(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            return add((norm(output if bias is None else output + bias), None), residual, dropout)
+
+        return apply
+
+    return build

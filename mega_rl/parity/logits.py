@@ -1,0 +1,134 @@
+"""Logits of a checkpoint by Megatron-Core on any layout, to compare with those of `mega_rl.parity.reference`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.load import load_hf
+from mega_rl.converters.plan import Sharding, Spec
+from mega_rl.models.build import build_chunks, transformer_config
+from mega_rl.parallel.groups import Groups
+from mega_rl.parity.reference import Outputs, hf_logits, recorded
+
+__all__ = ["LoadedModel", "Outputs", "hf_logits", "load_model", "megatron_logits"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint as this rank's Megatron-Core model chunks, ready to evaluate or export."""
+
+    chunks: list[GPTModel]
+    sharding: Sharding
+    groups: Groups
+    device: torch.device
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, *, hidden: bool = False) -> Outputs | None:
+        """Outputs on `tokens` [B, S] int64, on the ranks of the last pipeline stage; None on the others.
+
+        Collective over a replica. Stages run one after the other: each broadcasts its output to all pipeline ranks. S
+        is a multiple of tp under sequence parallelism. `hidden` asks for the layers' outputs: one rank only.
+        """
+        layout, at = self.groups.layout, self.groups.coordinates
+        assert not hidden or layout.world_size == 1, "hidden states are whole on a single rank only"
+        tokens = tokens.to(self.device)
+        batch, length = tokens.shape
+        positions = torch.arange(length, device=self.device).expand(batch, -1)
+        rows = length // layout.tp if layout.sequence_parallel else length
+        passed = torch.empty(rows, batch, self.sharding.hf.hidden_size, dtype=self._dtype, device=self.device)
+        found: list[Tensor] = []
+        output: Tensor | None = None
+        layers = [layer for chunk in self.chunks for layer in chunk.decoder.layers] if hidden else []
+        with recorded(layers, lambda output: found.append(output[0].detach().transpose(0, 1))):
+            for pp_rank, vp_stage in layout.stages():
+                if pp_rank == at.pp_rank:
+                    chunk = self.chunks[vp_stage]
+                    if (pp_rank, vp_stage) != (0, 0):
+                        chunk.set_input_tensor(passed)
+                    output = chunk(tokens, positions, attention_mask=None)
+                if (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1):
+                    break
+                if pp_rank == at.pp_rank:
+                    assert output is not None
+                    passed = output.contiguous()
+                if layout.pp > 1:
+                    dist.broadcast(passed, group=self.groups.pp, group_src=pp_rank)
+        if at.pp_rank != layout.pp - 1:
+            return None
+        assert output is not None
+        return Outputs(self._whole_vocabulary(output.detach()).float(), tuple(found))
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.chunks[0].parameters()).dtype
+
+    def _whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """[B, S, vocab] from every rank's [B, S, padded vocab / tp]."""
+        tp = self.groups.layout.tp
+        parts = [torch.empty_like(logits) for _ in range(tp)]
+        if tp > 1:
+            dist.all_gather(parts, logits.contiguous(), group=self.groups.tp)
+        else:
+            parts = [logits]
+        return torch.cat(parts, dim=-1)[..., : self.sharding.hf.vocab_size]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    groups: Groups,
+    accelerator: Accelerator,
+    impl: Spec = "local",
+    dtype: str = "fp32",
+    mtp: Literal["drop", "load"] = "drop",
+) -> LoadedModel:
+    """The checkpoint in directory `path` as this rank's part of a Megatron-Core model of `groups.layout`.
+
+    `dtype` is "fp32" or "bf16"; `mtp` says whether multi-token prediction layers are part of the model. Raises
+    UserError and UserErrors as `read_hf_config`, `transformer_config` and `load_hf` do.
+    """
+    hf = replace(read_hf_config(path), mtp=mtp)
+    config = transformer_config(
+        hf, layout=groups.layout, dtype=dtype, device_overrides=accelerator.transformer_config_overrides()
+    )
+    sharding = Sharding(hf, groups.layout, spec=impl)
+    chunks = build_chunks(
+        hf,
+        config=config,
+        groups=groups,
+        head="lm",
+        impl=impl,
+        padded_vocab=sharding.vocab,
+        device=accelerator.device,
+    )
+    load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
+    for chunk in chunks:
+        chunk.eval()
+    return LoadedModel(chunks, sharding, groups, accelerator.device)
+
+
+def megatron_logits(
+    path: str | Path,
+    tokens: Tensor,
+    *,
+    groups: Groups,
+    accelerator: Accelerator,
+    impl: Spec = "local",
+    dtype: str = "fp32",
+    layer_outputs: bool = False,
+) -> Outputs | None:
+    """What the checkpoint says of `tokens` [B, S] int64 as a Megatron-Core model of `groups.layout`.
+
+    None on ranks before the last pipeline stage. `layer_outputs` asks for hidden states, on a single rank.
+    """
+    model = load_model(path, groups=groups, accelerator=accelerator, impl=impl, dtype=dtype)
+    return model.forward(tokens, hidden=layer_outputs)

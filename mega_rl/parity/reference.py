@@ -1,0 +1,66 @@
+"""Logits of a checkpoint by transformers. Imports no Megatron-Core: the reference runs where that cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Families that transformers knows only by code that comes with their checkpoints, and its class that is the same.
+CLASS_OF = {"kimi_k2": "deepseek_v3"}
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model says of a batch."""
+
+    logits: Tensor  # [B, S, vocab] float32, without padding of the vocabulary
+    hidden: tuple[Tensor, ...] = field(default=())  # of each layer, [B, S, H]; empty unless asked for
+
+
+@torch.no_grad()
+def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False) -> Outputs:
+    """What the checkpoint in directory `path` says of `tokens` [B, S] int64 in transformers, on the CPU.
+
+    Attention is transformers' own plain one, and no code of the checkpoint is run. `dtype` is "fp32" or "bf16".
+    `layer_outputs` asks for the hidden states too.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = json.loads((Path(path) / "config.json").read_bytes())
+    model_type = raw.pop("model_type")
+    config = AutoConfig.for_model(CLASS_OF.get(model_type, model_type), **raw)
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=DTYPES[dtype],
+        attn_implementation="eager",
+        trust_remote_code=False,
+        local_files_only=True,
+    ).eval()
+    found: list[Tensor] = []
+
+    def keep(output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    with recorded(list(model.model.layers) if layer_outputs else [], keep):
+        logits = model(tokens, use_cache=False).logits
+    return Outputs(logits.float(), tuple(found))
+
+
+@contextmanager
+def recorded(layers: Sequence[torch.nn.Module], keep: Callable[[Any], None]) -> Iterator[None]:
+    """Hands every output of each of `layers` to `keep` as long as the context lasts."""
+    hooks = [layer.register_forward_hook(lambda module, inputs, output: keep(output)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,120 @@
+"""A shrunk twin: a few layers, experts and vocabulary rows of a checkpoint, with its own weights, as a checkpoint.
+
+The twin has every kind of layer that the model has, the first and the last among them, and every setting of its
+config, so what is wrong with the conversion of a large model shows on a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mega_rl.converters.architecture import HFConfig, Moe
+from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
+from mega_rl.converters.plan import as_on_disk, hf_tensors
+from mega_rl.converters.rules import DISK_LAYER
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.safetensors_writer import write_checkpoint
+from mega_rl.errors import UserError
+
+MAX_LAYERS, MAX_VOCAB = 4, 4096
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A model's config cut down, and where its layers come from."""
+
+    raw: dict[str, Any]  # config.json
+    hf: HFConfig
+    layers: tuple[int, ...]  # of the original
+
+
+def shrink(hf: HFConfig, *, where: str = "config.json") -> Twin:
+    """At most `MAX_LAYERS` layers, just enough experts for the router to choose among, `MAX_VOCAB` tokens.
+
+    Raises UserError when the fields that say which layer is of which kind cannot be cut down to the chosen layers.
+    """
+    layers = _layers(hf)
+    raw = dict(hf.raw)
+    for name in ("quantization_config", "auto_map", "num_nextn_predict_layers"):
+        raw.pop(name, None)
+    raw["num_hidden_layers"] = len(layers)
+    raw["vocab_size"] = min(hf.vocab_size, MAX_VOCAB)
+    raw |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None)
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(raw.get(name), list):
+            raw[name] = [raw[name][layer] for layer in layers]
+    if hf.window is not None and len(set(hf.window.layers)) > 1:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
+    if hf.moe is not None:
+        _shrink_experts(raw, hf.moe, layers)
+    twin = Twin(raw, parse_hf_config(raw, where=f"{where} of the shrunk twin"), layers)
+    if not _same_kinds(hf, twin):
+        raise UserError(f"{where}: its layers cannot be cut down to {list(layers)}; leave --logits out")
+    return twin
+
+
+def write_twin(source: Path, target: Path) -> Twin:
+    """Writes the twin of a checkpoint's model, with the checkpoint's weights, to `target`."""
+    with CheckpointReader(source) as reader:
+        original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
+        twin = shrink(original, where=str(source / "config.json"))
+        spelled = as_on_disk(twin.hf, {name: (0,) for name in reader.tensors})
+        config = target.with_name(f"{target.name}.config.json")
+        config.write_text(json.dumps(twin.raw, indent=2))
+        write_checkpoint(target, _tensors(reader, twin, spelled), files={"config.json": config})
+        config.unlink()
+    return twin
+
+
+def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterator[tuple[str, Tensor]]:
+    """The twin's tensors: leading rows of the original's, of the layers that were chosen."""
+    prefixes = {DISK_LAYER.format(layer=i): DISK_LAYER.format(layer=layer) for i, layer in enumerate(twin.layers)}
+    for name, tensor in hf_tensors(spelled, head="lm").items():
+        prefix = next((p for p in prefixes if name.startswith(p)), "")
+        there = prefixes.get(prefix, "") + name.removeprefix(prefix)
+        if there not in reader.tensors:
+            raise UserError(f"{reader.path}: {there} is missing; run verify without --logits for the whole list")
+        numel, width = prod(tensor.shape), tensor.shape[-1] if len(tensor.shape) > 1 else 1
+        yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
+
+
+def _layers(hf: HFConfig) -> tuple[int, ...]:
+    """The first layer, the last, and the first of each kind between them."""
+    kinds: dict[tuple[bool, bool], int] = {}
+    for layer in range(hf.num_layers):
+        windowed = hf.window is not None and hf.window.layers[layer]
+        kinds.setdefault((hf.is_moe(layer), windowed), layer)
+    chosen = {0, hf.num_layers - 1, *list(kinds.values())[: MAX_LAYERS - 1]}
+    return tuple(sorted(chosen))
+
+
+def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> None:
+    """Fewer experts, in as many groups, and the layers that have them."""
+    groups = moe.num_groups or 1
+    needed = max(2 * moe.top_k, 8) if groups == 1 else groups * max(2, -(-moe.top_k // (moe.topk_groups or 1)))
+    experts = min(moe.num_experts, -(-needed // groups) * groups)
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if name in raw:
+            raw[name] = experts
+    dense = [i for i, layer in enumerate(layers) if not moe.layers[layer]]
+    if "first_k_dense_replace" in raw:
+        raw["first_k_dense_replace"] = len(dense)
+    if "decoder_sparse_step" in raw or "mlp_only_layers" in raw:
+        raw |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _same_kinds(hf: HFConfig, twin: Twin) -> bool:
+    """Whether the twin's config gives each chosen layer the kind that it has in the model."""
+    small = twin.hf
+    same_mlp = all(small.is_moe(i) == hf.is_moe(layer) for i, layer in enumerate(twin.layers))
+    of_twin = [small.window is not None and small.window.layers[i] for i in range(small.num_layers)]
+    of_model = [hf.window is not None and hf.window.layers[layer] for layer in twin.layers]
+    return same_mlp and of_twin == of_model

@@ -1,0 +1,121 @@
+"""Logits of a checkpoint's shrunk twin: Megatron-Core against transformers, in float32 on one process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mega_rl.accelerator import prepare
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parity.known_bugs import known_bug
+from mega_rl.parity.shrink import Twin, write_twin
+
+GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
+TIMEOUT_S = 600.0
+# Families that transformers has no class for, and the one whose code computes the same.
+STAND_INS = {"kimi_k2": "deepseek_v3"}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What comparing logits has shown."""
+
+    good: bool  # within the gate, or beyond it for a fault of the reference that is known
+    max_abs: float
+    first_layer: int | None  # of the original model: the first whose output differs
+    summary: str
+    details: tuple[str, ...] = ()
+
+
+def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int = 0) -> Parity:
+    """Logits of `num_tokens` random tokens: `reference` by transformers, `converted` by Megatron-Core.
+
+    Both are Hugging Face folders, of one model; each is cut down to a twin in a temporary folder first. Must be called
+    before anything else imports Megatron-Core, for one process.
+    """
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups as process_groups  # after prepare: it brings Megatron-Core in
+    from mega_rl.parity.logits import hf_logits, megatron_logits
+
+    with tempfile.TemporaryDirectory(prefix="twin_") as folder:
+        sides = [Path(folder) / name for name in ("reference", "converted")]
+        twin = write_twin(reference, sides[0])
+        write_twin(converted, sides[1])
+        _stand_in(sides[0], twin)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, twin.hf.vocab_size, (1, num_tokens), generator=generator)
+        expected = hf_logits(sides[0], tokens, layer_outputs=True)
+        groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
+        try:
+            found = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator, layer_outputs=True)
+        finally:
+            process_groups.destroy()
+    assert found is not None
+    hidden = [(a, b.cpu()) for a, b in zip(expected.hidden, found.hidden, strict=True)]
+    return judge(twin, expected.logits, found.logits.cpu(), hidden)
+
+
+def judge(twin: Twin, expected: Tensor, found: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> Parity:
+    """The verdict on logits [B, S, V] and on the layers' outputs, pairs of [B, S, H]."""
+    gap = float((expected - found).abs().max())
+    scale = float(expected.std())
+    within = gap <= GATE  # false for nan too
+    layers = ", ".join(map(str, twin.layers))
+    figures = f"max |difference| {gap:.2e}, gate {GATE:.0e}, logits' deviation {scale:.2g} (layers {layers})"
+    if within:
+        return Parity(True, gap, None, figures)
+    bug = known_bug(twin.hf)
+    if bug is not None:
+        return Parity(True, gap, None, f"{figures}: not comparable", (f"transformers {bug.seen_in}: {bug.symptom}; "
+                      f"fixed by {bug.fixed_by}",))  # fmt: skip
+    details = [
+        f"after layer {layer}: cosine {_cosine(a, b):.6f}, max |difference| {float((a - b).abs().max()):.2e}"
+        for layer, (a, b) in zip(twin.layers, hidden, strict=True)
+    ]
+    first = next((i for i, (a, b) in enumerate(hidden) if _differs(a, b)), None)
+    cause = f"first to differ: layer {twin.layers[first]}; look at {suspects(twin.hf, first)}" if first is not None else (
+        "all layers agree: look at the final norm, the output layer and its scale"
+    )  # fmt: skip
+    return Parity(False, gap, None if first is None else twin.layers[first], figures, (*details, cause))
+
+
+def suspects(hf: HFConfig, layer: int) -> str:
+    """What is special about a layer that no earlier one shares, in the order in which it tends to be wrong."""
+    earlier = range(layer)
+    found = []
+    if hf.is_moe(layer) and not any(hf.is_moe(i) for i in earlier):
+        found.append(
+            "the router (order of softmax and top-k, groups, bias, scaling), the experts' gate and up, shared experts"
+        )
+    if hf.window is not None and hf.window.layers[layer] and not any(hf.window.layers[i] for i in earlier):
+        found.append(f"the sliding window of {hf.window.size} tokens, the RoPE base of such layers")
+    if layer == 0:
+        attention = (
+            "the latent projections" if hf.mla is not None else "the order of q, k and v rows, their biases and norms"
+        )
+        found.append(f"RoPE ({hf.rope.kind}, base {hf.rope.theta:g}), {attention}, the embedding")
+    return "; ".join(found) or "weights of that layer: run verify on both folders"
+
+
+def _stand_in(folder: Path, twin: Twin) -> None:
+    """Lets transformers take the code of the family that computes the same."""
+    stand_in = STAND_INS.get(twin.hf.family)
+    if stand_in is not None:
+        raw = {**twin.raw, "model_type": stand_in}
+        raw.pop("architectures", None)
+        (folder / "config.json").write_text(json.dumps(raw))
+
+
+def _cosine(a: Tensor, b: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
+
+
+def _differs(a: Tensor, b: Tensor) -> bool:
+    """Whether outputs differ by more than rounding: a thousandth of the gate's share of their size."""
+    return not float((a - b).abs().max()) <= GATE * max(1.0, float(a.abs().max()))

@@ -1,0 +1,10 @@
+"""`mega-rl convert` as a script: a verb and its arguments, with plain python or under torchrun."""
+
+from __future__ import annotations
+
+import sys
+
+from mega_rl.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", *sys.argv[1:]]))

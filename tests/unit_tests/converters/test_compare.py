@@ -1,0 +1,189 @@
+"""Comparing checkpoints: what is found, that a digest depends on contents alone, and the round trip in memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.converters.compare import Comparison, compare, compare_configs, merge
+from mega_rl.converters.describe import describe
+from mega_rl.converters.plan import Sharding
+from mega_rl.converters.roundtrip import round_trip
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.safetensors_writer import write_checkpoint
+from tests.unit_tests.converters.fakes import LAYOUTS, hf_state, small_config
+
+State = dict[str, Tensor]
+
+
+def state() -> State:
+    """Three tensors of different types, one with a nan."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "a.weight": torch.randn(300, 7, generator=generator).bfloat16(),
+        "b.bias": torch.randn(5, generator=generator),
+        "c.weight": torch.randn(2, 3, 4, generator=generator).half(),
+    }
+    tensors["b.bias"][3] = float("nan")
+    return tensors
+
+
+def compared(folder: Path, first: State, second: State, **options: object) -> Comparison:
+    """Writes both to folders of one and several shards, and compares these."""
+    write_checkpoint(folder / "first", first.items())
+    write_checkpoint(folder / "second", reversed(second.items()), shard_bytes=100)
+    with CheckpointReader(folder / "first") as a, CheckpointReader(folder / "second") as b:
+        return compare(a, b, **options)  # type: ignore[arg-type]
+
+
+def test_equal_contents_in_other_shards_and_order(tmp_path: Path) -> None:
+    """Shards and order do not count, and a nan equals itself."""
+    found = compared(tmp_path, state(), state())
+    assert found.equal
+    assert found.num_equal == 3
+    with CheckpointReader(tmp_path / "second") as b:
+        assert compare(b, b).digest == found.digest
+
+
+@pytest.mark.parametrize("name", ["a.weight", "b.bias", "c.weight"])
+def test_one_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    """The smallest change of the last element is named, counted and measured, and changes the digest."""
+    other = state()
+    flat = other[name].view(-1)
+    before = flat[-1].clone()
+    flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)[-1] ^= 1
+    found = compared(tmp_path, state(), other)
+    assert not found.equal
+    (different,) = found.different
+    assert (different.name, different.elements, different.numel) == (name, 1, flat.numel())
+    assert different.max_abs == abs(before.double() - flat[-1].double()).item() > 0
+    with CheckpointReader(tmp_path / "second") as b:
+        assert compare(b, b).digest != found.digest
+
+
+def test_permuted_rows_are_found(tmp_path: Path) -> None:
+    """Sums are equal, rows are not."""
+    other = state()
+    other["a.weight"] = other["a.weight"].flip(0)
+    found = compared(tmp_path, state(), other)
+    assert [d.name for d in found.different] == ["a.weight"]
+    assert found.different[0].elements > 2000
+
+
+def test_negative_zero_differs_from_zero(tmp_path: Path) -> None:
+    """Bits are compared, not values."""
+    first, other = state(), state()
+    first["a.weight"][0, 0], other["a.weight"][0, 0] = 0.0, -0.0
+    assert not compared(tmp_path, first, other).equal
+
+
+def test_names_types_and_shapes(tmp_path: Path) -> None:
+    """Each kind of difference has its place; allowed names do not count."""
+    other = state()
+    other["a.weight"] = other["a.weight"].float()
+    other["c.weight"] = other["c.weight"].view(4, 6)
+    other["extra.weight"] = other.pop("b.bias")
+    found = compared(tmp_path, state(), other)
+    assert found.only_first == ("b.bias",)
+    assert found.only_second == ("extra.weight",)
+    assert found.mismatched == (
+        "a.weight: bfloat16 [300, 7] against float32 [300, 7]",
+        "c.weight: float16 [2, 3, 4] against float16 [4, 6]",
+    )
+    (tmp_path / "allowed").mkdir()
+    del other["a.weight"], other["c.weight"]
+    first = {"b.bias": state()["b.bias"]}
+    allowed = compared(tmp_path / "allowed", first, other, allow_missing=["*.bias", "extra.*"])
+    assert allowed.equal
+    assert allowed.allowed == ("b.bias", "extra.weight")
+
+
+def test_shares_join_to_the_whole(tmp_path: Path) -> None:
+    """Several processes find what one finds."""
+    other = state()
+    other["a.weight"][7, 3] += 1
+    whole = compared(tmp_path, state(), other)
+    with CheckpointReader(tmp_path / "first") as a, CheckpointReader(tmp_path / "second") as b:
+        parts = [compare(a, b, share=(i, 2)) for i in range(2)]
+    assert all(0 < len(part.digests) < 3 for part in parts)
+    assert merge(parts) == whole
+    assert merge(parts).digest == whole.digest
+
+
+def test_configs(tmp_path: Path) -> None:
+    """Keys by name; equal values in other bytes are said to be so; intended keys may differ."""
+    texts = {
+        "a": '{"x": 1, "y": 2}',
+        "same": '{"x": 1, "y": 2}',
+        "spaced": '{"y":2,"x":1}',
+        "other": '{"x": 3, "z": 0}',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "none").mkdir()
+    assert compare_configs(tmp_path / "a", tmp_path / "same") == ()
+    assert compare_configs(tmp_path / "a", tmp_path / "spaced") == ("same values, other bytes",)
+    lines = compare_configs(tmp_path / "a", tmp_path / "other")
+    assert lines == ("x: 1 against 3", "y: 2 against absent", "z: absent against 0")
+    assert compare_configs(tmp_path / "a", tmp_path / "other", intended=["[xyz]"]) == ()
+    assert "no config.json" in compare_configs(tmp_path / "a", tmp_path / "none")[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_round_trip_in_memory(tmp_path: Path, layout: str, head: str) -> None:
+    """Every tensor comes back on every layout."""
+    hf = small_config()
+    tensors = hf_state(hf, value_head=head == "value", dtype=torch.bfloat16)
+    write_checkpoint(tmp_path / "hf", tensors.items())
+    with CheckpointReader(tmp_path / "hf") as reader:
+        assert round_trip(reader, Sharding(hf, LAYOUTS[layout], head=head)) == (len(tensors), ())  # type: ignore[arg-type]
+
+
+def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two rows of the plan's copies exchanged the tensors they belong to are named."""
+    from mega_rl.converters import roundtrip
+
+    hf = small_config()
+    write_checkpoint(tmp_path / "hf", hf_state(hf).items())
+    right = roundtrip.common_plan
+
+    def wrong(*args: object) -> tuple[object, ...]:
+        def shifted(param):  # type: ignore[no-untyped-def]
+            if param.canonical != "decoder.layers.2.self_attention.linear_qkv.weight":
+                return param
+            q, *rest = param.copies
+            return replace(param, copies=(q._replace(src_row=q.src_row + 1), *rest))
+
+        return tuple(shifted(param) for param in right(*args))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(roundtrip, "common_plan", wrong)
+    with CheckpointReader(tmp_path / "hf") as reader:
+        _, lost = round_trip(reader, Sharding(hf))
+    assert lost == ("model.layers.2.self_attn.q_proj.weight",)
+
+
+def test_description_counts_every_element_once_per_rank(tmp_path: Path) -> None:
+    """Elements of all stages at TP1 are those of the model; what does not belong is listed."""
+    hf = small_config()
+    tensors = hf_state(hf)
+    tensors["stray.weight"] = torch.zeros(3)
+    tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)
+    tensors["model.norm.weight"] = torch.zeros(11)
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    write_checkpoint(tmp_path / "hf", tensors.items())
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with CheckpointReader(tmp_path / "hf") as reader:
+        _, found = describe(reader, Sharding(hf, LAYOUTS["pp2"]))
+    assert found.missing == ("model.layers.3.mlp.up_proj.weight",)
+    assert found.unexpected == ("stray.weight",)
+    assert found.ignored == ("model.layers.1.self_attn.rotary_emb.inv_freq",)
+    assert found.mis_shaped == ("model.norm.weight: [11], config.json asks for [10]",)
+    assert [stage.layers for stage in found.stages] == [("0-1",), ("2-3",)]
+    assert sum(stage.params for stage in found.stages) == sum(t.numel() for t in hf_state(hf).values())

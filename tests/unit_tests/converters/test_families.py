@@ -1,0 +1,56 @@
+"""The tables and the reading of config.json against transformers: names, shapes and settings of a model that it saves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
+from mega_rl.converters.plan import as_on_disk, hf_tensors
+from mega_rl.converters.safetensors_io import CheckpointReader
+from tests.unit_tests.converters.tiny_configs import TINY
+
+
+def transformers_model(config: dict[str, Any]) -> PreTrainedModel:
+    """A model of transformers with this config.json; Kimi K2 is DeepSeek-V3 under a name that transformers lacks."""
+    model_type = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+    known = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **known))
+
+
+def shapes_on_disk(path: Path) -> dict[str, tuple[int, ...]]:
+    with CheckpointReader(path) as reader:
+        return {name: tuple(tensor.shape) for name, tensor in reader.tensors.items()}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
+@pytest.mark.parametrize("name", TINY)
+def test_tensors_are_those_that_transformers_saves(name: str, fused: bool, tmp_path: Path) -> None:
+    config = parse_hf_config(TINY[name])
+    if fused and config.moe is None:
+        pytest.skip("no experts")
+    transformers_model(TINY[name]).save_pretrained(tmp_path, save_original_format=not fused)
+    on_disk = shapes_on_disk(tmp_path)
+    expected = {n: t.shape for n, t in hf_tensors(as_on_disk(config, on_disk), head="lm").items()}
+    assert on_disk.keys() - expected.keys() == set()
+    assert expected.keys() - on_disk.keys() == set()
+    assert expected == on_disk
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name != "kimi_k2"])
+def test_spelling_of_transformers_5_reads_the_same(name: str, tmp_path: Path) -> None:
+    """The file that transformers 5 writes for a model means what the file of transformers 4 means."""
+    old = parse_hf_config(TINY[name])
+    transformers_model(TINY[name]).config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_theta" not in raw
+    new = read_hf_config(tmp_path)
+    # What only the first file says: experts fused or not, and multi-token prediction, which transformers has not.
+    assert replace(new, mtp_layers=old.mtp_layers) == old

@@ -1,0 +1,222 @@
+"""The tiny models and layouts of test_family_parity.py, and what each rank finds out about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.models import GROUPS, write_tiny_checkpoint
+
+LENGTH, ROWS = 64, 2
+LONG = 512  # for what acts on far positions
+ODD = 51  # a vocabulary that tensor parallelism pads
+DENSE_LAYOUTS = ("1", "tp2", "pp2", "pp2-vpp2", "pp1+3", "tp2-pp2")
+EXPERT_LAYOUTS = ("ep2", "ep2-pp2", "ep2-tp2")
+# name -> sizes; world_size 4 only for what needs it. sp is on wherever tp is 2, as training wants it for experts.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {"world_size": 1},
+    "tp2": {"world_size": 2, "tp": 2},
+    "pp2": {"world_size": 2, "pp": 2},
+    "pp2-vpp2": {"world_size": 2, "pp": 2, "vpp": 2},
+    "pp1+3": {"world_size": 2, "pp": 2, "pipeline": (1, 3)},
+    "ep2": {"world_size": 2, "ep": 2},
+    "tp2-pp2": {"world_size": 4, "tp": 2, "pp": 2},
+    "ep2-pp2": {"world_size": 4, "ep": 2, "pp": 2},
+    "ep2-tp2": {"world_size": 4, "tp": 2, "ep": 2},
+    "ep2-etp2": {"world_size": 4, "tp": 2, "ep": 2, "etp": 2},
+}
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model.
+
+    `unlike` is the case with the same weights whose logits must be far off, or the setting had no effect. `reference`
+    says whether transformers computes the model right.
+    """
+
+    family: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    unlike: str = ""
+    reference: bool = True
+    layouts: tuple[str, ...] = DENSE_LAYOUTS
+    length: int = LENGTH
+    mtp: str = "drop"
+    dtype: str = "fp32"
+
+
+def dense(family: str, *, unlike: str = "", tied: bool = False, **overrides: Any) -> Case:
+    """A model without experts, on every layout that such a model can have."""
+    return Case(family, {"tied": tied, **overrides}, unlike)
+
+
+def experts(family: str, *, unlike: str = "", etp: bool = True, tied: bool = False, **overrides: Any) -> Case:
+    """A model with experts."""
+    layouts = DENSE_LAYOUTS + EXPERT_LAYOUTS + (("ep2-etp2",) if etp else ())
+    return Case(family, {"tied": tied, **overrides}, unlike, layouts=layouts)
+
+
+def rotary(**rope: Any) -> Case:
+    """Llama under these rotary settings."""
+    unlike = {"default": "", "llama3": "llama-llama3-8"}.get(rope["rope_type"], "llama")
+    if rope.get("factor") == 8.0 and unlike:
+        unlike = "llama"
+    return dataclasses.replace(dense("llama", unlike=unlike, rope_parameters={"rope_theta": 1e4, **rope}), length=LONG)
+
+
+def rounded(case: Case, layouts: tuple[str, ...]) -> Case:
+    """The case in bf16: only the round trip is compared."""
+    return dataclasses.replace(case, dtype="bf16", unlike="", layouts=layouts)
+
+
+CASES: dict[str, Case] = {
+    "qwen2": dense("qwen2", vocab_size=ODD),
+    "qwen2-tied": dense("qwen2", tied=True),
+    "qwen2-window": dense("qwen2", unlike="qwen2", vocab_size=ODD, use_sliding_window=True, sliding_window=8,
+                          max_window_layers=2),
+    "qwen3": dense("qwen3"),
+    "qwen3-tied": dense("qwen3", tied=True, vocab_size=ODD),
+    "qwen3-one-kv-head": dense("qwen3", num_key_value_heads=1),
+    "llama": rotary(rope_type="default"),
+    "llama-llama3-8": rotary(**LLAMA3, factor=8.0),
+    "llama-llama3-32": rotary(**LLAMA3, factor=32.0),
+    "llama-linear": rotary(rope_type="linear", factor=4.0),
+    "llama-yarn": rotary(**YARN),
+    "llama-biases": dense("llama", attention_bias=True, mlp_bias=True, vocab_size=ODD),
+    "mistral": dense("mistral"),
+    "mistral-window": dense("mistral", unlike="mistral", sliding_window=8),
+    "glm4": dense("glm4", vocab_size=ODD),
+    "gemma3": dense("gemma3_text", tied=True, vocab_size=ODD),
+    "gemma3-long": dense("gemma3_text", tied=True, unlike="gemma3", vocab_size=ODD, rope_parameters=GEMMA_ROPE),
+    "mixtral": experts("mixtral"),
+    "mixtral-window": experts("mixtral", unlike="mixtral", sliding_window=8),
+    "qwen2_moe": experts("qwen2_moe", vocab_size=ODD),
+    "qwen2_moe-normalised": experts("qwen2_moe", unlike="qwen2_moe", vocab_size=ODD, norm_topk_prob=True),
+    "qwen3_moe": experts("qwen3_moe"),
+    "qwen3_moe-as-they-are": experts("qwen3_moe", unlike="qwen3_moe", norm_topk_prob=False),
+    "qwen3_moe-every-second": experts("qwen3_moe", tied=True, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "olmoe": experts("olmoe"),
+    "deepseek_v2": experts("deepseek_v2"),
+    "deepseek_v2-yarn": dataclasses.replace(
+        experts("deepseek_v2", rope_parameters={**YARN, **MSCALE}), reference=False
+    ),
+    "deepseek_v3": experts("deepseek_v3", vocab_size=ODD),
+    "deepseek_v3-no-groups": experts("deepseek_v3", unlike="deepseek_v3", vocab_size=ODD, n_group=1, topk_group=1),
+    "deepseek_v3-yarn": experts("deepseek_v3", unlike="deepseek_v3", vocab_size=ODD,
+                                rope_parameters={**YARN, **MSCALE}),
+    "deepseek_v3-whole-queries": experts("deepseek_v3", q_lora_rank=None),
+    "deepseek_v3-mtp-dropped": experts("deepseek_v3", mtp_layers=1),
+    "kimi_k2": experts("kimi_k2", rope_parameters={**YARN, **MSCALE}),
+    "glm4_moe": experts("glm4_moe"),
+    "glm4_moe-groups": experts("glm4_moe", use_qk_norm=False, unlike="", **GROUPS),
+    "gpt_oss": experts("gpt_oss", etp=False, vocab_size=ODD),
+    "gpt_oss-no-window": experts("gpt_oss", etp=False, unlike="gpt_oss", vocab_size=ODD,
+                                 layer_types=["full_attention"] * 4),
+}  # fmt: skip
+BF16_LAYOUTS = ("1", "tp2-pp2", "ep2-tp2")
+CASES |= {
+    f"{name}-bf16": rounded(CASES[name], BF16_LAYOUTS) for name in ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+} | {"gemma3-bf16": rounded(CASES["gemma3"], ("1", "tp2-pp2"))}
+
+
+def world_sizes() -> dict[int, list[str]]:
+    """The layouts of every launch."""
+    sizes = sorted({layout["world_size"] for layout in LAYOUTS.values()})
+    return {size: [name for name, layout in LAYOUTS.items() if layout["world_size"] == size] for size in sizes}
+
+
+def write_case(name: str, root: Path) -> Path:
+    """The checkpoint of a case."""
+    case = CASES[name]
+    dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
+    return write_tiny_checkpoint(root / name, family=case.family, dtype=dtype, **case.overrides)
+
+
+def tokens_of(case: Case) -> Tensor:
+    """[ROWS, length] int64 random tokens of its vocabulary, the last one among them."""
+    vocab = case.overrides.get("vocab_size", 50)
+    tokens = torch.randint(2, vocab, (ROWS, case.length), generator=torch.Generator().manual_seed(7))
+    tokens[0, 3] = vocab - 1
+    return tokens
+
+
+def measure(rank: int, root: str, expected: dict[str, Tensor], layouts: list[str]) -> dict[str, dict[str, Any]]:
+    """What this rank finds for every case on every layout, by "case layout"."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups
+    from mega_rl.parallel.layout import ParallelLayout
+    from mega_rl.parity.logits import load_model
+
+    found = {}
+    for layout in layouts:
+        sizes = ParallelLayout(**LAYOUTS[layout], sequence_parallel=LAYOUTS[layout].get("tp", 1) > 1)
+        built = groups.initialize(sizes, accelerator=accelerator, timeout_s=60)
+        groups.seed_model_parallel(1, built)
+        for name, case in CASES.items():
+            if layout not in case.layouts:
+                continue
+            source = Path(root) / name
+            model = load_model(source, groups=built, accelerator=accelerator, dtype=case.dtype, mtp=case.mtp)
+            answer = round_trip(model, source)
+            if name in expected:
+                # Data-parallel ranks see the rows in another order: their experts' tokens must not be mixed up.
+                shift = built.coordinates.dp_rank
+                outputs = model.forward(tokens_of(case).roll(shift, 0))
+                if outputs is not None:
+                    off = outputs.logits.cpu() - expected[name].roll(shift, 0)
+                    answer["error"] = float(off.abs().max())
+            found[f"{name} {layout}"] = answer
+        groups.destroy()
+    return found
+
+
+def round_trip(model: Any, source: Path) -> dict[str, Any]:
+    """Whether every exported tensor equals the source's; names that only one of both has, and those that differ."""
+    from mega_rl.converters.export import export_hf
+    from mega_rl.converters.plan import ignored_tensors
+    from mega_rl.converters.safetensors_io import CheckpointReader
+
+    built = model.groups
+    exported = dict(
+        export_hf(
+            model.chunks,
+            sharding=model.sharding,
+            coordinates=built.coordinates,
+            tp_group=built.tp,
+            pp_group=built.pp,
+            expert_group=built.experts,
+        )
+    )
+    with CheckpointReader(source) as reader:
+        aside = ignored_tensors(model.sharding.hf, head="lm")
+        expected = {name: reader.read(name) for name in reader.tensors if name not in aside}
+    return {
+        "names": sorted(set(exported) ^ set(expected)),
+        "different": [
+            name
+            for name, tensor in expected.items()
+            if name in exported
+            and (exported[name].dtype != tensor.dtype or not torch.equal(exported[name].cpu(), tensor))
+        ],
+        "count": len(exported),
+    }
