@@ -264,6 +264,9 @@ NOISE: tuple[tuple[type[Warning], str, str], ...] = (
     (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\.optimizer"),
     (UserWarning, r"When using async grad allreduce it is recommended", r"megatron\.core\.tensor_parallel\.layers"),
+    (UserWarning, r"When using sequence parallelism it is recommended", r"megatron\.core\.tensor_parallel\.layers"),
+    # Experts that are not cut: right, and said of each.
+    (UserWarning, r"`sequence_parallel` is set to `True`, but tensor", r"megatron\.core\.tensor_parallel\.layers"),
     (FutureWarning, r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\.strategies\.torch"),
     (FutureWarning, r"Please use DTensor instead and we are deprecating", r"torch\.distributed\.checkpoint\."),
     (

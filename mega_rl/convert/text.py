@@ -10,16 +10,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from mega_rl.converters.architecture import HFConfig
 
+if TYPE_CHECKING:
+    from mega_rl.convert.verification import Verification
+    from mega_rl.converters.compare import Comparison
+    from mega_rl.parity.twin import Parity
+
 SHOWN = 20  # names listed of each kind; --json has them all
 
 
 def is_main() -> bool:
+    """Whether this process speaks for all: rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -115,39 +121,54 @@ def _brief(value: Any) -> str:
     return str(value)
 
 
-def print_verification(facts: dict[str, Any], as_json: bool, good: bool) -> None:
-    if as_json:
-        print_facts({"equal": good, **facts}, True)
+def print_verification(found: Verification, parity: Parity | None, as_json: bool) -> None:
+    """What verifying has shown, logits included."""
+    if not is_main():
         return
-    typer.echo(f"proof: every element of {facts['layout']} is planned exactly once")
-    if facts["comparison"] is not None:
-        print_comparison(facts["comparison"])
-    if facts["returned"] is not None:
-        typer.echo(f"import and export in memory: {facts['returned']:,} tensors come back bit for bit")
-        _print_names("do not come back", facts["lost"])
-    found = facts.get("logits")
-    if found is not None:
-        typer.echo(f"logits: {found['summary']}")
-        for line in found["details"]:
+    good = found.equal and (parity is None or parity.good)
+    if as_json:
+        comparison = None if found.comparison is None else _comparison_facts(found.comparison)
+        logits = None if parity is None else dataclasses.asdict(parity)
+        print_facts({"equal": good, **dataclasses.asdict(found), "comparison": comparison, "logits": logits}, True)
+        return
+    typer.echo(f"proof: every element of {found.layout} is planned exactly once")
+    if found.comparison is not None:
+        print_comparison(found.comparison, False)
+    if found.returned is not None:
+        typer.echo(f"import and export in memory: {found.returned:,} tensors come back bit for bit")
+        _print_names("do not come back", found.lost)
+    if parity is not None:
+        typer.echo(f"logits: {parity.summary}")
+        for line in parity.details:
             typer.echo(f"  {line}")
     typer.echo("equal" if good else "differs")
 
 
-def print_comparison(facts: dict[str, Any]) -> None:
-    typer.echo(f"{facts['num_equal']:,} tensors are equal bit for bit (digest {facts['digest']})")
-    _print_names("only in the first", facts["only_first"])
-    _print_names("only in the second", facts["only_second"])
-    _print_names("other type or shape", facts["mismatched"])
-    _print_names("config.json", facts["config"])
-    _print_names("in one only, as allowed", facts["allowed"])
-    ranked = sorted(facts["different"], key=lambda d: -d["max_abs"])
+def print_comparison(found: Comparison, as_json: bool) -> None:
+    """What tells two checkpoints apart."""
+    if not is_main():
+        return
+    if as_json:
+        print_facts(_comparison_facts(found), True)
+        return
+    typer.echo(f"{found.num_equal:,} tensors are equal bit for bit (digest of the first: {found.digest})")
+    _print_names("only in the first", found.only_first)
+    _print_names("only in the second", found.only_second)
+    _print_names("other type or shape", found.mismatched)
+    _print_names("config.json", found.config)
+    _print_names("in one only, as allowed", found.allowed)
+    ranked = sorted(found.different, key=lambda d: -d.max_abs)
     for d in ranked[:SHOWN]:
         typer.echo(
-            f"  {d['name']}: {d['elements']:,} of {d['numel']:,} elements differ, "
-            f"max {d['max_abs']:.3g}, mean {d['mean_abs']:.3g} (largest value {d['max_of_first']:.3g})"
+            f"  {d.name}: {d.elements:,} of {d.numel:,} elements differ, "
+            f"max {d.max_abs:.3g}, mean {d.mean_abs:.3g} (largest value {d.max_of_first:.3g})"
         )
     if len(ranked) > SHOWN:
         typer.echo(f"  and {len(ranked) - SHOWN:,} more tensors")
+
+
+def _comparison_facts(found: Comparison) -> dict[str, Any]:
+    return {"equal": found.equal, "digest": found.digest, **dataclasses.asdict(found)}
 
 
 def _print_names(label: str, names: Sequence[str]) -> None:

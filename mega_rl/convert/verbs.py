@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -84,7 +84,7 @@ def inspect(
     """Show what a checkpoint is and what each rank of a layout would hold. Reads headers only."""
     layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
     if not _is_hf(path):
-        from mega_rl.converters.offline import open_checkpoint
+        from mega_rl.converters.checkpoints import open_checkpoint
 
         with open_checkpoint(path) as checkpoint:
             facts = {
@@ -110,7 +110,7 @@ def inspect(
         print_facts(facts, True)
     else:
         print_description(facts)
-    if found.missing or found.unexpected or found.mis_shaped:
+    if found.problems:
         raise typer.Exit(UserError.exit_code)
 
 
@@ -329,17 +329,13 @@ def verify(
         report = verify_checkpoint(
             first, second, sharding=sharding, allow_missing=allow_missing or (), progress=progress
         )
-    facts: dict[str, Any] = dataclasses.asdict(report)
-    good = report.equal
+    parity = None
     if logits and is_main():
         from mega_rl.parity.twin import compare_twin
 
-        outcome = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
-        facts["logits"] = dataclasses.asdict(outcome)
-        good = good and outcome.good
-    if is_main():
-        print_verification(facts, as_json, good)
-    if not good:
+        parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
+    print_verification(report, parity, as_json)
+    if not (report.equal and (parity is None or parity.good)):
         raise typer.Exit(EXIT_DIFFERS)
 
 
@@ -355,12 +351,7 @@ def diff(
 
     with progress_bar(as_json) as progress:
         found = compare_checkpoints(first, second, allow_missing=allow_missing or (), progress=progress)
-    if is_main():
-        facts = {"equal": found.equal, **dataclasses.asdict(found)}
-        if as_json:
-            print_facts(facts, True)
-        else:
-            print_comparison(facts)
+    print_comparison(found, as_json)
     if not found.equal:
         raise typer.Exit(EXIT_DIFFERS)
 

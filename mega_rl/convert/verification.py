@@ -8,26 +8,95 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from mega_rl.converters.compare import Comparison, compare, compare_configs, digest_of
-from mega_rl.converters.fill import BlockReader
-from mega_rl.converters.offline import Progress, open_checkpoint
-from mega_rl.converters.plan import Sharding, as_on_disk
-from mega_rl.converters.roundtrip import round_trip
+from mega_rl.converters.checkpoints import Checkpoint, open_checkpoint
+from mega_rl.converters.compare import Comparison, compare, compare_configs, merge
+from mega_rl.converters.describe import describe
+from mega_rl.converters.offline import Progress
+from mega_rl.converters.plan import Sharding, ignored_tensors
 from mega_rl.converters.proof import prove_complete
+from mega_rl.converters.roundtrip import round_trip
 from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.world import World, joined_world
+from mega_rl.errors import UserErrors
 
 
 @dataclass(frozen=True)
 class Verification:
     """What verifying a checkpoint has shown."""
 
-    layout: str
+    layout: str  # whose plan is proved complete
     comparison: Comparison | None = None  # with the second checkpoint
-    returned: int | None = None  # tensors that come back from import and export in memory
+    returned: int | None = None  # tensors that come back bit for bit from import and export in memory
     lost: tuple[str, ...] = ()  # those that do not
-    digest: str = ""
 
     @property
     def equal(self) -> bool:
         """Whether nothing is lost and nothing differs."""
         return not self.lost and (self.comparison is None or self.comparison.equal)
+
+
+def verify_checkpoint(
+    first: Path,
+    second: Path | None,
+    *,
+    sharding: Sharding,
+    allow_missing: Sequence[str] = (),
+    progress: Progress,
+) -> Verification:
+    """The proof for a layout, and then every bit of `first` against `second`.
+
+    Without `second`: against itself after import and export for the layout, in memory. Collective under torchrun.
+    Raises UserErrors when the tensors are not those that config.json asks for.
+    """
+    layout = str(sharding.layout)
+    if second is not None:
+        prove_complete(sharding)
+        comparison = compare_checkpoints(first, second, allow_missing=allow_missing, progress=progress)
+        return Verification(layout, comparison)
+    with CheckpointReader(first) as reader, joined_world() as world:
+        sharding, found = describe(reader, sharding)
+        if found.problems:
+            raise UserErrors([f"{first}: {problem}" for problem in found.problems])
+        progress.start(sum(info.nbytes for info in reader.tensors.values()) // world.size, "round trip")
+        share = (world.rank, world.size)
+        parts = world.each(lambda: round_trip(reader, sharding, share=share, advance=progress.advance))
+    lost = tuple(sorted({name for _, names in parts for name in names}))
+    return Verification(layout, returned=sum(good for good, _ in parts), lost=lost)
+
+
+def compare_checkpoints(
+    first: Path, second: Path, *, allow_missing: Sequence[str] = (), progress: Progress
+) -> Comparison:
+    """What tells two checkpoints of one model apart, each of any kind, as Hugging Face tensors; collective.
+
+    Where one of them is no Hugging Face folder, tensors that conversion leaves aside by name may be absent.
+    """
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world())
+        a = stack.enter_context(open_checkpoint(first))
+        b = stack.enter_context(open_checkpoint(second, reference=first if a.kind == "hf" else None))
+        allowed = [*allow_missing, *_left_aside(a, b)]
+        sizes = (prod(t.shape) * t.dtype.itemsize for t in a.tensors.values())
+        progress.start(sum(sizes) // world.size, "comparing")
+        found = _compare_shares(a, b, allowed, world, progress)
+    if a.kind == b.kind == "hf":
+        found = replace(found, config=compare_configs(first, second, intended=allow_missing))
+    return found
+
+
+def _compare_shares(
+    a: Checkpoint, b: Checkpoint, allowed: Sequence[str], world: World, progress: Progress
+) -> Comparison:
+    fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
+    readers = [side.as_hf(fused_experts=fused) for side in (a, b)]
+    share = (world.rank, world.size)
+    parts = world.each(lambda: compare(*readers, allow_missing=allowed, share=share, advance=progress.advance))
+    return merge(parts)
+
+
+def _left_aside(a: Checkpoint, b: Checkpoint) -> frozenset[str]:
+    """Names that one side has and a conversion does not take."""
+    if a.kind == b.kind == "hf":
+        return frozenset()
+    converted = a if a.kind != "hf" else b
+    return ignored_tensors(converted.hf, head=converted.sharding.head)

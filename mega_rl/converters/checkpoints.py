@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple
@@ -42,6 +43,11 @@ class Whole(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -161,7 +167,11 @@ def hf_windows(sharding: Sharding) -> dict[str, tuple[Window, ...]]:
 
 
 def hf_wholes(
-    checkpoint: Checkpoint, sharding: Sharding, windows: Mapping[str, tuple[Window, ...]]
+    checkpoint: Checkpoint,
+    sharding: Sharding,
+    windows: Mapping[str, tuple[Window, ...]],
+    *,
+    cast: torch.dtype | None = None,
 ) -> dict[str, Whole]:
     """Shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
     wholes = {}
@@ -169,13 +179,14 @@ def hf_wholes(
         params = {str(copy.hf_name) for window in windows[name] for copy in window.copies}
         if params & set(checkpoint.absent):
             continue
-        dtype = one_dtype(name, {param: checkpoint.tensors[param].dtype for param in sorted(params)})
+        wanted = torch.float32 if tensor.float32 and cast is not None else cast
+        dtype = one_dtype(name, {param: checkpoint.tensors[param].dtype for param in sorted(params)}, cast=wanted)
         wholes[name] = Whole(tensor.shape, dtype)
     return wholes
 
 
 def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype | None = None) -> torch.dtype:
-    """The dtype of what is made of tensors of these dtypes. Raises UserError where they differ and none is asked for."""
+    """The dtype of what is made of tensors of these dtypes. Raises UserError where they differ and `cast` is None."""
     found = set(dtypes.values())
     if cast is None and len(found) > 1:
         listed = ", ".join(f"{source} is {str(dtype).removeprefix('torch.')}" for source, dtype in dtypes.items())
@@ -367,7 +378,7 @@ class _Slabs:
             return True
         if slab.key not in self._chunks:
             self._chunks[slab.key] = chunks_by_slab(tensor, len(slab.lead))
-        for chunk, position in self._chunks[slab.key].get(slab.index, ()):
+        for chunk, position in self._chunks[slab.key].get(slab.place, ()):
             self._add_chunk(plan, slab, tensor, chunk, position)
         return True
 

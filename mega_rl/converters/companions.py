@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.safetensors_writer import copy_files, write_file
 from mega_rl.errors import UserError
 
 # Weights of the source, and its code, are never copied.
@@ -40,6 +41,13 @@ def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool 
     if mtp_dropped:
         changes |= {key: 0 for key in _MTP_KEYS if raw.get(key)}
     return changes
+
+
+def copy_companions(folder: Path, files: Mapping[str, Path], changes: Mapping[str, Any]) -> None:
+    """Copies the files (name -> source) into a folder, config.json with `changes`, and flushes them to disk."""
+    copy_files(folder, {name: path for name, path in files.items() if name != "config.json" or not changes})
+    if changes:
+        write_file(folder / "config.json", changed_config(files["config.json"].read_bytes(), changes))
 
 
 def changed_config(text: bytes, changes: Mapping[str, Any]) -> bytes:

@@ -44,6 +44,13 @@ class Description:
     mis_shaped: tuple[str, ...]
     stages: tuple[StageSize, ...]
 
+    @property
+    def problems(self) -> list[str]:
+        """What keeps the tensors from being those of the model, a line each; empty when they are."""
+        missing = [f"{name} is missing" for name in self.missing]
+        unexpected = [f"{name} is no part of the model of config.json" for name in self.unexpected]
+        return [*missing, *unexpected, *self.mis_shaped]
+
 
 def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Description]:
     """The sharding with the spellings found on disk, and the description.

@@ -1,6 +1,6 @@
 """Names in a Megatron-Core distributed checkpoint: which slab of which global tensor a parameter is.
 
-A checkpoint stacks parameters of equal shape: where all layers are alike, a tensor has the layer as its first dimension;
+A checkpoint stacks parameters of equal shape: where all layers are alike a tensor's first dimension is the layer, and
 experts of a layer are always stacked. Norms carry Transformer Engine's names whatever the spec, so a checkpoint loads
 under both. Pure arithmetic, no torch.
 """
@@ -25,10 +25,10 @@ EXTRA_STATE = "._extra_state/"
 
 
 class Slab(NamedTuple):
-    """A parameter's place: `tensor[index]`, where the leading dimensions have the sizes `lead`."""
+    """A parameter's place: `tensor[place]`, where the leading dimensions have the sizes `lead`."""
 
     key: str
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     lead: tuple[int, ...]
 
 
@@ -61,19 +61,21 @@ def possible_slabs(plan: ParamPlan, hf: HFConfig) -> Iterator[Slab]:
 
 def _slabs(plan: ParamPlan, hf: HFConfig, name: str, *, stacked: bool) -> Iterator[Slab]:
     """The slab of a parameter under one of its names; for an expert also its place as a tensor of its own."""
-    key, index, lead = name, (), ()
+    key = name
+    place: tuple[int, ...] = ()
+    lead: tuple[int, ...] = ()
     expert = _EXPERT.fullmatch(plan.canonical)
     if expert is not None:
         key = f"{expert[1]}.experts.{expert[3]}"
     layer = _LAYER.fullmatch(key)
     if stacked and layer is not None:
-        key, index, lead = f"decoder.layers.{layer[2]}", (int(layer[1]),), (hf.num_layers,)
+        key, place, lead = f"decoder.layers.{layer[2]}", (int(layer[1]),), (hf.num_layers,)
     if expert is None:
-        yield Slab(key, index, lead)
+        yield Slab(key, place, lead)
         return
     assert hf.moe is not None
-    yield Slab(key, (*index, int(expert[2])), (*lead, hf.moe.num_experts))
-    yield Slab(key.replace(".experts.experts.", f".experts.experts.{expert[2]}."), index, lead)
+    yield Slab(key, (*place, int(expert[2])), (*lead, hf.moe.num_experts))
+    yield Slab(key.replace(".experts.experts.", f".experts.experts.{expert[2]}."), place, lead)
 
 
 def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
@@ -87,7 +89,7 @@ def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
         modules = [module]
         if module.endswith(".linear_proj"):
             modules.append(module.removesuffix("linear_proj") + "core_attention")
-        index, lead = slab.index or (0,), slab.lead or (1,)
-        place = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, lead))}"
-        found |= {f"{name}{EXTRA_STATE}{place}" for name in modules}
+        place, lead = slab.place or (0,), slab.lead or (1,)
+        shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, lead))}"
+        found |= {f"{name}{EXTRA_STATE}{shard}" for name in modules}
     return sorted(found)

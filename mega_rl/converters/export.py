@@ -7,10 +7,8 @@ group gathers them: across stages, usually the slower link, a byte travels once.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from math import prod
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,17 +17,9 @@ from torch import Tensor, nn
 from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.load import weights_of
 from mega_rl.converters.plan import ExportUnit, Piece, Sharding, export_plan
-from mega_rl.converters.safetensors_writer import write_checkpoint
-from mega_rl.errors import UserError
 from mega_rl.parallel.layout import RankCoordinates
 
-logger = logging.getLogger(__name__)
-
 BUCKET_BYTES = 512 << 20
-
-# Beside the weights a checkpoint directory holds these; weights of the source, and its code, are never copied.
-_COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "*.tiktoken")
-_NOT_COMPANIONS = ("*.index.json",)
 
 
 def export_hf(
@@ -58,7 +48,7 @@ def export_hf(
     plan = export_plan(sharding)
     live = [weights_of(chunk) for chunk in chunks]
     assert not any(name == "output_layer.bias" for params in live for name in params), "heads have no bias on disk"
-    usual = _usual_dtype(live) if dtype is None else dtype
+    usual = usual_dtype(chunks) if dtype is None else dtype
     for bucket in buckets(plan, bucket_bytes=bucket_bytes, itemsize=usual.itemsize):
         unit = bucket[0]
         wire = torch.float32 if unit.float32 else usual
@@ -75,54 +65,6 @@ def export_hf(
             flat, owner=unit.pp_rank, members=members, group=group, pp_group=pp_group if layout.pp > 1 else None
         )
         yield from assemble_bucket(bucket, gathered)
-
-
-def save_hf(
-    chunks: Sequence[nn.Module],
-    directory: str | Path,
-    *,
-    source: str | Path,
-    sharding: Sharding,
-    coordinates: RankCoordinates,
-    tp_group: dist.ProcessGroup | None = None,
-    pp_group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    shard_bytes: int = 5 << 30,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Writes a Hugging Face checkpoint directory: the weights, and config, tokenizer and templates as in `source`.
-
-    Collective over the first replica; its first rank writes, the other replicas return at once. config.json is copied
-    byte for byte: rewriting it through a library would drop fields that other readers need. Raises UserError when
-    `directory` is not empty.
-    """
-    if coordinates.dp_rank or coordinates.cp_rank:
-        return
-    tensors = export_hf(
-        chunks,
-        sharding=sharding,
-        coordinates=coordinates,
-        tp_group=tp_group,
-        pp_group=pp_group,
-        expert_group=expert_group,
-        bucket_bytes=bucket_bytes,
-        dtype=dtype,
-    )
-    if coordinates.tp_rank or coordinates.pp_rank:
-        for _ in tensors:
-            pass
-        return
-    write_checkpoint(directory, tensors, shard_bytes=shard_bytes, files=companions(Path(source)))
-    logger.info("wrote %s", directory)
-
-
-def companions(source: Path) -> dict[str, Path]:
-    """Files of a checkpoint directory that are neither weights nor code: name -> path."""
-    if not (source / "config.json").is_file():
-        raise UserError(f"{source}: has no config.json to copy into the exported checkpoint")
-    found = {path.name: path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
-    return {name: path for name, path in sorted(found.items()) if not any(path.match(p) for p in _NOT_COMPANIONS)}
 
 
 def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportUnit]]:
@@ -166,13 +108,13 @@ def _assemble(
         ]
         first += len(unit.params)
         for name, shape, pieces in unit.tensors:
-            yield name, _join(parts, shape, pieces, dtype)
+            yield name, join_pieces(parts, shape, pieces, dtype)
 
 
-def _join(
+def join_pieces(
     parts: Sequence[Sequence[Tensor]], shape: tuple[int, ...], pieces: Sequence[Piece], dtype: torch.dtype
 ) -> Tensor:
-    """One Hugging Face tensor; the pieces tile it, so memory without initial values is enough."""
+    """One Hugging Face tensor from parts[member][parameter], matrices; the pieces tile it, so no value stays unset."""
     result = torch.empty(shape, dtype=dtype, device=parts[0][0].device)
     matrix = result.view(matrix_shape(shape))
     for member, param, c in pieces:
@@ -213,8 +155,9 @@ def _exchange(
     return gathered
 
 
-def _usual_dtype(live: Sequence[dict[str, Tensor]]) -> torch.dtype:
+def usual_dtype(chunks: Sequence[nn.Module]) -> torch.dtype:
     """The one dtype of all parameters but those that are float32 in every model."""
+    live = [weights_of(chunk) for chunk in chunks]
     found = {param.dtype for params in live for name, param in params.items() if not _is_float32(name)}
     assert len(found) == 1, f"parameters of several dtypes {found}: say which to export"
     return found.pop()

@@ -112,7 +112,10 @@ def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if raw.get("vision_config") is not None or not isinstance(text, dict):
         fix = "save its language model on its own (Gemma3ForCausalLM) and convert that"
         raise UserError(f'{where}: model_type="gemma3" is a model of images and text, which is not supported; {fix}')
-    outside = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id", "pad_token_id") if key in raw}
+    shared = ["eos_token_id", "pad_token_id"]
+    if "dtype" not in text and "torch_dtype" not in text:
+        shared += ["dtype", "torch_dtype"]
+    outside = {key: raw[key] for key in shared if key in raw}
     return {**outside, **text, "model_type": text.get("model_type", "gemma3_text")}
 
 

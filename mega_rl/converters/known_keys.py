@@ -43,5 +43,6 @@ OFF = {
     "use_qk_norm": (False,),
     "qk_layernorm": (False,),
     "rope_interleave": (False,),
+    "use_mrope": (False,),
     "num_nextn_predict_layers": (0,),
 }

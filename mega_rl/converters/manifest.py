@@ -120,7 +120,7 @@ def parse_manifest(raw: Any, *, where: str = MANIFEST_FILE) -> Manifest:
     ]
     if problems:
         raise UserErrors(problems)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
     manifest = Manifest(**values)
     _check_sizes(manifest, where)
     return manifest

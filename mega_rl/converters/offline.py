@@ -1,30 +1,73 @@
 """Conversion without a model: Hugging Face folders, rank files and distributed checkpoints into each other.
 
-Tensors stream from file to file one at a time, so one process needs no more memory than the largest tensor and a fixed
-buffer. Under torchrun the ranks share the tensors of the output between them.
+Tensors stream from file to file, so one process needs no more memory than a fixed buffer and the largest parameter.
+Everything is checked before a byte is written: the plan is complete, every tensor of the source has the name, shape and
+type that it should, the target may be written and its disk has room. The target appears as a whole, at the end.
+
+Under torchrun the ranks share the files of the target between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Literal, Protocol
+from time import perf_counter
+from typing import Literal, NamedTuple
 
-from mega_rl.converters.plan import Head, Spec
+import torch
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.checkpoints import Checkpoint, Whole, hf_wholes, hf_windows, one_dtype, open_checkpoint
+from mega_rl.converters.companions import changed_config, companions, config_changes
+from mega_rl.converters.compose import Window
+from mega_rl.converters.dist_keys import extra_state_keys, slab_of, whole_model
+from mega_rl.converters.hf_config import DTYPES, read_hf_config
+from mega_rl.converters.load import check_tensors
+from mega_rl.converters.manifest import HF_FOLDER, Kind, manifest_of, storage_layout, write_manifest
+from mega_rl.converters.plan import (
+    EMBEDDING,
+    OUTPUT,
+    Head,
+    Origin,
+    ParamPlan,
+    Sharding,
+    Spec,
+    as_on_disk,
+    ignored_tensors,
+)
+from mega_rl.converters.proof import prove_complete
+from mega_rl.converters.rank_files import rank_tensors
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.safetensors_writer import (
+    SHARD_BYTES,
+    TensorSpec,
+    copy_files,
+    output_folder,
+    plan_shards,
+    require_space,
+    shard_name,
+    write_index,
+)
+from mega_rl.converters.streaming import Output, OutputFile, Progress, write_files
+from mega_rl.converters.torch_dist import ChunkFile, Written, write_metadata
+from mega_rl.converters.world import World, joined_world
+from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 
-Format = Literal["torch_dist", "ranks"]
+__all__ = ["Checkpoint", "Format", "Progress", "Report", "export_checkpoint", "import_hf", "open_checkpoint", "reshard"]
 
+logger = logging.getLogger(__name__)
 
-class Progress(Protocol):
-    """Told how far a conversion is; called on rank 0 only, about what this rank does."""
-
-    def start(self, total_bytes: int, label: str) -> None:
-        """Before the first tensor: bytes that will be written, and what for."""
-
-    def advance(self, num_bytes: int) -> None:
-        """After each tensor: bytes written since the last call."""
+Format = Kind
+# Of one file of a distributed checkpoint; files are what ranks and threads share.
+CHUNK_FILE_BYTES = 512 << 20
+# Room for names, sizes and extra states.
+OVERHEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,17 +79,31 @@ class Report:
     num_bytes: int  # of tensors written
     seconds: float
     ignored: tuple[str, ...] = ()  # tensors of the source left aside
-    absent: tuple[str, ...] = ()  # parameters or tensors of the model that the source has nothing for
+    absent: tuple[str, ...] = ()  # parameters of the model that the source has nothing for, and the target neither
     kept: tuple[str, ...] = ()  # tensors taken over from the reference
+    config_changes: tuple[str, ...] = ()  # keys of config.json that differ from the source's
+
+
+@dataclass
+class _Job:
+    """A conversion, planned: what will be written, and how the folder is completed."""
+
+    files: list[OutputFile]
+    complete: Callable[[Path, Sequence[Written]], None]
+    ignored: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    config_changes: tuple[str, ...] = ()
+    readers: list[Checkpoint] = field(default_factory=list)
 
 
 def import_hf(
-    source: Path,
-    target: Path,
+    source: str | Path,
+    target: str | Path,
     *,
     layout: ParallelLayout,
     format: Format,
-    spec: Spec = "local",
+    spec: Spec = "te",
     head: Head = "lm",
     mtp: Literal["drop", "load"] = "drop",
     dtype: str | None = None,
@@ -56,16 +113,74 @@ def import_hf(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Writes `target` as rank files or as a distributed checkpoint from the Hugging Face checkpoint `source`."""
-    raise NotImplementedError
+    """Writes the Hugging Face checkpoint `source` as rank files or as a distributed checkpoint `target`.
+
+    Of `layout` a distributed checkpoint takes only the padding of the vocabulary. Values keep their type unless `dtype`
+    is given; parameters that are float32 in every model stay so. `mtp` "load" takes multi-token prediction layers
+    along. A value head that the source does not have is left out, and so are parameters whose tensors are missing with
+    leave of the patterns in `allow_missing`; the report names them. `jobs` is the number of threads, None one per core.
+
+    Raises UserError or UserErrors, the same on all ranks, before anything is written, with everything that is wrong.
+    """
+
+    def prepare() -> _Job:
+        cast = parse_dtype(dtype)
+        hf = replace(read_hf_config(source), mtp=mtp)
+        reader = CheckpointReader(source)
+        hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
+        sharding = _stored(Sharding(hf, layout, spec=spec, head=head, padded_vocab=padded_vocab), format)
+        prove_complete(sharding)
+        ignored, missing = check_tensors(reader, hf, head, allow_missing=allow_missing)
+        wholes = {name: Whole(info.shape, info.dtype) for name, info in reader.tensors.items()}
+        origin = Checkpoint(Path(source), "hf", sharding, wholes, reader, ignored=ignored)
+        return _to_megatron(origin, sharding, format, "disk", missing, cast, companions(Path(source)))
+
+    return _convert(
+        prepare, target, [source], overwrite=overwrite, jobs=jobs, progress=progress, label=f"import to {format}"
+    )
+
+
+def reshard(
+    source: str | Path,
+    target: str | Path,
+    *,
+    layout: ParallelLayout,
+    format: Format | None = None,
+    reference: str | Path | None = None,
+    spec: Spec | None = None,
+    padded_vocab: int | None = None,
+    overwrite: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Writes rank files or a distributed checkpoint `source` under another layout, or in the other format.
+
+    `format` and `spec` are the source's unless given, `padded_vocab` the smallest that the layout allows. `reference`
+    is a folder with the model's config.json, for a source that was not made by a conversion. Errors as in `import_hf`.
+    """
+
+    def prepare() -> _Job:
+        origin = open_checkpoint(source, reference=reference)
+        if origin.kind == "hf":
+            raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint; import it instead")
+        kind = format or origin.kind
+        held = origin.sharding
+        wanted = Sharding(held.hf, layout, spec=spec or held.spec, head=held.head, padded_vocab=padded_vocab)
+        sharding = _stored(wanted, kind)
+        prove_complete(sharding)
+        files = companions(Path(reference) if reference is not None else Path(source) / HF_FOLDER)
+        return _to_megatron(origin, sharding, kind, "canonical", frozenset(origin.absent), None, files)
+
+    inputs = [source] if reference is None else [source, reference]
+    return _convert(prepare, target, inputs, overwrite=overwrite, jobs=jobs, progress=progress, label="reshard")
 
 
 def export_checkpoint(
-    source: Path,
-    target: Path,
+    source: str | Path,
+    target: str | Path,
     *,
-    reference: Path | None = None,
-    shard_bytes: int = 5 << 30,
+    reference: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
     experts: Literal["per_expert", "fused"] | None = None,
     dtype: str | None = None,
     mtp: Literal["keep", "drop"] = "keep",
@@ -73,22 +188,240 @@ def export_checkpoint(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Writes `target` as a Hugging Face checkpoint from rank files or a distributed checkpoint `source`."""
-    raise NotImplementedError
+    """Writes rank files or a distributed checkpoint `source` as a Hugging Face checkpoint `target`.
+
+    config.json, tokenizer and templates are those of `reference`, else those that the source has kept; config.json is
+    copied byte for byte but for keys that must change, which the report names. Experts have the format of the
+    reference's, else of the checkpoint that the source was imported from, unless `experts` says otherwise.
+    Multi-token prediction layers that the source does not hold are taken from the reference's weights (`mtp` "keep").
+    Errors as in `import_hf`.
+    """
+
+    def prepare() -> _Job:
+        cast = parse_dtype(dtype)
+        origin = open_checkpoint(source, reference=reference)
+        if origin.kind == "hf":
+            raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint already")
+        folder = Path(reference) if reference is not None else Path(source) / HF_FOLDER
+        files = companions(folder)
+        sharding, weights = origin.sharding, _weights_of(reference)
+        hf = sharding.hf if weights is None else as_on_disk(sharding.hf, weights.shapes)
+        if experts is not None:
+            hf = replace(hf, fused_experts=experts == "fused")
+        hf = replace(hf, value_head=sharding.hf.value_head)
+        kept = _kept(hf, mtp, weights, str(source))
+        dropped = mtp == "drop" and bool(hf.mtp_layers)
+        sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
+        prove_complete(sharding)
+        outputs = _hf_outputs(origin, sharding, cast)
+        if weights is not None:
+            outputs += [_copied(name, weights.checkpoint, cast) for name in kept]
+        said = dtype if dtype is not None or origin.manifest is None else origin.manifest.dtype
+        changes = config_changes(hf, dtype=said, mtp_dropped=dropped)
+        shards = _grouped(outputs, shard_bytes, shard_name)
+
+        def complete(work: Path, _: Sequence[Written]) -> None:
+            copy_files(work, {name: path for name, path in files.items() if name != "config.json"})
+            (work / "config.json").write_bytes(changed_config(files["config.json"].read_bytes(), changes))
+            if len(shards) > 1:
+                weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
+                write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
+
+        readers = [origin] if weights is None else [origin, weights.checkpoint]
+        return _Job(shards, complete, origin.ignored, origin.absent, tuple(kept), tuple(changes), readers)
+
+    inputs = [source] if reference is None else [source, reference]
+    return _convert(prepare, target, inputs, overwrite=overwrite, jobs=jobs, progress=progress, label="export")
 
 
-def reshard(
-    source: Path,
-    target: Path,
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of a name like "bfloat16". Raises UserError."""
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UserError(f"dtype={name}: must be one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _stored(sharding: Sharding, format: Format) -> Sharding:
+    """The sharding of what is stored: no two ranks hold the same, and a distributed checkpoint is whole."""
+    layout, vocab = sharding.layout, sharding.vocab
+    sharding.check()
+    if format == "torch_dist":
+        return replace(sharding, layout=ParallelLayout(), padded_vocab=vocab)
+    sizes = layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp
+    return replace(sharding, layout=storage_layout(*sizes, layout.pipeline), padded_vocab=vocab)
+
+
+def _to_megatron(
+    origin: Checkpoint,
+    sharding: Sharding,
+    format: Format,
+    plans_read: Origin,
+    missing: frozenset[str],
+    cast: torch.dtype | None,
+    hf_files: Mapping[str, Path],
+) -> _Job:
+    """Rank files or a distributed checkpoint, from a checkpoint that lacks the tensors in `missing`."""
+    absent: set[str] = set()
+    files: list[OutputFile] = []
+    whole = whole_model(sharding, origin=plans_read)
+    tables = {plan.canonical: _sources(plan) for plan in whole if plan.canonical in (EMBEDDING, OUTPUT)}
+
+    def output_of(name: str, plan: ParamPlan) -> Output | None:
+        # A rank may hold nothing but padding of a table.
+        sources = _sources(plan) or tables.get(plan.canonical, tables[EMBEDDING])
+        lacking = [source for source in sources if source in missing]
+        if lacking and len(lacking) < len(sources):
+            there = next(source for source in sources if source not in missing)
+            raise UserError(f"{lacking[0]} is missing but {there} is not, and both are parts of {plan.canonical}")
+        if lacking:
+            absent.add(plan.canonical)
+            return None
+        wanted = torch.float32 if plan.float32 and cast is not None else cast
+        dtype = one_dtype(plan.canonical, {source: origin.tensors[source].dtype for source in sources}, cast=wanted)
+        return Output(TensorSpec(name, dtype, plan.shape), (Window(0, 1, plan.copies),), origin)
+
+    if format == "ranks":
+        tensors = rank_tensors(sharding, origin=plans_read)
+        for name, group in groupby(tensors, key=lambda tensor: tensor.file):
+            made = [output_of(t.name, t.plan) for t in group]
+            files.append(OutputFile(name, [output for output in made if output is not None]))
+        files = [file for file in files if file.outputs]
+    else:
+        outputs = []
+        for plan in whole:
+            output = None if plan.replica else output_of(plan.canonical, plan)
+            if output is not None:
+                outputs.append(replace(output, slab=slab_of(plan, sharding.hf)))
+        files = _grouped(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
+    dtype = None if cast is None else str(cast).removeprefix("torch.")
+    if cast is None and origin.manifest is not None:
+        dtype = origin.manifest.dtype
+    manifest = manifest_of(format, sharding, dtype=dtype, absent=tuple(sorted(absent)))
+
+    def complete(work: Path, written: Sequence[Written]) -> None:
+        (work / HF_FOLDER).mkdir()
+        copy_files(work / HF_FOLDER, hf_files)
+        if format == "torch_dist":
+            _complete_dist(work, [output for file in files for output in file.outputs], written)
+        write_manifest(work, manifest)
+
+    return _Job(files, complete, origin.ignored, manifest.absent, readers=[origin])
+
+
+def _sources(plan: ParamPlan) -> tuple[str, ...]:
+    """Names that a plan reads."""
+    return tuple(dict.fromkeys(copy.hf_name for copy in plan.copies if copy.hf_name is not None))
+
+
+def _complete_dist(work: Path, outputs: Sequence[Output], written: Sequence[Written]) -> None:
+    """Writes what makes chunk files a distributed checkpoint."""
+    slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
+    tensors = {slab.key: (spec.dtype, (*slab.lead, *spec.shape)) for slab, spec in slabs}
+    for slab, spec in slabs:
+        one_dtype(slab.key, {slab.key: tensors[slab.key][0], spec.name: spec.dtype})
+    with ChunkFile(work, "__extra_0.distcp") as file:
+        nothing = file.write_nothing()
+    write_metadata(work, tensors, written, extra_state_keys(slab for slab, _ in slabs), nothing)
+
+
+class _Weights(NamedTuple):
+    """The tensors of a reference."""
+
+    checkpoint: Checkpoint
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def _weights_of(reference: str | Path | None) -> _Weights | None:
+    """A reference's weights, None where it is no more than a config."""
+    if reference is None or not any(Path(reference).glob("*.safetensors")):
+        return None
+    checkpoint = open_checkpoint(reference)
+    return _Weights(checkpoint, {name: whole.shape for name, whole in checkpoint.tensors.items()})
+
+
+def _kept(hf: HFConfig, mtp: Literal["keep", "drop"], weights: _Weights | None, where: str) -> list[str]:
+    """Tensors of prediction layers that the checkpoint does not hold, to be taken from the reference."""
+    if mtp == "drop" or not hf.mtp_layers or hf.mtp == "load":
+        return []
+    of_mtp = ignored_tensors(hf, head="lm") - ignored_tensors(replace(hf, mtp_layers=0), head="lm")
+    found = [] if weights is None else sorted(of_mtp & set(weights.shapes))
+    if not found:
+        raise UserError(
+            f"{where}: config.json announces {hf.mtp_layers} multi-token prediction layers, which this checkpoint does "
+            "not hold; name the reference that has their weights, or drop them (mtp=drop)"
+        )
+    return found
+
+
+def _hf_outputs(origin: Checkpoint, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
+    """Every Hugging Face tensor that the checkpoint has parameters for."""
+    windows = hf_windows(sharding)
+    outputs = []
+    for name, tensor in hf_wholes(origin, sharding, windows, cast=cast).items():
+        outputs.append(Output(TensorSpec(name, tensor.dtype, tensor.shape), windows[name], origin))
+    return outputs
+
+
+def _copied(name: str, weights: Checkpoint, cast: torch.dtype | None) -> Output:
+    """A tensor as another checkpoint has it."""
+    shape, dtype = weights.tensors[name]
+    rows, cols = matrix_shape(shape)
+    window = Window(0, 1, (Copy(name, 0, 0, 0, 0, rows, cols),))
+    return Output(TensorSpec(name, dtype if cast is None else cast, shape), (window,), weights)
+
+
+def _grouped(outputs: Sequence[Output], file_bytes: int, name: Callable[[int, int], str]) -> list[OutputFile]:
+    """Consecutive outputs in files of at most so many bytes; `name` gives file i of n its name."""
+    by_name = {output.spec.name: output for output in outputs}
+    groups = plan_shards([output.spec for output in outputs], file_bytes)
+    return [OutputFile(name(i, len(groups)), [by_name[spec.name] for spec in group]) for i, group in enumerate(groups)]
+
+
+def _convert(
+    prepare: Callable[[], _Job],
+    target: str | Path,
+    inputs: Sequence[str | Path],
     *,
-    layout: ParallelLayout,
-    format: Format | None = None,
-    reference: Path | None = None,
-    spec: Spec | None = None,
-    padded_vocab: int | None = None,
-    overwrite: bool = False,
-    jobs: int | None = None,
-    progress: Progress | None = None,
+    overwrite: bool,
+    jobs: int | None,
+    progress: Progress | None,
+    label: str,
 ) -> Report:
-    """Writes `target` with another layout, or the other format, from rank files or a distributed checkpoint."""
-    raise NotImplementedError
+    """Plans on every rank, writes each one's share, and lets the target appear when all are done."""
+    start = perf_counter()
+    with joined_world() as world, ExitStack() as stack:
+        for path in inputs:
+            world.agree(lambda path=path: _check_apart(Path(target), Path(path)))  # type: ignore[misc]
+        job = world.agree(prepare)
+        for reader in job.readers:
+            stack.enter_context(reader)
+        num_bytes = sum(file.nbytes for file in job.files)
+        with _new_folder(world, target, overwrite=overwrite) as work:
+            world.first(lambda: require_space(work, num_bytes + OVERHEAD_BYTES))
+            written = world.each(
+                lambda: write_files(work, job.files, world, threads=jobs, progress=progress, label=label)
+            )
+            world.first(lambda: job.complete(work, [place for share in written for place in share]))
+    num_tensors = sum(len(file.outputs) for file in job.files)
+    seconds = perf_counter() - start
+    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, num_tensors, num_bytes, seconds)
+    changes = job.config_changes
+    return Report(num_tensors, len(job.files), num_bytes, seconds, job.ignored, job.absent, job.kept, changes)
+
+
+@contextmanager
+def _new_folder(world: World, target: str | Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder that all ranks write and that becomes the target at the end; everything inside is collective."""
+    with ExitStack() as stack:
+        yield world.first(lambda: stack.enter_context(output_folder(target, overwrite=overwrite)))
+        world.first(stack.close)
+
+
+def _check_apart(target: Path, source: Path) -> None:
+    """Raises UserError when one of two folders is, or lies in, the other."""
+    a, b = target.resolve(), source.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise UserError(f"{target}: the target and {source} are inside one another; choose another directory")

@@ -152,6 +152,8 @@ def check_layout(hf: HFConfig, layout: ParallelLayout, *, padded_vocab: int | No
         sizes["intermediate_size"] = hf.ffn_hidden_size
     if hf.moe is not None and hf.moe.shared_ffn_hidden_size:
         sizes["the shared experts' intermediate size"] = hf.moe.shared_ffn_hidden_size
+    if "mtp" in hf.switches:
+        sizes["hidden_size"] = hf.hidden_size  # rows of the projection of multi-token prediction
     problems += [f"tp={tp} does not divide {name}={size}" for name, size in sizes.items() if size % tp]
     if hf.mla is None:
         if hf.num_kv_heads % tp and tp % hf.num_kv_heads:

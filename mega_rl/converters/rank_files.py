@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from mega_rl.converters.compose import Home, homes_of
 from mega_rl.converters.plan import Origin, ParamPlan, Sharding, common_plan, expert_plan
-from mega_rl.parallel.layout import RankCoordinates
 
 
 class RankTensor(NamedTuple):
@@ -21,7 +20,7 @@ class RankTensor(NamedTuple):
     file: str
     name: str  # within the file
     plan: ParamPlan
-    index: int  # among the ranks that cut the parameter
+    part: int  # among the ranks that cut the parameter
 
     @property
     def stored(self) -> str:
@@ -52,15 +51,9 @@ def rank_homes(sharding: Sharding) -> dict[str, list[Home]]:
     """Where each whole parameter is stored; of parts that several files hold, the first."""
     homes: dict[str, list[Home]] = {}
     for tensor in rank_tensors(sharding, origin="canonical"):
-        if not tensor.plan.replica and not (tensor.plan.replicated and tensor.index):
+        if not tensor.plan.replica and not (tensor.plan.replicated and tensor.part):
             homes.setdefault(tensor.plan.canonical, []).extend(homes_of(tensor.stored, tensor.plan))
     return homes
-
-
-def files_of_rank(sharding: Sharding, at: RankCoordinates) -> tuple[str, ...]:
-    """The files that a rank of this layout loads."""
-    files = (common_file(at.pp_rank, at.tp_rank),)
-    return files if sharding.hf.moe is None else (*files, experts_file(at.pp_rank, at.ep_rank, at.etp_rank))
 
 
 def common_file(pp_rank: int, tp_rank: int) -> str:

@@ -80,8 +80,10 @@ def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | Non
         fix = "set it to default if sequences stay within the original context"
         rope.refuse("rope_type", f"only {', '.join(KEYS)} are reproduced exactly; {fix}", value=_stated(rope))
         return Rope("default", theta)
+    # A setting of another kind without effect may be left over from it.
+    known = {*SHARED_KEYS, *(KEYS[kind] if kind != "default" else (key for keys in KEYS.values() for key in keys))}
     for key in rope.raw:
-        if key not in (*SHARED_KEYS, *KEYS[kind]) and rope.raw[key] is not None and kind != "default":
+        if key not in known and rope.raw[key] is not None:
             rope.refuse(key, f"not a setting of rope_type={kind} that Megatron-Core knows")
     factor, yarn = 1.0, None
     if kind != "default":

@@ -17,19 +17,25 @@ Members = list[dict[str, ParamPlan]]
 
 
 def round_trip(
-    reader: BlockReader, sharding: Sharding, *, advance: Callable[[int], None] = lambda nbytes: None
+    reader: BlockReader,
+    sharding: Sharding,
+    *,
+    share: tuple[int, int] = (0, 1),
+    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[int, tuple[str, ...]]:
     """(tensors that come back bit for bit, names of those that do not).
 
     Each parameter is cut as every rank of the layout would hold it, and the Hugging Face tensors are put together from
     those parts, one unit of the export plan at a time: memory is that of a few tensors. Absent optional tensors are
-    left out.
+    left out. `share` (i, n) does every nth unit from the ith on.
     """
     prove_complete(sharding)
     expected = hf_tensors(sharding.hf, head=sharding.head)
     stages = {stage: _members(sharding, *stage) for stage in sharding.layout.stages()}
-    good, bad, seen = 0, [], set()
-    for unit in export_plan(sharding):
+    good, bad = 0, []
+    units = export_plan(sharding)
+    made = {name for unit in units for name, _, _ in unit.tensors}
+    for unit in units[share[0] :: share[1]]:
         if not all(name in reader.tensors for name, _, _ in unit.tensors):
             continue
         members = stages[unit.pp_rank, unit.vp_stage][unit.of_experts]
@@ -42,11 +48,10 @@ def round_trip(
         for name, tensor in assemble_bucket([unit], gathered):
             source = reader.read_block(name, *((0, size) for size in matrix_shape(tuple(tensor.shape))))
             same = source.dtype == tensor.dtype and torch.equal(_bits(source), _bits(tensor))
-            seen.add(name)
             good += same
             bad += [] if same else [name]
             advance(tensor.nbytes)
-    bad += [name for name in expected if name in reader.tensors and name not in seen]
+    bad += [name for name in expected if name in reader.tensors and name not in made]
     return good, tuple(bad)
 
 

@@ -105,7 +105,7 @@ class SafetensorsFile:
         parts = [part for part in parts if part.numel()]
         assert all(part.dtype == spec.dtype and part.shape[1] == columns for part in parts), (spec, parts)
         rows = sum(len(part) for part in parts)
-        assert 0 <= row <= row + rows and (row + rows) * columns <= prod(spec.shape), (spec, row, rows)
+        assert 0 <= row <= matrix_shape(spec.shape)[0] - rows, (spec, row, rows)
         position = self._start + self._offsets[name] + row * columns * spec.dtype.itemsize
         buffers = [as_bytes(part.detach().to("cpu").contiguous()).reshape(-1).data for part in parts]
         count = sum(len(buffer) for buffer in buffers)
@@ -216,10 +216,7 @@ def shard_name(index: int, count: int) -> str:
 def write_index(folder: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
     """Writes the index of the shards in a folder; `weight_map` is from tensor to file name."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    with _naming(folder / INDEX_FILE), (folder / INDEX_FILE).open("x") as file:
-        file.write(json.dumps(index, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def write_checkpoint(
@@ -302,7 +299,7 @@ def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
     with _locked(lock, target):
         if old.exists() and not target.exists():
             old.rename(target)  # a run was killed between the two renames below
-        _check_target(target, overwrite=overwrite)
+        check_target(target, overwrite=overwrite)
         for leftover in (work, old):
             shutil.rmtree(leftover, ignore_errors=True)
         try:
@@ -324,7 +321,8 @@ def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_target(target: Path, *, overwrite: bool) -> None:
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Raises UserError when a folder of this name cannot be written: see `output_folder`."""
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir() or target.is_symlink():
@@ -365,6 +363,14 @@ def copy_files(folder: Path, files: Mapping[str, Path]) -> None:
             shutil.copyfileobj(read, write)
             write.flush()
             os.fsync(write.fileno())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a new file and flushes it to disk."""
+    with _naming(path), path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def require_space(folder: Path, nbytes: int) -> None:

@@ -49,7 +49,7 @@ class Written(NamedTuple):
     """Where a chunk has been written: what `.metadata` says of it."""
 
     key: str
-    index: tuple[int, ...]  # of the parameter in the leading dimensions
+    place: tuple[int, ...]  # of the parameter in the leading dimensions
     file: str
     offset: int
     length: int
@@ -115,7 +115,7 @@ class _Slice(io.RawIOBase):
 
 def _data_start(view: _Slice, dtype: torch.dtype, sizes: tuple[int, ...], where: str) -> int:
     """First byte of the elements in a torch.save file that holds one contiguous tensor of this type and size."""
-    with zipfile.ZipFile(view) as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(view) as archive:
         names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if names["data.pkl"].file_size > 1 << 16:
             raise ValueError("the description is too long for one tensor")
@@ -236,11 +236,11 @@ class ChunkFile:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def write(self, key: str, index: tuple[int, ...], tensor: Tensor) -> Written:
-        """Appends one parameter, to become `key`[index]; holds no second copy of it."""
+    def write(self, key: str, place: tuple[int, ...], tensor: Tensor) -> Written:
+        """Appends one parameter, to become `key`[place]; holds no second copy of it."""
         start = self._file.tell()
-        torch.save(tensor.view((1,) * len(index) + tuple(tensor.shape)), self._file)
-        return Written(key, index, self.name, start, self._file.tell() - start)
+        torch.save(tensor.view((1,) * len(place) + tuple(tensor.shape)), self._file)
+        return Written(key, place, self.name, start, self._file.tell() - start)
 
     def write_nothing(self) -> Written:
         """Appends the content of an empty extra state."""
@@ -262,14 +262,14 @@ def write_metadata(
     """
     chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in tensors}
     storage: dict[dcp.MetadataIndex, dcp_filesystem._StorageInfo] = {}
-    for place in sorted(written):
-        shape = tensors[place.key][1]
-        rest = len(shape) - len(place.index)
-        offsets = torch.Size((*place.index, *(0,) * rest))
-        sizes = torch.Size((*(1,) * len(place.index), *shape[len(place.index) :]))
-        chunks[place.key].append(dcp.ChunkStorageMetadata(offsets, sizes))
-        index = dcp.MetadataIndex(place.key, offsets)
-        storage[index] = dcp_filesystem._StorageInfo(place.file, place.offset, place.length)
+    for item in sorted(written):
+        shape = tensors[item.key][1]
+        rest = len(shape) - len(item.place)
+        offsets = torch.Size((*item.place, *(0,) * rest))
+        sizes = torch.Size((*(1,) * len(item.place), *shape[len(item.place) :]))
+        chunks[item.key].append(dcp.ChunkStorageMetadata(offsets, sizes))
+        index = dcp.MetadataIndex(item.key, offsets)
+        storage[index] = dcp_filesystem._StorageInfo(item.file, item.offset, item.length)
     state: dict[str, Any] = {
         key: dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), chunks[key])
         for key, (dtype, shape) in sorted(tensors.items())

@@ -101,10 +101,12 @@ def decoder_spec(
 
 def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection) -> ModuleSpec:
     """Spec of the multi-token prediction block of the last stage."""
-    norm, linear = RMSNorm, ColumnParallelLinear
+    norm: type = RMSNorm
+    linear: type = ColumnParallelLinear
     if impl == "te":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as linear  # noqa: N813
-        from megatron.core.extensions.transformer_engine import TENorm as norm  # noqa: N813
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        norm, linear = TENorm, TEColumnParallelLinear
     inside = [
         _local_layer(hf, hf.num_layers + i, pg_collection) if impl == "local" else _te_layer(hf, hf.num_layers + i)
         for i in range(hf.mtp_layers)
@@ -173,9 +175,7 @@ def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpe
     norms: list[type | ModuleSpec] = [RMSNorm if hf.qk_norm else IdentityOp] * 2
     if hf.qk_norm_joint:
         heads = (hf.num_heads, hf.num_kv_heads)
-        norms = [
-            ModuleSpec(module=JointRMSNorm, params={"heads": n, "pg_collection": pg_collection}) for n in heads
-        ]
+        norms = [ModuleSpec(module=JointRMSNorm, params={"heads": n, "pg_collection": pg_collection}) for n in heads]
     return ModuleSpec(
         module=SelfAttention,
         params=CAUSAL,

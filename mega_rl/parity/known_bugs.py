@@ -1,4 +1,4 @@
-"""Where transformers itself computes something else than the model's authors: parity against it says nothing there."""
+"""Architectures that a version of transformers computes wrongly, so that parity with it proves nothing."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from mega_rl.converters.architecture import HFConfig
 
 @dataclass(frozen=True)
 class KnownBug:
-    """A fault of a reference implementation, found by comparing and traced to its cause."""
+    """A fault of the reference: whom it concerns, what it is, where it is fixed."""
 
-    family: str
     seen_in: str  # version of transformers
-    fixed_by: str
-    symptom: str
-    holds: Callable[[HFConfig], bool]
+    concerns: Callable[[HFConfig], bool]
+    what: str
 
 
 def _yarn_with_mscale(hf: HFConfig) -> bool:
-    return hf.rope.kind == "yarn" and hf.rope.yarn is not None and bool(hf.rope.yarn.mscale_all_dim)
+    yarn = hf.rope.yarn
+    return hf.family == "deepseek_v2" and yarn is not None and bool(yarn.mscale_all_dim)
 
 
 KNOWN_BUGS = (
     KnownBug(
-        family="deepseek_v2",
-        seen_in="5.12.1",
-        fixed_by="huggingface/transformers#47435",
-        symptom="attention logits lack the factor mscale^2 of YaRN; logits are off by several units",
-        holds=_yarn_with_mscale,
+        "5.12.1",
+        _yarn_with_mscale,
+        "transformers leaves yarn's factor mscale^2 out of the softmax scale of deepseek_v2 "
+        "(fixed by huggingface/transformers#47435)",
     ),
 )
 
 
 def known_bug(hf: HFConfig) -> KnownBug | None:
-    """The fault that spoils a comparison of this model's logits, if one is known."""
-    return next((bug for bug in KNOWN_BUGS if bug.family == hf.family and bug.holds(hf)), None)
+    """Why transformers' logits of this architecture are wrong; None where they are right as far as we know."""
+    return next((bug for bug in KNOWN_BUGS if bug.concerns(hf)), None)

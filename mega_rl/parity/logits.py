@@ -39,6 +39,7 @@ class LoadedModel:
         is a multiple of tp under sequence parallelism. `hidden` asks for the layers' outputs: one rank only.
         """
         layout, at = self.groups.layout, self.groups.coordinates
+        assert self.sharding.hf.mtp == "drop", "Megatron-Core evaluates multi-token prediction layers only with labels"
         assert not hidden or layout.world_size == 1, "hidden states are whole on a single rank only"
         tokens = tokens.to(self.device)
         batch, length = tokens.shape

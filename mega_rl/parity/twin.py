@@ -40,9 +40,12 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     before anything else imports Megatron-Core, for one process.
     """
     accelerator = prepare("auto")
+    from transformers.utils.logging import disable_progress_bar
+
     from mega_rl.parallel import groups as process_groups  # after prepare: it brings Megatron-Core in
     from mega_rl.parity.logits import hf_logits, megatron_logits
 
+    disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:
         sides = [Path(folder) / name for name in ("reference", "converted")]
         twin = write_twin(reference, sides[0])
@@ -64,25 +67,24 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
 def judge(twin: Twin, expected: Tensor, found: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> Parity:
     """The verdict on logits [B, S, V] and on the layers' outputs, pairs of [B, S, H]."""
     gap = float((expected - found).abs().max())
-    scale = float(expected.std())
-    within = gap <= GATE  # false for nan too
     layers = ", ".join(map(str, twin.layers))
-    figures = f"max |difference| {gap:.2e}, gate {GATE:.0e}, logits' deviation {scale:.2g} (layers {layers})"
-    if within:
+    deviation = float(expected.std())
+    figures = f"max |difference| {gap:.2e}, gate {GATE:.0e}, logits' deviation {deviation:.2g} (layers {layers})"
+    if gap <= GATE:  # false for nan too
         return Parity(True, gap, None, figures)
     bug = known_bug(twin.hf)
     if bug is not None:
-        return Parity(True, gap, None, f"{figures}: not comparable", (f"transformers {bug.seen_in}: {bug.symptom}; "
-                      f"fixed by {bug.fixed_by}",))  # fmt: skip
+        return Parity(True, gap, None, f"{figures}: not comparable", (f"transformers {bug.seen_in}: {bug.what}",))
     details = [
         f"after layer {layer}: cosine {_cosine(a, b):.6f}, max |difference| {float((a - b).abs().max()):.2e}"
         for layer, (a, b) in zip(twin.layers, hidden, strict=True)
     ]
     first = next((i for i, (a, b) in enumerate(hidden) if _differs(a, b)), None)
-    cause = f"first to differ: layer {twin.layers[first]}; look at {suspects(twin.hf, first)}" if first is not None else (
-        "all layers agree: look at the final norm, the output layer and its scale"
-    )  # fmt: skip
-    return Parity(False, gap, None if first is None else twin.layers[first], figures, (*details, cause))
+    if first is None:
+        details.append("all layers agree: look at the final norm, the output layer and its scale")
+        return Parity(False, gap, None, figures, tuple(details))
+    details.append(f"first to differ: layer {twin.layers[first]}; look at {suspects(twin.hf, first)}")
+    return Parity(False, gap, twin.layers[first], figures, tuple(details))
 
 
 def suspects(hf: HFConfig, layer: int) -> str:
@@ -90,17 +92,17 @@ def suspects(hf: HFConfig, layer: int) -> str:
     earlier = range(layer)
     found = []
     if hf.is_moe(layer) and not any(hf.is_moe(i) for i in earlier):
-        found.append(
-            "the router (order of softmax and top-k, groups, bias, scaling), the experts' gate and up, shared experts"
-        )
+        found.append("the router (order of softmax and top-k, groups, bias, scaling) and the experts, shared ones too")
     if hf.window is not None and hf.window.layers[layer] and not any(hf.window.layers[i] for i in earlier):
-        found.append(f"the sliding window of {hf.window.size} tokens, the RoPE base of such layers")
+        found.append(f"the sliding window of {hf.window.size} tokens and the RoPE base of such layers")
     if layer == 0:
-        attention = (
-            "the latent projections" if hf.mla is not None else "the order of q, k and v rows, their biases and norms"
+        rows = (
+            "the latent projections"
+            if hf.mla is not None
+            else "the order of rows of q, k and v, their biases and norms"
         )
-        found.append(f"RoPE ({hf.rope.kind}, base {hf.rope.theta:g}), {attention}, the embedding")
-    return "; ".join(found) or "weights of that layer: run verify on both folders"
+        found.append(f"RoPE ({hf.rope.kind}, base {hf.rope.theta:g}), {rows}, the embedding")
+    return "; ".join(found) or "the weights of that layer (mega-rl convert diff)"
 
 
 def _stand_in(folder: Path, twin: Twin) -> None:
@@ -117,5 +119,5 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
-    """Whether outputs differ by more than rounding: a thousandth of the gate's share of their size."""
+    """Whether outputs differ by more than rounding: by the gate, relative to their size where that is above 1."""
     return not float((a - b).abs().max()) <= GATE * max(1.0, float(a.abs().max()))

@@ -18,7 +18,7 @@ from mega_rl.algorithms.aggregation import loss_weights
 from mega_rl.algorithms.supervised import nll_loss
 from mega_rl.assemble import session
 from mega_rl.config.schema import Config
-from mega_rl.converters.export import save_hf
+from mega_rl.converters.save import save_hf
 from mega_rl.data.ordering import permutation
 from mega_rl.engines.build import build_engine
 from mega_rl.engines.megatron import MegatronEngine

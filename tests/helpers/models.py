@@ -99,9 +99,7 @@ def write_tiny_checkpoint(
                 tensor.add_(0.2 * torch.randn_like(tensor))
             elif name.endswith(("bias", "_bias")):
                 tensor.copy_(0.2 * torch.randn_like(tensor))
-            elif name.endswith("sinks"):
-                tensor.copy_(torch.randn_like(tensor))
-            elif name.endswith(("mlp.gate.weight", "router.weight")):
+            elif name.endswith(("sinks", "mlp.gate.weight", "router.weight")):
                 tensor.copy_(torch.randn_like(tensor))
     kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     model.to(dtype)

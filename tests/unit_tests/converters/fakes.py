@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 
-from mega_rl.converters.architecture import HFConfig, Rope
-from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.converters.architecture import HFConfig, Mla, Moe, Rope
+from mega_rl.converters.plan import hf_tensors
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates, parse_pipeline
 
 State = dict[str, Tensor]
 
@@ -17,6 +20,17 @@ LAYOUTS = {
     "pp2": ParallelLayout(world_size=2, pp=2),
     "tp2-pp2": ParallelLayout(world_size=4, tp=2, pp=2),
     "tp2-pp2-vpp2": ParallelLayout(world_size=4, tp=2, pp=2, vpp=2),
+}
+# Layouts that cut experts, and pipelines that are not even, for the tests of plans.
+MORE_LAYOUTS = {
+    "vpp2": ParallelLayout(world_size=2, pp=2, vpp=2),
+    "ep2": ParallelLayout(world_size=2, ep=2),
+    "ep2-etp2": ParallelLayout(world_size=4, ep=2, etp=2),
+    "tp2-ep2": ParallelLayout(world_size=2, tp=2, ep=2),
+    "tp2-pp2-ep2": ParallelLayout(world_size=4, tp=2, pp=2, ep=2),
+    "tp2-pp2-etp2": ParallelLayout(world_size=4, tp=2, pp=2, etp=2),
+    "uneven": ParallelLayout(world_size=2, pp=2, pipeline=parse_pipeline("Ettt|tL")),
+    "uneven-vpp2": ParallelLayout(world_size=2, pp=2, vpp=2, pipeline=parse_pipeline("Et|tt|t|L")),
 }
 
 
@@ -42,40 +56,25 @@ def small_config(**overrides: object) -> HFConfig:
     return HFConfig(**(fields | overrides))  # type: ignore[arg-type]
 
 
+def small_moe(**overrides: object) -> HFConfig:
+    """A Qwen3-MoE of 4 layers, the second dense: 6 experts of width 12, the best 2 of them."""
+    moe = Moe((True, False, True, True), num_experts=6, top_k=2, ffn_hidden_size=12)
+    return small_config(**({"family": "qwen3_moe", "moe": moe} | overrides))
+
+
+def small_mla(**overrides: object) -> HFConfig:
+    """A DeepSeek-V3 of 4 layers, the first dense: latent attention, experts with a correction, a shared expert, MTP."""
+    moe = Moe((False, True, True, True), 6, 2, 12, shared_ffn_hidden_size=16, score="sigmoid", expert_bias=True)
+    mla = Mla(q_lora_rank=9, kv_lora_rank=7, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5)
+    fields = {"family": "deepseek_v3", "mla": mla, "moe": moe, "head_dim": 5, "num_kv_heads": 4, "qk_norm": False}
+    return small_config(**(fields | {"mtp_layers": 1, "mtp": "load"} | overrides))
+
+
 def hf_state(hf: HFConfig, *, value_head: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> State:
-    """A Hugging Face state dict of random values, shapes written out by hand."""
-    h, q, kv, f = hf.hidden_size, hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim, hf.ffn_hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (hf.vocab_size, h)}
-    for i in range(hf.num_layers):
-        at = f"model.layers.{i}."
-        shapes[at + "input_layernorm.weight"] = (h,)
-        shapes[at + "self_attn.q_proj.weight"] = (q, h)
-        shapes[at + "self_attn.k_proj.weight"] = (kv, h)
-        shapes[at + "self_attn.v_proj.weight"] = (kv, h)
-        if hf.qkv_bias:
-            shapes[at + "self_attn.q_proj.bias"] = (q,)
-            shapes[at + "self_attn.k_proj.bias"] = (kv,)
-            shapes[at + "self_attn.v_proj.bias"] = (kv,)
-        if hf.qk_norm:
-            shapes[at + "self_attn.q_norm.weight"] = (hf.head_dim,)
-            shapes[at + "self_attn.k_norm.weight"] = (hf.head_dim,)
-        shapes[at + "self_attn.o_proj.weight"] = (h, q)
-        if hf.linear_bias:
-            shapes[at + "self_attn.o_proj.bias"] = (h,)
-            shapes[at + "mlp.gate_proj.bias"] = (f,)
-            shapes[at + "mlp.up_proj.bias"] = (f,)
-            shapes[at + "mlp.down_proj.bias"] = (h,)
-        shapes[at + "post_attention_layernorm.weight"] = (h,)
-        shapes[at + "mlp.gate_proj.weight"] = (f, h)
-        shapes[at + "mlp.up_proj.weight"] = (f, h)
-        shapes[at + "mlp.down_proj.weight"] = (h, f)
-    shapes["model.norm.weight"] = (h,)
-    if value_head:
-        shapes["score.weight"] = (1, h)
-    elif not hf.tied:
-        shapes["lm_head.weight"] = (hf.vocab_size, h)
+    """A Hugging Face state dict of random values; test_families.py holds its names and shapes against transformers."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    tensors = hf_tensors(hf, head="value" if value_head else "lm")
+    return {name: torch.randn(tensor.shape, generator=generator).to(dtype) for name, tensor in tensors.items()}
 
 
 def interleave(hf: HFConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,53 +89,167 @@ def interleave(hf: HFConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def attention_params(hf: HFConfig, hf_layer: State) -> State:
+    """Whole parameters of a layer's attention; `hf_layer` has the layer's tensors without their prefix."""
+    out: State = {}
+    if hf.mla is not None:
+        names = {
+            "q_proj": "linear_q_proj",
+            "q_a_proj": "linear_q_down_proj",
+            "kv_a_proj_with_mqa": "linear_kv_down_proj",
+        }
+        names |= {"q_b_proj": "linear_q_up_proj", "kv_b_proj": "linear_kv_up_proj"}
+        names |= {"q_a_layernorm": "q_layernorm", "kv_a_layernorm": "kv_layernorm"}
+    else:
+        names = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+        for kind in ("weight", "bias"):
+            if f"self_attn.q_proj.{kind}" in hf_layer:
+                q, k, v = (hf_layer[f"self_attn.{x}_proj.{kind}"] for x in "qkv")
+                out[f"self_attention.linear_qkv.{kind}"] = interleave(hf, q, k, v)
+    for source, target in (names | {"o_proj": "linear_proj"}).items():
+        for kind in ("weight", "bias"):
+            if f"self_attn.{source}.{kind}" in hf_layer:
+                out[f"self_attention.{target}.{kind}"] = hf_layer[f"self_attn.{source}.{kind}"]
+    if "self_attn.sinks" in hf_layer:
+        out["self_attention.core_attention.softmax_offset"] = hf_layer["self_attn.sinks"]
+    return out
+
+
+def gated_mlp(hf_layer: State, source: str, target: str, parts: tuple[str, str, str]) -> State:
+    """Whole parameters of one gated MLP, [gate; up] and down."""
+    gate, up, down = parts
+    out: State = {}
+    for kind in ("weight", "bias"):
+        if f"{source}.{gate}.{kind}" in hf_layer:
+            out[f"{target}.linear_fc1.{kind}"] = torch.cat([hf_layer[f"{source}.{x}.{kind}"] for x in (gate, up)])
+            out[f"{target}.linear_fc2.{kind}"] = hf_layer[f"{source}.{down}.{kind}"]
+    if f"{source}.gate_up_proj.weight" in hf_layer:
+        out[f"{target}.linear_fc1.weight"] = hf_layer[f"{source}.gate_up_proj.weight"]
+        out[f"{target}.linear_fc2.weight"] = hf_layer[f"{source}.{down}.weight"]
+    return out
+
+
+def moe_params(hf: HFConfig, hf_layer: State) -> State:
+    """Whole parameters of a layer's mixture, each of its names on disk tried in turn."""
+    out: State = {}
+    router = {"mlp.gate.weight": "weight", "block_sparse_moe.gate.weight": "weight", "mlp.router.weight": "weight"}
+    router |= {"mlp.router.bias": "bias", "mlp.gate.e_score_correction_bias": "expert_bias"}
+    for source, target in router.items():
+        if source in hf_layer:
+            out[f"mlp.router.{target}"] = hf_layer[source]
+    if "mlp.shared_expert_gate.weight" in hf_layer:
+        out["mlp.shared_experts.gate_weight"] = hf_layer["mlp.shared_expert_gate.weight"]
+    usual = ("gate_proj", "up_proj", "down_proj")
+    for shared in ("mlp.shared_expert", "mlp.shared_experts"):
+        out |= gated_mlp(hf_layer, shared, "mlp.shared_experts", usual)
+    assert hf.moe is not None
+    for expert in range(hf.moe.num_experts):
+        target = f"mlp.experts.local_experts.{expert}"
+        out |= gated_mlp(hf_layer, f"mlp.experts.{expert}", target, usual)
+        out |= gated_mlp(hf_layer, f"block_sparse_moe.experts.{expert}", target, ("w1", "w3", "w2"))
+        if "mlp.experts.gate_up_proj" in hf_layer:
+            gate_up, down = hf_layer["mlp.experts.gate_up_proj"][expert], hf_layer["mlp.experts.down_proj"][expert]
+            if hf.family == "gpt_oss":
+                turns, shift = hf_layer["mlp.experts.gate_up_proj_bias"][expert], gate_up.T
+                gate_up, down = torch.cat([shift[0::2], shift[1::2]]), down.T
+                out[f"{target}.linear_fc1.bias"] = torch.cat([turns[0::2], turns[1::2]])
+                out[f"{target}.linear_fc2.bias"] = hf_layer["mlp.experts.down_proj_bias"][expert]
+            out[f"{target}.linear_fc1.weight"], out[f"{target}.linear_fc2.weight"] = gate_up, down
+    return out
+
+
+def layer_params(hf: HFConfig, state: State, layer: int) -> State:
+    """Whole parameters of a layer, names without its prefix."""
+    prefix = f"model.layers.{layer}."
+    hf_layer = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    norms = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
+    norms |= {name: name for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
+    if hf.family == "gemma3_text":
+        norms |= {"post_attention_layernorm": "post_self_attn_layernorm"}
+        norms |= {"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
+    out = {f"{to}.weight": hf_layer[f"{name}.weight"] for name, to in norms.items() if f"{name}.weight" in hf_layer}
+    moe = hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]
+    out |= attention_params(hf, hf_layer)
+    out |= moe_params(hf, hf_layer) if moe else gated_mlp(hf_layer, "mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
+    return out
+
+
+def te_name(hf: HFConfig, name: str, layer: int) -> str:
+    """A layer's parameter name under Transformer Engine's spec."""
+    attention, moe = "self_attention.linear_", hf.moe is not None and hf.moe.layers[min(layer, hf.num_layers - 1)]
+    if hf.mla is None:
+        name = name.replace("input_layernorm.weight", attention + "qkv.layer_norm_weight")
+    else:
+        name = name.replace("self_attention.q_layernorm.weight", attention + "q_up_proj.layer_norm_weight")
+        name = name.replace("self_attention.kv_layernorm.weight", attention + "kv_up_proj.layer_norm_weight")
+    if not moe:
+        name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    return re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.\w+)", r"\2\1", name)
+
+
+def cut(hf: HFConfig, name: str, whole: Tensor, parts: int, index: int) -> Tensor:
+    """One rank's part of a layer's parameter, by its name under the local spec."""
+    joint = "|self_attention.[qk]_layernorm" if hf.qk_norm_joint else ""
+    if re.search(r"linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.|eh_proj|softmax_offset" + joint, name):
+        return whole.chunk(parts)[index].clone()
+    if "linear_fc1." in name:
+        return torch.cat([half.chunk(parts)[index] for half in whole.chunk(2)])
+    if re.search(r"linear_(proj|fc2)\.weight", name):
+        return whole.chunk(parts, 1)[index].clone()
+    return whole.clone()
+
+
+def layer_part(hf: HFConfig, state: State, layer: int, layout: ParallelLayout, at: RankCoordinates, spec: str) -> State:
+    """One rank's parameters of a layer, experts numbered within the rank."""
+    out: State = {}
+    held = 0 if hf.moe is None else hf.moe.num_experts // layout.ep
+    for name, whole in layer_params(hf, state, layer).items():
+        parts, index = layout.tp, at.tp_rank
+        if found := re.search(r"local_experts\.(\d+)", name):
+            parts, index, expert = layout.etp, at.etp_rank, int(found[1])
+            if expert // held != at.ep_rank:
+                continue
+            name = name.replace(found[0], f"local_experts.{expert % held}")
+        part = cut(hf, name, whole, parts, index)
+        out[te_name(hf, name, layer) if spec == "te" else name] = part
+    return out
+
+
 def reference_params(
     hf: HFConfig, state: State, layout: ParallelLayout, at: RankCoordinates, vp_stage: int, *, spec: str = "local"
 ) -> State:
     """The parameters of one chunk by name, cut with torch.chunk."""
 
-    def part(full: Tensor, dim: int = 0) -> Tensor:
-        return full.chunk(layout.tp, dim)[at.tp_rank].clone()
-
     def table(full: Tensor) -> Tensor:
         missing = -full.shape[0] % layout.tp
-        return part(torch.cat([full, full.new_zeros(missing, full.shape[1])]))
+        return torch.cat([full, full.new_zeros(missing, full.shape[1])]).chunk(layout.tp)[at.tp_rank].clone()
 
     stage, num_stages = vp_stage * layout.pp + at.pp_rank, layout.pp * layout.vpp
-    depth = hf.num_layers // num_stages
+    depths = layout.pipeline or [hf.num_layers // num_stages] * num_stages
+    first_layer, last = sum(depths[:stage]), stage == num_stages - 1
+    mtp = hf.mtp_layers if hf.mtp == "load" else 0
     out: State = {}
-    if stage == 0:
+    if stage == 0 or (last and mtp):
         out["embedding.word_embeddings.weight"] = table(state["model.embed_tokens.weight"])
-    for local in range(depth):
-        source, m = f"model.layers.{stage * depth + local}.", f"decoder.layers.{local}."
-        norm, mlp_norm = m + "input_layernorm.weight", m + "pre_mlp_layernorm.weight"
-        if spec == "te":
-            norm, mlp_norm = m + "self_attention.linear_qkv.layer_norm_weight", m + "mlp.linear_fc1.layer_norm_weight"
-        out[norm] = state[source + "input_layernorm.weight"].clone()
-        out[mlp_norm] = state[source + "post_attention_layernorm.weight"].clone()
-        for kind in ("weight", "bias"):
-            if source + f"self_attn.q_proj.{kind}" in state:
-                q, k, v = (state[source + f"self_attn.{x}_proj.{kind}"] for x in "qkv")
-                out[m + f"self_attention.linear_qkv.{kind}"] = part(interleave(hf, q, k, v))
-            if source + f"mlp.up_proj.{kind}" in state:
-                halves = [part(state[source + f"mlp.{x}_proj.{kind}"]) for x in ("gate", "up")]
-                out[m + f"mlp.linear_fc1.{kind}"] = torch.cat(halves)
-        for x in "qk":
-            if hf.qk_norm:
-                out[m + f"self_attention.{x}_layernorm.weight"] = state[source + f"self_attn.{x}_norm.weight"].clone()
-        out[m + "self_attention.linear_proj.weight"] = part(state[source + "self_attn.o_proj.weight"], 1)
-        out[m + "mlp.linear_fc2.weight"] = part(state[source + "mlp.down_proj.weight"], 1)
-        if hf.linear_bias:
-            out[m + "self_attention.linear_proj.bias"] = state[source + "self_attn.o_proj.bias"].clone()
-            out[m + "mlp.linear_fc2.bias"] = state[source + "mlp.down_proj.bias"].clone()
-    if stage == num_stages - 1:
-        out["decoder.final_layernorm.weight"] = state["model.norm.weight"].clone()
-        if "score.weight" in state:
-            out["output_layer.weight"] = state["score.weight"].clone()
-        elif not hf.tied:
-            out["output_layer.weight"] = table(state["lm_head.weight"])
-        elif num_stages > 1:
-            out["output_layer.weight"] = table(state["model.embed_tokens.weight"])
+    for local in range(depths[stage]):
+        params = layer_part(hf, state, first_layer + local, layout, at, spec)
+        out |= {f"decoder.layers.{local}.{name}": part for name, part in params.items()}
+    if not last:
+        return out
+    out["decoder.final_layernorm.weight"] = state["model.norm.weight"].clone()
+    for ahead in range(mtp):
+        source, target = f"model.layers.{hf.num_layers + ahead}.", f"mtp.layers.{ahead}."
+        params = layer_part(hf, state, hf.num_layers + ahead, layout, at, spec)
+        out |= {f"{target}transformer_layer.{name}": part for name, part in params.items()}
+        names = {name: name for name in ("enorm", "hnorm", "eh_proj")} | {"shared_head.norm": "final_layernorm"}
+        for name, to in names.items():
+            out[f"{target}{to}.weight"] = cut(hf, to, state[f"{source}{name}.weight"], layout.tp, at.tp_rank)
+    if hf.value_head in state:
+        out["output_layer.weight"] = state[hf.value_head].clone()
+    elif not hf.tied:
+        out["output_layer.weight"] = table(state["lm_head.weight"])
+    elif num_stages > 1 and not mtp:
+        out["output_layer.weight"] = table(state["model.embed_tokens.weight"])
     return out
 
 
@@ -151,7 +264,10 @@ def chunk_of(params: State, *, first_layer: int, fill: float | None = float("nan
                 module.add_module(key, nn.Module())
             module = module.get_submodule(key)
         data = value.clone() if fill is None else torch.full_like(value, fill)
-        module.register_parameter(leaf, nn.Parameter(data))
+        if leaf == "expert_bias":
+            module.register_buffer(leaf, data)
+        else:
+            module.register_parameter(leaf, nn.Parameter(data))
     for local, layer in enumerate(root.get_submodule("decoder.layers").children()):
         layer.layer_number = first_layer + local + 1  # type: ignore[assignment]
     return root
@@ -170,7 +286,7 @@ def chunks_of_rank(
     chunks = []
     for vp_stage in range(layout.vpp):
         params = reference_params(hf, state, layout, at, vp_stage, spec=spec)
-        first = (vp_stage * layout.pp + at.pp_rank) * (hf.num_layers // (layout.pp * layout.vpp))
+        first = layout.layers_of(at.pp_rank, hf.num_layers, vp_stage).start
         chunks.append(chunk_of(params, first_layer=first, fill=fill))
     return chunks
 

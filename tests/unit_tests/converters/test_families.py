@@ -1,4 +1,4 @@
-"""The tables and the reading of config.json against transformers: names, shapes and settings of a model that it saves."""
+"""The tables and the reading of config.json against transformers: names, shapes and settings of saved models."""
 
 from __future__ import annotations
 

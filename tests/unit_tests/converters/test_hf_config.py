@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mega_rl.converters.architecture import Rope
+from mega_rl.converters.architecture import HFConfig, Mla, Moe, Rope, Window, Yarn
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError, UserErrors
+from tests.unit_tests.converters.hub_configs import FP8, HUB
+from tests.unit_tests.converters.tiny_configs import TINY
 
 QWEN2: dict[str, Any] = {
     "model_type": "qwen2",
@@ -110,21 +115,333 @@ def test_llama_with_all_biases() -> None:
     assert (hf.qkv_bias, hf.linear_bias) == (True, True)
 
 
-def test_window_that_no_layer_uses_is_accepted() -> None:
-    parse_hf_config(QWEN2 | {"use_sliding_window": True, "max_window_layers": 24})
-    parse_hf_config(QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 24})
+def windowed(**changes: Any) -> Window | None:
+    return parse_hf_config(QWEN2 | {"use_sliding_window": True} | changes).window
+
+
+def test_window_of_qwen2_lies_in_the_last_layers_or_where_layer_types_says() -> None:
+    assert parse_hf_config(QWEN2).window is None
+    assert windowed(max_window_layers=24) is None
+    assert windowed(layer_types=["full_attention"] * 24) is None
+    assert windowed(sliding_window=None) is None
+    assert windowed() == Window(32768, (False,) * 21 + (True,) * 3)
+    types = ["sliding_attention", "full_attention"] * 12
+    assert windowed(layer_types=types, sliding_window=16) == Window(16, (True, False) * 12)
+    every = {key: value for key, value in QWEN2.items() if key != "max_window_layers"} | {"num_hidden_layers": 30}
+    assert parse_hf_config(every | {"use_sliding_window": True}).window == Window(32768, (False,) * 28 + (True,) * 2)
+
+
+def tiny(name: str, **changes: Any) -> HFConfig:
+    return parse_hf_config(TINY[name] | changes)
+
+
+def test_windows_of_the_other_families() -> None:
+    assert tiny("mistral").window == Window(6, (True,) * 4)
+    assert tiny("mistral", sliding_window=None).window is None
+    absent = {key: value for key, value in TINY["mistral"].items() if key != "sliding_window"}
+    assert parse_hf_config(absent).window == Window(4096, (True,) * 4)
+    assert tiny("mixtral").window is None
+    assert tiny("qwen3_moe", use_sliding_window=True, sliding_window=9).window == Window(9, (True,) * 4)
+    assert tiny("qwen2_moe", use_sliding_window=True, max_window_layers=3).window == Window(4096, (True, False) * 2)
+    assert tiny("gemma3_text").window == Window(6, (True, True, False, True))
+    assert tiny("gpt_oss").window == Window(6, (True, False) * 2)
+    types = ["full_attention", "sliding_attention"] * 2
+    assert tiny("gpt_oss", layer_types=types).window == Window(6, (False, True) * 2)
+
+
+def test_values_of_absent_keys_are_those_of_each_class() -> None:
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    bare = {key: TINY["qwen2"][key] for key in (*sizes, "max_position_embeddings")} | {"num_attention_heads": 32}
+    bare |= {"hidden_size": 64 * 32}
+    latent = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+    read = {name: parse_hf_config(bare | {"model_type": name}) for name in FAMILIES if name not in latent}
+    assert {name: hf.num_kv_heads for name, hf in read.items()} == {
+        **dict.fromkeys(("qwen2", "qwen3", "llama", "olmoe"), 32),
+        **dict.fromkeys(("mistral", "mixtral", "glm4_moe", "gpt_oss"), 8),
+        **{"qwen2_moe": 16, "qwen3_moe": 4, "glm4": 2, "gemma3_text": 4},
+    }
+    assert {name for name, hf in read.items() if hf.tied} == {"gemma3_text"}
+    epsilons = {"mixtral": 1e-5, "olmoe": 1e-5, "glm4": 1.5625e-07, "glm4_moe": 1e-5, "gpt_oss": 1e-5}
+    assert {name: hf.norm_eps for name, hf in read.items()} == {name: epsilons.get(name, 1e-6) for name in read}
+    head_dims = {"qwen3": 128, "glm4": 128, "gemma3_text": 256}
+    assert {name: hf.head_dim for name, hf in read.items()} == {name: head_dims.get(name, 64) for name in read}
+    thetas = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150000.0}
+    assert {name: hf.rope.theta for name, hf in read.items()} == {name: thetas.get(name, 1e4) for name in read}
+    assert read["gpt_oss"].rope.yarn == Yarn(4096, truncate=False)
+    assert {name for name, hf in read.items() if hf.qkv_bias} == {"qwen2", "qwen2_moe", "glm4", "gpt_oss"}
+    assert {name: hf.rope.percent for name, hf in read.items() if hf.rope.percent != 1} == {
+        "glm4": 0.5,
+        "glm4_moe": 0.5,
+    }
+    normalised = {name for name, hf in read.items() if hf.moe is not None and not hf.moe.score_before_topk}
+    assert normalised == {"mixtral", "gpt_oss"}
+
+
+def test_tie_word_embeddings_in_the_file_counts_in_every_family() -> None:
+    for name in TINY:
+        assert tiny(name, tie_word_embeddings=True).tied
+        assert not tiny(name, tie_word_embeddings=False).tied
+
+
+def test_mixtures() -> None:
+    mixed = (False, True, True, True)
+    assert tiny("mixtral").moe == Moe((True,) * 4, 4, 2, 56)
+    assert tiny("qwen3_moe").moe == Moe((True, False, True, True), 4, 2, 24)
+    assert tiny("qwen3_moe", norm_topk_prob=False).moe == Moe(
+        (True, False, True, True), 4, 2, 24, score_before_topk=True
+    )
+    assert tiny("qwen2_moe").moe == Moe((False, True) * 2, 4, 2, 24, 32, shared_gate=True, score_before_topk=True)
+    assert tiny("olmoe").moe == Moe((True,) * 4, 4, 2, 24, score_before_topk=True)
+    assert tiny("gpt_oss").moe == Moe((True,) * 4, 4, 2, 24, router_bias=True)
+    assert tiny("deepseek_v2").moe == Moe(mixed, 8, 4, 24, 48, score_before_topk=True, scaling=1.0)
+    sigmoid = Moe(mixed, 8, 4, 24, 48, False, "sigmoid", True, True, 2.5)
+    assert tiny("kimi_k2").moe == tiny("moonlight").moe == sigmoid
+    assert tiny("deepseek_v3").moe == Moe(mixed, 8, 4, 24, 48, False, "sigmoid", True, True, 2.5, 4, 2)
+    assert tiny("glm4_moe").moe == Moe(mixed, 8, 2, 24, 48, False, "sigmoid", True, True, 2.5)
+
+
+def test_a_mixture_without_layers_is_a_dense_model() -> None:
+    assert tiny("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).moe is None
+    assert tiny("deepseek_v3", first_k_dense_replace=4).moe is None
+
+
+def test_every_name_of_the_number_of_experts() -> None:
+    bare = {key: value for key, value in TINY["qwen3_moe"].items() if key != "num_experts"}
+    for name in ("num_experts", "num_local_experts"):
+        moe = parse_hf_config(bare | {name: 6}).moe
+        assert moe is not None
+        assert moe.num_experts == 6
+    with pytest.raises(UserError, match=r"num_experts=4: num_local_experts beside it counts the same experts"):
+        tiny("qwen3_moe", num_local_experts=6)
+
+
+def test_latent_attention() -> None:
+    assert tiny("deepseek_v3").mla == Mla(28, 20, 12, 8, 10)
+    assert tiny("moonlight").mla == Mla(None, 20, 12, 8, 10)
+    hf = tiny("deepseek_v3", head_dim=8, rms_norm_eps=1e-5)
+    # `head_dim` of such a file is the size of the rotated part; the norms on the latents have an epsilon of their own.
+    assert (hf.head_dim, hf.norm_eps, hf.mla and hf.mla.norm_eps) == (10, 1e-5, 1e-6)
+    absent = {key: value for key, value in TINY["deepseek_v3"].items() if key != "q_lora_rank"}
+    assert parse_hf_config(absent).mla == Mla(1536, 20, 12, 8, 10)
+
+
+def test_gemma3() -> None:
+    hf = tiny("gemma3_text")
+    assert (hf.activation, hf.zero_centered_norm, hf.post_norms, hf.qk_norm) == ("gelu_tanh", True, True, True)
+    assert (hf.embedding_scale, hf.softmax_scale) == (40**0.5, 0.25)
+    assert tiny("gemma3_text", query_pre_attn_scalar=12).softmax_scale is None
+    assert hf.rope == Rope("default", 1e6, local_theta=1e4)
+    scaled = tiny("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert scaled.rope == Rope("linear", 1e6, 8.0, local_theta=1e4)
+    nested = {key: value for key, value in TINY["gemma3_text"].items() if not key.startswith("rope_")}
+    parameters = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert parse_hf_config(nested | {"rope_parameters": parameters}) == scaled
+
+
+def test_gemma3_wrapped_as_its_image_model_is() -> None:
+    wrapped = {"model_type": "gemma3", "text_config": TINY["gemma3_text"], "dtype": "bfloat16"}
+    assert parse_hf_config(wrapped) == tiny("gemma3_text")
+    with pytest.raises(UserError, match="images and text"):
+        parse_hf_config(wrapped | {"vision_config": {"hidden_size": 1}})
+    with pytest.raises(UserError, match="images and text"):
+        parse_hf_config({"model_type": "gemma3"})
+
+
+def test_gpt_oss_and_olmoe_and_glm4() -> None:
+    hf = tiny("gpt_oss")
+    assert (hf.activation, hf.sinks, hf.linear_bias, hf.qkv_bias, hf.fused_experts) == (
+        "swiglu_clamped",
+        True,
+        True,
+        True,
+        True,
+    )
+    assert (tiny("olmoe").qk_norm_joint, tiny("olmoe").qk_norm) == (True, False)
+    glm4 = tiny("glm4")
+    assert (glm4.rope.interleaved, glm4.rope.percent, glm4.post_norms, glm4.qkv_bias) == (True, 0.5, True, True)
+    moe = tiny("glm4_moe")
+    assert (moe.rope.interleaved, moe.rope.percent, moe.qk_norm, moe.mtp_layers) == (False, 0.5, True, 1)
+    assert not tiny("glm4_moe", use_qk_norm=False).qk_norm
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_published_checkpoints_are_accepted(name: str) -> None:
+    hf = parse_hf_config(HUB[name])
+    assert hf.model_type == HUB[name]["model_type"]
+    assert hf.tied == (name == "gemma-3-1b")
+    assert hf.quantization == ("fp8" if HUB[name].get("quantization_config") else None)
+
+
+def test_yarn() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    expected = Rope("yarn", 1e6, 4.0, yarn=Yarn(32768))
+    assert parse_hf_config(QWEN2 | {"rope_scaling": yarn}).rope == expected
+    # 0.1 ln 4 + 1, what is computed anyway.
+    assert parse_hf_config(QWEN2 | {"rope_scaling": yarn | {"attention_factor": 1.138629436111989}}).rope == expected
+    by_lengths = yarn | {"factor": None, "original_max_position_embeddings": 8192}
+    assert parse_hf_config(QWEN2 | {"rope_scaling": by_lengths}).rope.factor == 4.0
+    assert parse_hf_config(QWEN2 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}).rope.yarn == Yarn(32768)
 
 
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        (QWEN2, {"model_type": "gpt2"}, ['model_type="gpt2"', "llama, qwen2, qwen3"]),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4}, ["topk_method", "best one"]),
+        ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob=true"]),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, ["scoring_func"]),
+        ("deepseek_v2", {"num_experts_per_tok": None}, ["num_experts_per_tok is missing"]),
+        ("deepseek_v3", {"norm_topk_prob": False}, ["norm_topk_prob=false", "normalises"]),
+        ("deepseek_v3", {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, ["norm_topk_prob", "one expert"]),
+        ("deepseek_v3", {"topk_group": 1}, ["topk_group=1", "4 // 1", "best 2"]),
+        ("deepseek_v3", {"n_group": 3}, ["n_group=3", "8 experts"]),
+        ("deepseek_v3", {"topk_group": 5}, ["n_group=4", "topk_group=5"]),
+        ("deepseek_v3", {"n_group": 8}, ["n_group=8", "as many"]),
+        ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave=false"]),
+        ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method", "noaux_tc"]),
+        ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq=2"]),
+        ("deepseek_v3", {"attention_bias": True}, ["attention_bias=true", "all linear layers"]),
+        ("deepseek_v3", {"num_key_value_heads": 2}, ["num_key_value_heads=2", "4"]),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, ["qk_rope_head_dim=7", "even"]),
+        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "latent attention"]),
+        ("deepseek_v3", {"num_nextn_predict_layers": 65}, ["num_nextn_predict_layers=65", "64"]),
+        ("deepseek_v3", {"auto_map": {"AutoModel": "modeling_mine.M"}}, ["auto_map", "never run"]),
+        ("deepseek_v3", {"quantization_config": {**FP8, "weight_block_size": [1, 128]}}, ["quantization_config"]),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 9, "n_group": 1, "topk_group": 1},
+            ["num_experts_per_tok=9", "8 experts"],
+        ),
+        ("kimi_k2", {"quantization_config": {"quant_method": "compressed-tensors"}}, ["compressed-tensors", "fp8"]),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "unquantised"]),
+        ("gpt_oss", {"attention_bias": False}, ["attention_bias=false", "experts have biases"]),
+        ("gpt_oss", {"swiglu_limit": 5.0}, ["swiglu_limit=5.0", "7"]),
+        ("gpt_oss", {"num_experts_per_tok": 1}, ["num_experts_per_tok=1", "normalised"]),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, ["layer_types", "full_attention"]),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "list of 4"]),
+        ("mixtral", {"num_experts_per_tok": 1}, ["num_experts_per_tok=1"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0"]),
+        ("olmoe", {"head_dim": 6}, ["head_dim=6", "hidden_size"]),
+        ("qwen3_moe", {"attention_bias": True}, ["attention_bias=true"]),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, ["num_experts_per_tok=5", "4 experts"]),
+        ("qwen3_moe", {"mlp_only_layers": "0"}, ["mlp_only_layers", "list"]),
+        ("gemma3_text", {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0"]),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
+        ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
+            ["rope_parameters.sliding_attention.rope_type", "yarn"],
+        ),
+        ("glm4", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor=1.5", "at most 1"]),
+        ("glm4", {"partial_rotary_factor": 0.25}, ["partial_rotary_factor=0.25", "even"]),
+        ("glm4", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type", "every dimension"]),
+        ("glm4_moe", {"mlp_bias": True}, ["mlp_bias=true", "not a known key"]),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, ["layer_types", "not a known key"]),
+        ("qwen3", {"use_rope": False}, ["use_rope=false", "not a known key", "qwen3"]),
+        ("qwen3", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
+        ("qwen3", {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, ["rope_scaling.mrope_section"]),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.0}}, ["attention_factor=1.0"]),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "scale": 1}}, ["rope_scaling.scale=1"]),
+        (
+            "qwen3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5.0}},
+            ["rope_scaling", "rope_parameters says otherwise"],
+        ),
+    ],
+)
+def test_what_megatron_core_cannot_do_is_refused(base: str, change: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserErrors) as caught:
+        tiny(base, **change)
+    for word in words:
+        assert word in str(caught.value)
+    assert len(caught.value.problems) == 1, caught.value.problems
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_gated_delta_nets_are_refused_by_field(name: str) -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    with pytest.raises(UserError) as caught:
+        parse_hf_config(TINY["qwen3"] | {"model_type": name, "layer_types": kinds})
+    for word in ("layer_types=", "linear_attention", "flash-linear-attention", name):
+        assert word in str(caught.value)
+
+
+def test_keys_that_say_nothing_about_the_computation_are_accepted() -> None:
+    extra = {"_name_or_path": "x", "_anything": [1], "id2label": {"0": "a"}, "temperature": 0.6, "unknown": None}
+    assert parse_hf_config(QWEN2 | extra | {"architectures": ["X"]}) == parse_hf_config(QWEN2)
+
+
+# Values that no key can have, or that few can.
+JUNK: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 7, 1 << 31, 1 << 62, -(1 << 70), 10**5000, 0.0, -0.5, 0.3, 1e-320, 1e308,
+    float("nan"), float("inf"), float("-inf"), "", "2", "yarn", "sliding_attention", "\udc80", "x" * 5000, [], [1],
+    [[]], [None], ["full_attention"], {}, {"rope_type": "yarn"}, {"a": {"b": []}}, [True] * 4, {"full_attention": 3},
+]  # fmt: skip
+NESTED = ("rope_scaling", "rope_parameters", "quantization_config", "auto_map", "text_config")
+ROPE_KEYS = ("rope_type", "type", "factor", "mscale", "mscale_all_dim", "beta_fast", "truncate", "rope_theta")
+
+
+def mutant(draw: random.Random) -> dict[str, Any]:
+    """A config of some family with up to three keys changed, added or gone, those inside of objects too."""
+    name = draw.choice(sorted(TINY))
+    raw: dict[str, Any] = deepcopy(TINY[name])
+    keys = sorted({*raw, *FAMILIES[raw["model_type"]].defaults, *NESTED, "head_dim", "pad_token_id", "unheard_of"})
+    for _ in range(draw.randint(1, 3)):
+        key = draw.choice(keys)
+        if key in NESTED and draw.random() < 0.7:
+            inner = raw.get(key)
+            inner = inner if isinstance(inner, dict) else {"rope_type": draw.choice(["yarn", "linear", "llama3"])}
+            raw[key] = inner | {draw.choice(ROPE_KEYS): draw.choice(JUNK)}
+        elif draw.random() < 0.2:
+            raw.pop(key, None)
+        else:
+            raw[key] = draw.choice(JUNK)
+    return raw
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_configs_never_raise_anything_else(seed: int) -> None:
+    draw = random.Random(seed)
+    outcomes = {"read": 0, "refused": 0}
+    for _ in range(250):
+        raw = mutant(draw)
+        try:
+            hf = parse_hf_config(raw)
+        except UserError as error:
+            outcomes["refused"] += 1
+            longest = max(map(len, str(error).splitlines()))
+        else:
+            outcomes["read"] += 1
+            longest = 0
+            assert hf.dims.keys() >= {"hidden", "q", "o"}
+            assert 1 <= hf.num_layers <= 4096
+        assert longest < 600
+    # Both happen, so the mutants are neither harmless nor all broken at the first key.
+    assert min(outcomes.values()) >= 20, outcomes
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"vocab_size": ' + "9" * 5000 + "}", "[" * 100_000, '{"a":' * 50_000, "", "nul", '{"a": 1,}'],
+    ids=["digits", "arrays", "objects", "empty", "word", "comma"],
+)
+def test_damaged_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "words"),
+    [
+        (QWEN2, {"model_type": "gpt2"}, ['model_type="gpt2"', "llama, mistral, mixtral"]),
         (QWEN2, {"model_type": "mystery", "auto_map": {"AutoModel": "m.M"}}, ["mystery", "never run"]),
         (QWEN2, {"auto_map": {"AutoModel": "m.M"}}, ["auto_map", "never run"]),
         (QWEN2, {"hidden_act": "gelu"}, ['hidden_act="gelu"', "silu"]),
-        (QWEN2, {"use_sliding_window": True}, ["sliding_window=32768", "use_sliding_window"]),
-        (QWEN2, {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 24}, ["sliding_window=32768"]),
-        (QWEN2, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type", '"yarn"', "llama3"]),
         (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_parameters.rope_type", "dynamic"]),
         (QWEN2, {"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
         (QWEN2, {"rope_scaling": {"type": "linear", "factor": -1}}, ["rope_scaling.factor=-1", "positive"]),
@@ -134,7 +451,7 @@ def test_window_that_no_layer_uses_is_accepted() -> None:
         (LLAMA, {"attention_bias": True}, ["attention_bias=true", "mlp_bias"]),
         (LLAMA, {"mlp_bias": True}, ["mlp_bias"]),
         (QWEN2 | {"model_type": "qwen3"}, {"attention_bias": True}, ["attention_bias=true"]),
-        (QWEN2, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "unquantised"]),
+        (QWEN2, {"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "unquantised"]),
         (QWEN2, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
         (QWEN2, {"num_key_value_heads": 3}, ["num_key_value_heads=3", "14"]),
         (QWEN2, {"hidden_size": "896"}, ['hidden_size="896"', "positive integer"]),

@@ -8,32 +8,59 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mega_rl.converters.names import canonical_name, dialect_name, with_layer
 from torch import Tensor
 
-from mega_rl.converters import families
-from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters import blocks, plan
+from mega_rl.converters.architecture import HFConfig, Mla, Moe
 from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.families.dense import DENSE, MLP
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.converters.plan import (
     Head,
+    ParamPlan,
+    Sharding,
+    Spec,
+    as_on_disk,
     build_plan,
     check_layout,
     export_plan,
     hf_tensors,
     ignored_tensors,
+    mtp_tensors,
     padded_vocab_size,
 )
 from mega_rl.converters.proof import prove_complete, tiling_faults
+from mega_rl.converters.rules import Rule, Source
 from mega_rl.errors import UserErrors
-from mega_rl.parallel.layout import ParallelLayout
-from tests.unit_tests.converters.fakes import LAYOUTS, State, hf_state, ranks, reference_params, small_config
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from tests.unit_tests.converters.fakes import (
+    LAYOUTS,
+    MORE_LAYOUTS,
+    State,
+    hf_state,
+    ranks,
+    reference_params,
+    small_config,
+    small_mla,
+    small_moe,
+)
+from tests.unit_tests.converters.tiny_configs import TINY
+
+ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
 
 
 def matrix(tensor: Tensor) -> Tensor:
     return tensor.view(matrix_shape(tuple(tensor.shape)))
+
+
+def source_part(source: Tensor, c: Copy) -> Tensor:
+    """The elements of a tensor that a copy takes, as they lie in the parameter; a view."""
+    if c.transposed:
+        return matrix(source)[c.src_row : c.src_row + c.cols, c.src_col :: c.step][:, : c.rows].T
+    return matrix(source)[c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols]
 
 
 def shard_by_plan(copies: Iterable[Copy], shape: tuple[int, ...], state: State) -> Tensor:
@@ -44,60 +71,102 @@ def shard_by_plan(copies: Iterable[Copy], shape: tuple[int, ...], state: State) 
         if c.hf_name is None:
             target.zero_()
         else:
-            source = matrix(state[c.hf_name])
-            target.copy_(source[c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols])
+            target.copy_(source_part(state[c.hf_name], c))
     return result
 
 
-def check_against_reference(hf: HFConfig, layout: ParallelLayout, *, head: Head = "lm", spec: str = "local") -> None:
-    """load == reference split on every rank, export(load) == identity."""
+def export_by_plan(sharding: Sharding, held: dict[tuple[RankCoordinates, int, str], Tensor]) -> State:
+    """Applies the export plan to what every rank holds; elements that nothing writes stay NaN."""
+    layout, exported = sharding.layout, State()
+    everyone = ranks(layout)
+    for unit in export_plan(sharding):
+        stage = [at for at in everyone if at.pp_rank == unit.pp_rank]
+        if unit.of_experts:
+            index = {(at.ep_rank, at.etp_rank): at for at in stage}
+            members = [index[divmod(i, layout.etp)] for i in range(layout.ep * layout.etp)]
+        else:
+            members = [next(at for at in stage if at.tp_rank == i) for i in range(layout.tp)]
+        for name, shape, pieces in unit.tensors:
+            assert name not in exported, name
+            result = exported[name] = torch.full(shape, float("nan"))
+            for member, position, c in pieces:
+                shard = matrix(held[members[member], unit.vp_stage, unit.params[position].name])
+                taken = shard[c.dst_row : c.dst_row + c.rows, c.dst_col : c.dst_col + c.cols]
+                source_part(result, c).copy_(taken)
+    return exported
+
+
+def check_against_reference(hf: HFConfig, layout: ParallelLayout, *, head: Head = "lm", spec: Spec = "local") -> None:
+    """load == reference split on every rank, export(load) == identity, and the proof holds."""
+    sharding = Sharding(hf, layout, spec=spec, head=head)
     state = hf_state(hf, value_head=head == "value")
-    held: dict[tuple[int, int, int, str], Tensor] = {}
+    held: dict[tuple[RankCoordinates, int, str], Tensor] = {}
     for at in ranks(layout):
         for vp_stage in range(layout.vpp):
             expected = reference_params(hf, state, layout, at, vp_stage, spec=spec)
-            plan = build_plan(
-                hf,
-                layout,
-                tp_rank=at.tp_rank,
-                pp_rank=at.pp_rank,
-                vp_stage=vp_stage,
-                spec=spec,
-                head=head,  # type: ignore[arg-type]
-            )
-            assert {param.name: param.shape for param in plan} == {n: tuple(t.shape) for n, t in expected.items()}
-            for param in plan:
+            planned = build_plan(sharding, at, vp_stage=vp_stage)
+            assert {param.name: param.shape for param in planned} == {n: tuple(t.shape) for n, t in expected.items()}
+            for param in planned:
                 found = shard_by_plan(param.copies, param.shape, state)
                 assert torch.equal(found, expected[param.name]), (param.name, at)
-                name = canonical_name(param.name, spec=spec)  # type: ignore[arg-type]
-                held[at.tp_rank, at.pp_rank, vp_stage, name] = found
-    exported = {}
-    for param in export_plan(hf, layout, head=head):
-        for name, shape, pieces in param.tensors:
-            result = torch.full(shape, float("nan"))
-            for tp_rank, c in pieces:
-                shard = matrix(held[tp_rank, param.pp_rank, param.vp_stage, param.name])
-                target = matrix(result)[c.src_row : c.src_row + c.rows, c.src_col : c.src_col + c.cols]
-                target.copy_(shard[c.dst_row : c.dst_row + c.rows, c.dst_col : c.dst_col + c.cols])
-            assert name not in exported, name
-            exported[name] = result
-    assert list(exported) == list(hf_tensors(hf, head=head))
+                held[at, vp_stage, param.name] = found
+    exported = export_by_plan(sharding, held)
     assert exported.keys() == state.keys()
     for name, tensor in state.items():
         assert torch.equal(exported[name], tensor), name
-    prove_complete(hf, layout, spec=spec, head=head)  # type: ignore[arg-type]
+    prove_complete(sharding)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def fits(hf: HFConfig, layout: ParallelLayout) -> bool:
+    return not check_layout(hf, layout)
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("spec", ["local", "te"])
-def test_every_layout_against_the_reference(layout: ParallelLayout, tied: bool, spec: str) -> None:
-    check_against_reference(small_config(tied=tied), layout, spec=spec)
+def test_every_layout_against_the_reference(layout: ParallelLayout, tied: bool, spec: Spec) -> None:
+    if layout.ep == 1:
+        check_against_reference(small_config(tied=tied), layout, spec=spec)
+    moe = small_moe(tied=tied)
+    check_against_reference(moe, layout, spec=spec)
+    check_against_reference(dataclasses.replace(moe, fused_experts=True), layout, spec=spec)
+    check_against_reference(small_mla(tied=tied, hidden_size=12), layout, spec=spec)
+    check_against_reference(small_mla(tied=tied, mtp="drop"), layout, spec=spec)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS.values(), ids=ALL_LAYOUTS)
 def test_value_head(layout: ParallelLayout) -> None:
-    check_against_reference(small_config(tied=True), layout, head="value")
+    if layout.ep == 1:
+        check_against_reference(small_config(tied=True), layout, head="value")
+    check_against_reference(small_moe(), layout, head="value")
+    check_against_reference(small_mla(mtp="drop"), layout, head="value")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_against_the_reference(name: str) -> None:
+    config = dataclasses.replace(parse_hf_config(TINY[name]), mtp="load")
+    spellings = {config.fused_experts, True} if config.moe is not None else {False}
+    for layout in ALL_LAYOUTS.values():
+        if fits(config, layout):
+            for fused in spellings:
+                check_against_reference(dataclasses.replace(config, fused_experts=fused), layout)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_is_proved_complete_in_every_layout(name: str) -> None:
+    config, proved = parse_hf_config(TINY[name]), 0
+    for layout in ALL_LAYOUTS.values():
+        if not fits(config, layout):
+            assert layout.tp == 4 or layout.ep > 1 or layout.etp > 1, layout
+            continue
+        for spec in ("local", "te"):
+            for head in ("lm", "value"):
+                for mtp in ("drop", "load"):
+                    for fused in (False, True):
+                        hf = dataclasses.replace(config, mtp=mtp, fused_experts=fused or config.fused_experts)
+                        prove_complete(Sharding(hf, layout, spec=spec, head=head))  # type: ignore[arg-type]
+                        proved += 1
+    assert proved >= 16 * 7
 
 
 def test_biases() -> None:
@@ -107,62 +176,138 @@ def test_biases() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[HFConfig, ParallelLayout]:
-    """A model and a layout that fits it."""
-    tp, pp, vpp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
-    groups, per_group = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3]))
-    vpp = vpp if pp > 1 else 1
-    linear_bias = draw(st.booleans())
-    hf = small_config(
-        family=draw(st.sampled_from(["qwen2", "qwen3", "llama"])),
-        num_layers=pp * vpp * draw(st.sampled_from([1, 2])),
-        num_heads=groups * per_group,
-        num_kv_heads=groups,
-        head_dim=2 * draw(st.integers(1, 4)),
-        hidden_size=draw(st.integers(1, 9)),
-        ffn_hidden_size=tp * draw(st.integers(1, 5)),
-        vocab_size=draw(st.integers(1, 20)),
-        tied=draw(st.booleans()),
-        linear_bias=linear_bias,
-        qkv_bias=linear_bias or draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+def layouts(draw: st.DrawFn, *, experts: bool) -> ParallelLayout:
+    """A layout of at most 4 x 2 ranks per stage, its pipeline even or not, over `num_layers` to be read off it."""
+    tp, pp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3]))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    ep, etp = (draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))) if experts else (1, 1)
+    pipeline = tuple(draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp)))
+    if sum(pipeline) == 0:
+        pipeline = (1, *pipeline[1:])
+    # As many replicas as it takes for the experts' ranks to fill whole stages.
+    replicas = next(dp for dp in range(1, 7) if tp * dp % (ep * etp) == 0)
+    return ParallelLayout(tp * pp * replicas, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, pipeline=pipeline)
+
+
+def moe_of(draw: st.DrawFn, layout: ParallelLayout, num_layers: int) -> Moe:
+    return Moe(
+        layers=tuple(draw(st.lists(st.booleans(), min_size=num_layers, max_size=num_layers))),
+        num_experts=layout.ep * draw(st.integers(1, 3)),
+        top_k=1,
+        ffn_hidden_size=layout.etp * draw(st.integers(1, 4)),
+        shared_ffn_hidden_size=layout.tp * draw(st.integers(0, 3)),
+        shared_gate=draw(st.booleans()),
+        expert_bias=draw(st.booleans()),
     )
-    return hf, ParallelLayout(world_size=tp * pp, tp=tp, pp=pp, vpp=vpp)
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_shard_then_unshard_is_the_identity(case: tuple[HFConfig, ParallelLayout]) -> None:
-    hf, layout = case
-    if check_layout(hf, layout):
-        with pytest.raises(UserErrors):
-            build_plan(hf, layout, tp_rank=0, pp_rank=0)
-        return
-    check_against_reference(hf, layout)
+@st.composite
+def cases(draw: st.DrawFn, family: str) -> tuple[HFConfig, ParallelLayout]:
+    """A model and a layout that mostly fits it."""
+    layout = draw(layouts(experts=family != "dense"))
+    assert layout.pipeline is not None
+    num_layers, groups, per_group = sum(layout.pipeline), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    linear_bias = family == "dense" and draw(st.booleans())
+    fields = {
+        "num_layers": num_layers,
+        "num_heads": groups * per_group,
+        "num_kv_heads": groups,
+        "head_dim": 2 * draw(st.integers(1, 4)),
+        "hidden_size": draw(st.integers(1, 9)),
+        "ffn_hidden_size": layout.tp * draw(st.integers(1, 5)),
+        "vocab_size": draw(st.integers(1, 20)),
+        "tied": draw(st.booleans()),
+        "linear_bias": linear_bias,
+        "qkv_bias": linear_bias or draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "fused_experts": draw(st.booleans()),
+    }
+    if family == "dense":
+        return small_config(family=draw(st.sampled_from(["qwen2", "qwen3", "llama"])), **fields), layout
+    moe = moe_of(draw, layout, num_layers)
+    if family == "moe":
+        moe = dataclasses.replace(moe, expert_bias=False)
+        name = draw(st.sampled_from(["qwen2_moe", "qwen3_moe"]))
+        if name == "qwen3_moe":
+            moe = dataclasses.replace(moe, shared_ffn_hidden_size=0, shared_gate=False)
+        if not moe.shared_ffn_hidden_size:
+            moe = dataclasses.replace(moe, shared_gate=False)
+        return small_config(family=name, moe=moe, **fields), layout
+    sizes = [draw(st.integers(1, 5)) for _ in range(4)]
+    mla = Mla(draw(st.one_of(st.none(), st.integers(1, 6))), sizes[0], sizes[1], 2 * sizes[2], sizes[3])
+    fields |= {"num_kv_heads": groups * per_group, "qkv_bias": False, "qk_norm": False}
+    mtp = draw(st.sampled_from(["drop", "load"]))
+    return small_config(
+        family="deepseek_v3", mla=mla, moe=dataclasses.replace(moe, shared_gate=False), mtp=mtp, mtp_layers=1, **fields
+    ), layout
+
+
+@pytest.mark.parametrize("family", ["dense", "moe", "mla"])
+def test_shard_then_unshard_is_the_identity(family: str) -> None:
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(cases(family))
+    def check(case: tuple[HFConfig, ParallelLayout]) -> None:
+        hf, layout = case
+        if fits(hf, layout):
+            check_against_reference(hf, layout)
+            fitting.append(layout)
+        else:
+            with pytest.raises(UserErrors):
+                build_plan(Sharding(hf, layout), RankCoordinates())
+
+    fitting: list[ParallelLayout] = []
+    check()
+    assert len(fitting) >= 15, "too few of the drawn layouts fit the drawn models"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_whole_parameters_are_an_origin_too(name: str) -> None:
+    """Copies out of whole canonical parameters cut the same shards as copies out of tensors on disk."""
+    hf = dataclasses.replace(parse_hf_config(TINY[name]), mtp="load")
+    state = hf_state(hf)
+    whole: State = {}
+    for param in build_plan(Sharding(hf), RankCoordinates()):
+        whole[param.canonical] = shard_by_plan(param.copies, param.shape, state)
+    for layout in (ALL_LAYOUTS["tp2-pp2"], ALL_LAYOUTS["tp2-pp2-ep2"]):
+        if hf.moe is None and layout.ep > 1:
+            continue
+        sharding = Sharding(hf, layout)
+        for at in ranks(layout):
+            direct = build_plan(sharding, at)
+            composed = build_plan(sharding, at, origin="canonical")
+            for one, other in zip(direct, composed, strict=True):
+                assert one.name == other.name
+                expected = shard_by_plan(one.copies, one.shape, state)
+                padded = {n: t for n, t in whole.items()}
+                assert torch.equal(shard_by_plan(other.copies, other.shape, padded), expected), one.name
 
 
 def test_fewer_key_value_heads_than_ranks_cuts_a_group() -> None:
     # One group of (2 query + 2) heads * 6 rows over two ranks: the second holds key and value only.
     hf, layout = small_config(num_heads=2, num_kv_heads=1), LAYOUTS["tp2"]
     check_against_reference(hf, layout)
-    plan = {p.name: p for p in build_plan(hf, layout, tp_rank=1, pp_rank=0)}
-    names = [c.hf_name for c in plan["decoder.layers.0.self_attention.linear_qkv.weight"].copies]
+    planned = by_name(build_plan(Sharding(hf, layout), RankCoordinates(tp_rank=1)))
+    names = [c.hf_name for c in planned["decoder.layers.0.self_attention.linear_qkv.weight"].copies]
     assert names == ["model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"]
+
+
+def by_name(planned: Iterable[ParamPlan]) -> dict[str, ParamPlan]:
+    return {param.name: param for param in planned}
 
 
 def test_a_rank_may_hold_nothing_but_padding() -> None:
     hf, layout = small_config(vocab_size=5), LAYOUTS["tp4"]
     assert padded_vocab_size(5, 4) == 8
     check_against_reference(hf, layout)
-    copies = build_plan(hf, layout, tp_rank=3, pp_rank=0)[0].copies
+    copies = build_plan(Sharding(hf, layout), RankCoordinates(tp_rank=3))[0].copies
     assert [(c.hf_name, c.rows) for c in copies] == [(None, 2)]
 
 
 def test_a_larger_padding_is_cut_off_on_export() -> None:
-    hf, layout = small_config(), LAYOUTS["tp2"]
-    prove_complete(hf, layout, padded_vocab=64)
-    assert build_plan(hf, layout, tp_rank=0, pp_rank=0, padded_vocab=64)[0].shape == (32, 10)
-    shapes = {name: shape for p in export_plan(hf, layout, padded_vocab=64) for name, shape, _ in p.tensors}
+    sharding = Sharding(small_config(), LAYOUTS["tp2"], padded_vocab=64)
+    prove_complete(sharding)
+    assert build_plan(sharding, RankCoordinates())[0].shape == (32, 10)
+    shapes = {name: shape for unit in export_plan(sharding) for name, shape, _ in unit.tensors}
     assert shapes["model.embed_tokens.weight"] == (13, 10)
 
 
@@ -179,7 +324,20 @@ def test_a_layout_that_does_not_fit_is_refused_with_every_reason() -> None:
         assert any(word in line for line in problems), (word, problems)
     assert any("smaller than vocab_size=13" in line for line in check_layout(hf, LAYOUTS["one"], padded_vocab=12))
     with pytest.raises(UserErrors):
-        prove_complete(hf, LAYOUTS["tp2-pp2"])
+        prove_complete(Sharding(hf, LAYOUTS["tp2-pp2"]))
+
+
+def test_experts_that_cannot_be_cut_are_refused() -> None:
+    moe, ep4 = small_moe(), ParallelLayout(world_size=4, ep=4)
+    assert check_layout(moe, ep4) == ["ep=4 does not divide the number of experts 6"]
+    etp8 = ParallelLayout(world_size=8, etp=8)
+    assert check_layout(moe, etp8) == ["etp=8 does not divide the experts' intermediate size 12"]
+    assert "has no experts" in check_layout(small_config(), MORE_LAYOUTS["ep2"])[0]
+    biased = parse_hf_config(TINY["gpt_oss"])
+    assert "experts that have biases" in check_layout(biased, MORE_LAYOUTS["ep2-etp2"])[0]
+    assert not check_layout(biased, MORE_LAYOUTS["ep2"])
+    joint = dataclasses.replace(parse_hf_config(TINY["olmoe"]), num_kv_heads=2)
+    assert "normed all together" in check_layout(joint, LAYOUTS["tp4"])[0]
 
 
 def test_ignored_names() -> None:
@@ -189,30 +347,125 @@ def test_ignored_names() -> None:
     assert "model.layers.3.self_attn.rotary_emb.inv_freq" in ignored_tensors(small_config(), head="lm")
 
 
+def test_multi_token_prediction_is_dropped_by_name_or_loaded() -> None:
+    hf = parse_hf_config(TINY["deepseek_v3"])
+    dropped = ignored_tensors(hf, head="lm")
+    ahead = "model.layers.4."
+    for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "input_layernorm.weight"):
+        assert ahead + name in dropped
+    assert ahead + "mlp.experts.7.down_proj.weight" in dropped
+    assert not any(name.startswith(ahead) for name in hf_tensors(hf, head="lm"))
+    loaded = dataclasses.replace(hf, mtp="load")
+    repeated = {ahead + "embed_tokens.weight", ahead + "shared_head.head.weight"}
+    assert {n for n in ignored_tensors(loaded, head="lm") if n.startswith(ahead)} - repeated == {
+        ahead + "self_attn.rotary_emb.inv_freq"
+    }
+    assert repeated <= ignored_tensors(loaded, head="lm")
+    assert set(mtp_tensors(hf)) == {n for n in hf_tensors(loaded, head="lm") if n.startswith(ahead)}
+
+
+def test_experts_of_both_spellings_make_the_same_shards() -> None:
+    """Fused tensors that hold the same experts give bit-equal shards (also at TP and ETP of 2)."""
+    single, layout = small_moe(), MORE_LAYOUTS["ep2-etp2"]
+    state = hf_state(single)
+    fused = {name: tensor for name, tensor in state.items() if ".experts." not in name}
+    for layer in (0, 2, 3):
+        at = f"model.layers.{layer}.mlp.experts."
+        up, gate, down = ([state[f"{at}{e}.{part}_proj.weight"] for e in range(6)] for part in ("up", "gate", "down"))
+        fused[at + "gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+        fused[at + "down_proj"] = torch.stack(down)
+    together = as_on_disk(single, {name: tuple(tensor.shape) for name, tensor in fused.items()})
+    assert together.fused_experts
+    for rank in ranks(layout):
+        one, other = build_plan(Sharding(single, layout), rank), build_plan(Sharding(together, layout), rank)
+        assert [param.name for param in one] == [param.name for param in other]
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(shard_by_plan(a.copies, a.shape, state), shard_by_plan(b.copies, b.shape, fused))
+
+
+def test_both_specs_name_the_same_parameters() -> None:
+    """Under either spec the same plan, but for the names in the live model."""
+    for name in TINY:
+        hf = parse_hf_config(TINY[name])
+        local, te = (build_plan(Sharding(hf, spec=spec), RankCoordinates()) for spec in ("local", "te"))  # type: ignore[arg-type]
+        assert [dataclasses.replace(param, name="") for param in local] == [
+            dataclasses.replace(param, name="") for param in te
+        ]
+        assert len({param.name for param in te}) == len(te)
+        experts = [param.name for param in te if param.of_expert]
+        assert not any("local_experts" in param for param in experts)
+        assert bool(experts) == (hf.moe is not None)
+
+
+def test_down_projections_of_latent_attention_are_one_unit() -> None:
+    """SGLang fuses q_a_proj and kv_a_proj_with_mqa as they arrive in one call, so no bucket may lie between them."""
+    for layout in (LAYOUTS["one"], LAYOUTS["tp2-pp2"]):
+        units = export_plan(Sharding(small_mla(), layout))
+        pairs = [[name for name, _, _ in unit.tensors] for unit in units]
+        together = [names for names in pairs if any("q_a_proj" in name for name in names)]
+        assert len(together) == 5
+        assert all(len(names) == 2 and "kv_a_proj_with_mqa" in names[1] for names in together)
+
+
+def test_the_norm_before_a_mixture_keeps_its_name() -> None:
+    """Dense and mixed layers on different pipeline stages; Transformer Engine fuses the norm into dense MLPs alone."""
+    hf, layout = parse_hf_config(TINY["deepseek_v3"]), LAYOUTS["pp2"]
+    found = [
+        param.name
+        for at in ranks(layout)
+        for param in build_plan(Sharding(hf, layout, spec="te"), at)
+        if "pre_mlp_layernorm" in param.canonical
+    ]
+    assert found == [
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+    ]
+
+
+def test_float32_whatever_the_model_is() -> None:
+    hf = parse_hf_config(TINY["deepseek_v3"])
+    kept = {param.name for param in build_plan(Sharding(hf), RankCoordinates()) if param.float32}
+    assert kept == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)}
+
+
+def test_a_tied_and_an_untied_model_in_one_process() -> None:
+    """Neither leaves anything behind in the tables."""
+    tied, untied = small_config(tied=True), small_config()
+    for hf in (tied, untied, tied):
+        assert ("lm_head.weight" in hf_tensors(hf, head="lm")) == (not hf.tied)
+        check_against_reference(hf, LAYOUTS["pp2"])
+
+
 def test_export_order_does_not_depend_on_the_layout() -> None:
-    hf = small_config()
-    orders = [[name for p in export_plan(hf, layout) for name, _, _ in p.tensors] for layout in LAYOUTS.values()]
-    assert all(order == orders[0] for order in orders)
+    for hf in (small_config(), small_moe(), small_mla()):
+        orders = [
+            [name for unit in export_plan(Sharding(hf, layout)) for name, _, _ in unit.tensors]
+            for layout in ALL_LAYOUTS.values()
+            if layout.ep == 1 and fits(hf, layout)
+        ]
+        assert all(order == orders[0] for order in orders)
 
 
 # The proof: a table with a fault is refused, and the fault is named.
 
 
-def rules_with(monkeypatch: pytest.MonkeyPatch, rules: Iterable[families.Rule]) -> None:
-    monkeypatch.setitem(families.FAMILIES, "qwen3", dataclasses.replace(families.QWEN3, rules=tuple(rules)))
+def rules_with(monkeypatch: pytest.MonkeyPatch, rules: Iterable[Rule]) -> None:
+    monkeypatch.setitem(FAMILIES, "qwen3", dataclasses.replace(FAMILIES["qwen3"], rules=tuple(rules)))
 
 
 def faults_of(hf: HFConfig, layout: ParallelLayout) -> str:
     with pytest.raises(UserErrors) as caught:
-        prove_complete(hf, layout)
+        prove_complete(Sharding(hf, layout))
     return str(caught.value)
 
 
 def test_proof_finds_a_tensor_used_twice_and_one_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    up = families.Source("model.layers.{layer}.mlp.up_proj.weight", ("ffn", "hidden"))
+    up = Source("model.layers.{layer}.mlp.up_proj.weight", ("ffn", "hidden"))
     rules = [
         dataclasses.replace(rule, sources=(up, up)) if rule.param.endswith("linear_fc1.weight") else rule
-        for rule in families.DENSE
+        for rule in DENSE
     ]
     rules_with(monkeypatch, rules)
     faults = faults_of(small_config(), LAYOUTS["tp2"])
@@ -220,41 +473,49 @@ def test_proof_finds_a_tensor_used_twice_and_one_left_out(monkeypatch: pytest.Mo
 
 
 def test_proof_finds_a_parameter_in_two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules_with(monkeypatch, (*families.DENSE, families.MLP[0]))
+    rules_with(monkeypatch, (*DENSE, MLP[0]))
     faults = faults_of(small_config(), LAYOUTS["pp2"])
     assert "decoder.layers.0.pre_mlp_layernorm.weight is planned 2 times" in faults
     assert "model.layers.2.post_attention_layernorm.weight rows 0..10 are taken twice" in faults
 
 
-def test_proof_finds_lost_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mega_rl.converters import plan
-
+def lossy_shards(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """Loses the last copy of parameters whose name ends so."""
     whole = plan.shard
 
-    def lossy(param: object, tp: int, tp_rank: int) -> object:
-        shape, copies = whole(param, tp, tp_rank)  # type: ignore[arg-type]
-        return shape, copies[:-1] if param.name.endswith("linear_qkv.weight") else copies  # type: ignore[attr-defined]
+    def lossy(param: blocks.GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:
+        shape, copies = whole(param, parts, index)
+        return shape, copies[:-1] if param.name.endswith(ending) else copies
 
     monkeypatch.setattr(plan, "shard", lossy)
+
+
+def test_proof_finds_lost_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy_shards(monkeypatch, "linear_qkv.weight")
     faults = faults_of(small_config(), LAYOUTS["tp2"])
     where = "tp_rank=1 pp_rank=0 vp_stage=0: decoder.layers.0.self_attention.linear_qkv.weight"
     assert f"{where} rows 18..24 are missed" in faults
     assert "model.layers.3.self_attn.v_proj.weight rows 0..12 are missed" in faults
 
 
-def test_proof_finds_replicas_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mega_rl.converters import plan
+def test_proof_finds_lost_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy_shards(monkeypatch, "local_experts.4.linear_fc1.weight")
+    faults = faults_of(small_moe(), MORE_LAYOUTS["ep2"])
+    assert "ep_rank=1 etp_rank=0 pp_rank=0 vp_stage=0: decoder.layers.0.mlp.experts.local_experts.1" in faults
+    assert "model.layers.3.mlp.experts.4.up_proj.weight rows 0..12 are missed" in faults
 
+
+def test_proof_finds_replicas_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan.shard
 
-    def shifted(param: object, tp: int, tp_rank: int) -> object:
-        shape, copies = whole(param, tp, tp_rank)  # type: ignore[arg-type]
-        if param.name == "decoder.final_layernorm.weight" and tp_rank:  # type: ignore[attr-defined]
+    def shifted(param: blocks.GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:
+        shape, copies = whole(param, parts, index)
+        if param.name == "decoder.final_layernorm.weight" and index:
             copies = tuple(c._replace(src_row=c.src_row + 1) for c in copies)
         return shape, copies
 
     monkeypatch.setattr(plan, "shard", shifted)
-    assert "decoder.final_layernorm.weight is not that of tp_rank=0" in faults_of(small_config(), LAYOUTS["tp2"])
+    assert "decoder.final_layernorm.weight is not that of rank 0" in faults_of(small_config(), LAYOUTS["tp2"])
 
 
 def test_tiling_faults() -> None:
@@ -271,14 +532,6 @@ def test_tiling_faults() -> None:
     assert tiling_faults([(0, 2, 0, 3), (2, 4, 0, 3), (0, 4, 3, 6)], (2, 2, 6)) == []
 
 
-def test_names() -> None:
-    te = "decoder.layers.7.self_attention.linear_qkv.layer_norm_weight"
-    assert dialect_name("decoder.layers.7.input_layernorm.weight", spec="te") == te
-    assert canonical_name(te, spec="te") == "decoder.layers.7.input_layernorm.weight"
-    assert dialect_name(te, spec="local") == canonical_name(te, spec="local") == te
-    assert with_layer(te, 0) == "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
-
-
 def test_planning_a_36_layer_model_over_8_ranks_is_fast() -> None:
     hf = parse_hf_config(
         {
@@ -292,11 +545,11 @@ def test_planning_a_36_layer_model_over_8_ranks_is_fast() -> None:
             "max_position_embeddings": 40960,
         }
     )
-    layout = ParallelLayout(world_size=8, tp=8)
+    sharding = Sharding(hf, ParallelLayout(world_size=8, tp=8))
     times = []
     for _ in range(3):
         start = time.process_time()
-        prove_complete(hf, layout)
+        prove_complete(sharding)
         times.append(time.process_time() - start)
     # About 40 ms on one core of 2025; ten times that would mean work per element or quadratic work.
     assert min(times) < 0.4

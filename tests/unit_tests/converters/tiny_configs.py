@@ -1,4 +1,4 @@
-"""A tiny config.json of every family, as transformers 4 wrote them: sizes that no two of are equal where that can be."""
+"""A tiny config.json of every family as transformers 4 wrote them, sizes as unequal as they can be."""
 
 from __future__ import annotations
 

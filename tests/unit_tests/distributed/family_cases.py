@@ -15,7 +15,7 @@ from tests.helpers.models import GROUPS, write_tiny_checkpoint
 LENGTH, ROWS = 64, 2
 LONG = 512  # for what acts on far positions
 ODD = 51  # a vocabulary that tensor parallelism pads
-DENSE_LAYOUTS = ("1", "tp2", "pp2", "pp2-vpp2", "pp1+3", "tp2-pp2")
+DENSE_LAYOUTS = ("1", "tp2", "pp2", "pp2-vpp2", "pp1+3", "vpp0+2+1+1", "tp2-pp2")
 EXPERT_LAYOUTS = ("ep2", "ep2-pp2", "ep2-tp2")
 # name -> sizes; world_size 4 only for what needs it. sp is on wherever tp is 2, as training wants it for experts.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -24,6 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"world_size": 2, "pp": 2},
     "pp2-vpp2": {"world_size": 2, "pp": 2, "vpp": 2},
     "pp1+3": {"world_size": 2, "pp": 2, "pipeline": (1, 3)},
+    "vpp0+2+1+1": {"world_size": 2, "pp": 2, "vpp": 2, "pipeline": (0, 2, 1, 1)},
     "ep2": {"world_size": 2, "ep": 2},
     "tp2-pp2": {"world_size": 4, "tp": 2, "pp": 2},
     "ep2-pp2": {"world_size": 4, "ep": 2, "pp": 2},
@@ -62,6 +63,11 @@ class Case:
     mtp: str = "drop"
     dtype: str = "fp32"
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether logits are compared: in float32, and Megatron-Core evaluates prediction layers only with labels."""
+        return self.dtype == "fp32" and self.mtp == "drop"
+
 
 def dense(family: str, *, unlike: str = "", tied: bool = False, **overrides: Any) -> Case:
     """A model without experts, on every layout that such a model can have."""
@@ -74,12 +80,10 @@ def experts(family: str, *, unlike: str = "", etp: bool = True, tied: bool = Fal
     return Case(family, {"tied": tied, **overrides}, unlike, layouts=layouts)
 
 
-def rotary(**rope: Any) -> Case:
-    """Llama under these rotary settings."""
-    unlike = {"default": "", "llama3": "llama-llama3-8"}.get(rope["rope_type"], "llama")
-    if rope.get("factor") == 8.0 and unlike:
-        unlike = "llama"
-    return dataclasses.replace(dense("llama", unlike=unlike, rope_parameters={"rope_theta": 1e4, **rope}), length=LONG)
+def rotary(*, unlike: str = "llama", **rope: Any) -> Case:
+    """Llama under these rotary settings; large weights, so that attention looks at single tokens and far."""
+    rope = {"rope_theta": 1e4, **rope}
+    return dataclasses.replace(dense("llama", unlike=unlike, rope_parameters=rope, initializer_range=0.2), length=LONG)
 
 
 def rounded(case: Case, layouts: tuple[str, ...]) -> Case:
@@ -95,9 +99,9 @@ CASES: dict[str, Case] = {
     "qwen3": dense("qwen3"),
     "qwen3-tied": dense("qwen3", tied=True, vocab_size=ODD),
     "qwen3-one-kv-head": dense("qwen3", num_key_value_heads=1),
-    "llama": rotary(rope_type="default"),
+    "llama": rotary(unlike="", rope_type="default"),
     "llama-llama3-8": rotary(**LLAMA3, factor=8.0),
-    "llama-llama3-32": rotary(**LLAMA3, factor=32.0),
+    "llama-llama3-32": rotary(unlike="llama-llama3-8", **LLAMA3, factor=32.0),
     "llama-linear": rotary(rope_type="linear", factor=4.0),
     "llama-yarn": rotary(**YARN),
     "llama-biases": dense("llama", attention_bias=True, mlp_bias=True, vocab_size=ODD),
@@ -124,6 +128,7 @@ CASES: dict[str, Case] = {
                                 rope_parameters={**YARN, **MSCALE}),
     "deepseek_v3-whole-queries": experts("deepseek_v3", q_lora_rank=None),
     "deepseek_v3-mtp-dropped": experts("deepseek_v3", mtp_layers=1),
+    "deepseek_v3-mtp-loaded": dataclasses.replace(experts("deepseek_v3", mtp_layers=2), mtp="load"),
     "kimi_k2": experts("kimi_k2", rope_parameters={**YARN, **MSCALE}),
     "glm4_moe": experts("glm4_moe"),
     "glm4_moe-groups": experts("glm4_moe", use_qk_norm=False, unlike="", **GROUPS),
@@ -158,8 +163,13 @@ def tokens_of(case: Case) -> Tensor:
     return tokens
 
 
-def measure(rank: int, root: str, expected: dict[str, Tensor], layouts: list[str]) -> dict[str, dict[str, Any]]:
-    """What this rank finds for every case on every layout, by "case layout"."""
+def measure(
+    rank: int, root: str, expected: dict[str, Tensor], wrong: dict[str, Tensor], layouts: list[str]
+) -> dict[str, dict[str, Any]]:
+    """What this rank finds for every case on every layout, by "case layout".
+
+    `expected` are transformers' logits by case, `wrong` those that a known bug spoils.
+    """
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
@@ -185,9 +195,22 @@ def measure(rank: int, root: str, expected: dict[str, Tensor], layouts: list[str
                 if outputs is not None:
                     off = outputs.logits.cpu() - expected[name].roll(shift, 0)
                     answer["error"] = float(off.abs().max())
+            elif layout == "1" and not case.reference:
+                answer |= against_wrong_reference(model, case, wrong[name])
             found[f"{name} {layout}"] = answer
         groups.destroy()
     return found
+
+
+def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, Any]:
+    """Differences to logits of a softmax scale without yarn's factor: as it should be, and with the same fault here."""
+    tokens = tokens_of(case)
+    right = model.forward(tokens).logits
+    config = model.chunks[0].config
+    for layer in model.chunks[0].decoder.layers:
+        layer.self_attention.core_attention.softmax_scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
+    spoilt = model.forward(tokens).logits
+    return {"right": float((right - wrong).abs().max()), "spoilt": float((spoilt - wrong).abs().max())}
 
 
 def round_trip(model: Any, source: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,42 +21,91 @@ MIXES: dict[str, tuple[int, ...]] = {
 }
 
 
-def core_attention(groups: int = GROUPS) -> Any:
-    """The module under test; 4 heads of 8."""
+@dataclass(frozen=True)
+class Variant:
+    """What a model's attention may have beside plain causality."""
+
+    groups: int = GROUPS
+    window: int | None = None
+    sinks: bool = False
+    value_dim: int = DIM
+    scale: float | None = None
+
+
+PLAIN = Variant()
+VARIANTS = {
+    "window of one": Variant(window=1),
+    "window": Variant(window=5),
+    "window longer than any class": Variant(window=200),
+    "sinks": Variant(sinks=True),
+    "sinks and window": Variant(sinks=True, window=7),
+    "latent": Variant(groups=HEADS, value_dim=5, scale=0.3),
+    "latent, one group": Variant(groups=1, value_dim=12),
+    "everything": Variant(groups=1, window=17, sinks=True, value_dim=3, scale=0.9),
+}
+
+
+def core_attention(variant: Variant = PLAIN, *, layer: int = 1, dtype: torch.dtype = torch.float64) -> Any:
+    """The module under test; 4 heads of 8. Only odd layers have the variant's window."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
     from mega_rl.models.attention import SDPACoreAttention
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=groups, kv_channels=DIM
+        num_layers=2,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=variant.groups,
+        kv_channels=DIM,
+        window_size=None if variant.window is None else (variant.window - 1, 0),
+        window_attn_skip_freq=[1, 0],
+        softmax_type="learnable" if variant.sinks else "vanilla",
     )
-    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
+    module = SDPACoreAttention(
+        config, layer, AttnMaskType.causal, "self", softmax_scale=variant.scale, v_channels=variant.value_dim
+    )
+    if module.softmax_offset is not None:
+        offsets = torch.linspace(-1, 2, HEADS, dtype=torch.float64).to(dtype)
+        module.softmax_offset = torch.nn.Parameter(offsets)
+    return module
 
 
-def inputs(lengths: Sequence[int], *, groups: int = GROUPS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Packed query [T, heads, D], key and value [T, groups, D], and a gradient of the context [T, heads*D]."""
-    generator = torch.Generator().manual_seed(sum(lengths) + groups)
-    total = sum(lengths)
-    shapes = [(total, HEADS, DIM), (total, groups, DIM), (total, groups, DIM), (total, HEADS * DIM)]
+def inputs(lengths: Sequence[int], variant: Variant = PLAIN, *, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Packed query [T, heads, D], key [T, groups, D], value [T, groups, E], gradient of the context [T, heads*E]."""
+    generator = torch.Generator().manual_seed(sum(lengths) + variant.groups)
+    total, groups, wide = sum(lengths), variant.groups, variant.value_dim
+    shapes = [(total, HEADS, DIM), (total, groups, DIM), (total, groups, wide), (total, HEADS * wide)]
     tensors = [2 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     return [tensor.requires_grad_(number < 3) for number, tensor in enumerate(tensors)]
 
 
-def reference(lengths: Sequence[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[T, heads*D]: scores, mask, softmax and sum written out in fp64, one sequence and one head after the other."""
+def reference(
+    lengths: Sequence[int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    variant: Variant = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[T, heads*E]: scores, mask, softmax and sum written out in fp64, one sequence and one head after the other."""
     query, key, value = (x.double() for x in (query, key, value))
     per_group = HEADS // key.size(1)
+    scale = DIM**-0.5 if variant.scale is None else variant.scale
     contexts = []
     for start, stop in itertools.pairwise([0, *itertools.accumulate(lengths)]):
-        future = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+        behind = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        hidden = (behind < 0) | (behind >= (variant.window or stop))
         heads = []
         for head in range(HEADS):
             q, k, v = (
                 x[start:stop, h] for x, h in ((query, head), (key, head // per_group), (value, head // per_group))
             )
-            scores = (q @ k.T / DIM**0.5).masked_fill(future, -torch.inf)
-            heads.append(scores.exp() / scores.exp().sum(-1, keepdim=True) @ v)
+            weights = (q @ k.T * scale).masked_fill(hidden, -torch.inf).exp()
+            total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total = total + sinks[head].double().exp()
+            heads.append(weights / total @ v)
         contexts.append(torch.cat(heads, dim=-1))
     return torch.cat(contexts)
 
@@ -79,21 +129,30 @@ def padded(module: Any, lengths: Sequence[int], query: Tensor, key: Tensor, valu
 
 
 def differences(
-    lengths: Sequence[int], *, groups: int = GROUPS, dtype: torch.dtype = torch.float64
+    lengths: Sequence[int], variant: Variant = PLAIN, *, dtype: torch.dtype = torch.float64
 ) -> dict[str, float]:
     """Largest difference to the reference of context and gradients, relative to the largest number of each."""
-    module = core_attention(groups)
-    *given, grad = inputs(lengths, groups=groups, dtype=dtype)
-    expected = reference(lengths, *given)
-    expected_grads = torch.autograd.grad(expected, given, grad.double())
+    module = core_attention(variant, dtype=dtype)
+    *given, grad = inputs(lengths, variant, dtype=dtype)
+    sinks = [] if module.softmax_offset is None else [module.softmax_offset]
+    expected = reference(lengths, *given, variant, *sinks)
+    expected_grads = torch.autograd.grad(expected, [*given, *sinks], grad.double())
     worst = {}
     for form, attend in (("packed", packed), ("padded", padded)):
         found = attend(module, lengths, *given)
-        found_grads = torch.autograd.grad(found, given, grad)
-        for name, one, other in zip("oqkv", (found, *found_grads), (expected, *expected_grads), strict=True):
+        found_grads = torch.autograd.grad(found, [*given, *sinks], grad)
+        names = "oqkvs"[: 4 + len(sinks)]
+        for name, one, other in zip(names, (found, *found_grads), (expected, *expected_grads), strict=True):
             # Of a sequence of one token the gradients of query and key are 0: nothing to be relative to.
             worst[f"{form} {name}"] = float((one - other).abs().max() / other.abs().max().clamp(min=1.0))
     return worst
+
+
+def layers_without_window() -> float:
+    """Largest difference to plain attention in the layer that the pattern leaves out."""
+    *given, _ = inputs(MIXES["one sequence"])
+    windowed, plain = core_attention(Variant(window=5), layer=2), core_attention()
+    return float((packed(windowed, (37,), *given) - packed(plain, (37,), *given)).abs().max())
 
 
 def hypothesis_difference() -> float:
@@ -107,21 +166,21 @@ def hypothesis_difference() -> float:
     @given(st.lists(st.integers(1, 70), min_size=1, max_size=7), st.sampled_from([1, 2, 4]))
     def check(lengths: list[int], groups: int) -> None:
         nonlocal worst
-        worst = max(worst, *differences(lengths, groups=groups).values())
+        worst = max(worst, *differences(lengths, Variant(groups=groups)).values())
         assert worst < 1e-9, f"{lengths} groups={groups}"
 
     check()
     return worst
 
 
-def leaks(lengths: Sequence[int], poison: float) -> list[str]:
+def leaks(lengths: Sequence[int], poison: float, variant: Variant = PLAIN) -> list[str]:
     """What of the others changes, by a single bit, when one sequence's q, k, v and gradient become `poison`."""
-    module = core_attention()
-    before = _everything(module, lengths, inputs(lengths))
+    module = core_attention(variant)
+    before = _everything(module, lengths, inputs(lengths, variant))
     changed = []
     bounds = [0, *itertools.accumulate(lengths)]
     for victim, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        spoiled = inputs(lengths)
+        spoiled = inputs(lengths, variant)
         for tensor in spoiled:
             tensor.data[start:stop] = poison
         others = torch.ones(bounds[-1], dtype=torch.bool)
@@ -146,10 +205,18 @@ def attention_cases() -> dict[str, Any]:
     """Everything test_attention.py looks at."""
     return {
         "mixes": {name: differences(lengths) for name, lengths in MIXES.items()},
-        "groups": {groups: differences((1, 20, 7), groups=groups) for groups in (1, 2, 4)},
+        "groups": {groups: differences((1, 20, 7), Variant(groups=groups)) for groups in (1, 2, 4)},
+        "variants": {
+            f"{name}, {mix}": differences(lengths, variant)
+            for name, variant in VARIANTS.items()
+            for mix, lengths in MIXES.items()
+        },
+        "no window": layers_without_window(),
         "dtypes": {str(dtype): differences((1, 20, 7, 50), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)},
         "hypothesis": hypothesis_difference(),
         "leaks": {
-            str(poison): leaks(MIXES["one long among short"], poison) for poison in (0.5, float("nan"), float("inf"))
+            f"{poison} {name}": leaks(MIXES["one long among short"], poison, variant)
+            for poison in (0.5, float("nan"), float("inf"))
+            for name, variant in (("plain", PLAIN), ("everything", VARIANTS["everything"]))
         },
     }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit_tests.models.attention_cases import GROUPS, HEADS, MIXES
+from tests.unit_tests.models.attention_cases import GROUPS, HEADS, MIXES, VARIANTS
 
 # Both sides compute in fp64: sums of up to 130 terms in another order.
 FP64_TOLERANCE = 1e-12
@@ -27,6 +27,20 @@ def test_grouped_queries(found: dict[str, Any], groups: int) -> None:
     assert max(found["attention"]["groups"][groups].values()) <= FP64_TOLERANCE
 
 
+@pytest.mark.parametrize("mix", list(MIXES))
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_windows_sinks_and_value_heads(found: dict[str, Any], variant: str, mix: str) -> None:
+    """Packed and padded, with the gradient of the sinks: windows and sinks end with their sequence."""
+    differences = found["attention"]["variants"][f"{variant}, {mix}"]
+    assert len(differences) == (10 if VARIANTS[variant].sinks else 8)
+    assert max(differences.values()) <= FP64_TOLERANCE, differences
+
+
+def test_a_layer_outside_of_the_pattern_has_no_window(found: dict[str, Any]) -> None:
+    """Bit for bit."""
+    assert found["attention"]["no window"] == 0.0
+
+
 def test_any_mix_of_lengths(found: dict[str, Any]) -> None:
     """Forty random mixes, by hypothesis."""
     assert 0 < found["attention"]["hypothesis"] <= FP64_TOLERANCE
@@ -39,7 +53,8 @@ def test_training_dtypes(found: dict[str, Any], dtype: torch.dtype, tolerance: f
     assert max(differences.values()) <= tolerance, differences
 
 
+@pytest.mark.parametrize("variant", ["plain", "everything"])
 @pytest.mark.parametrize("poison", ["0.5", "nan", "inf"])
-def test_packed_sequences_never_see_each_other(found: dict[str, Any], poison: str) -> None:
+def test_packed_sequences_never_see_each_other(found: dict[str, Any], poison: str, variant: str) -> None:
     """One sequence overwritten, with NaN too: context and gradients of all others keep every bit."""
-    assert found["attention"]["leaks"][poison] == []
+    assert found["attention"]["leaks"][f"{poison} {variant}"] == []

@@ -1,0 +1,204 @@
+"""Writes a live Megatron-Core model as a Hugging Face checkpoint folder."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import zip_longest
+from math import lcm
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mega_rl.converters.blocks import matrix_shape
+from mega_rl.converters.companions import companions, config_changes, copy_companions
+from mega_rl.converters.export import BUCKET_BYTES, export_hf, join_pieces, usual_dtype
+from mega_rl.converters.fill import in_threads, rectangle
+from mega_rl.converters.load import weights_of
+from mega_rl.converters.plan import Piece, Sharding, as_on_disk, export_plan, ignored_tensors, mtp_tensors
+from mega_rl.converters.safetensors_io import INDEX_FILE, SINGLE_FILE, CheckpointReader
+from mega_rl.converters.safetensors_writer import (
+    SHARD_BYTES,
+    CheckpointWriter,
+    TensorSpec,
+    check_target,
+    output_folder,
+)
+from mega_rl.parallel.layout import RankCoordinates
+
+logger = logging.getLogger(__name__)
+
+# Of tensors that wait to be written while the next ones are gathered.
+QUEUE_BYTES = 64 << 20
+_WRITERS = 2  # threads that write one stream; more would wait for the same file
+
+
+def save_hf(
+    chunks: Sequence[nn.Module],
+    directory: str | Path,
+    *,
+    source: str | Path,
+    sharding: Sharding,
+    coordinates: RankCoordinates,
+    tp_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    mtp: Literal["keep", "drop"] = "keep",
+    overwrite: bool = False,
+    threads: int | None = None,
+) -> None:
+    """Writes a Hugging Face checkpoint folder: the weights, and config, tokenizer and templates as in `source`.
+
+    Collective over the ranks that hold the first copy of all weights; the first of them writes, other ranks return at
+    once. Experts and value heads are spelled as in `source`. Multi-token prediction layers that are no part of the
+    model are kept as they are in `source`, or dropped. config.json is copied byte for byte unless one of its keys is
+    not true any more (`companions.config_changes`).
+
+    Needs the memory of `export_hf` and 64 MiB. On a single rank, where nothing is gathered, parameters are written from
+    where they lie: it needs at most one tensor per thread, and none on a CPU without a cast. `threads` None: one per
+    core, at most 8.
+
+    Raises UserError when `directory` is not empty, its disk is full, or `source` has no config.json.
+    """
+    layout = sharding.layout
+    place = coordinates.tp_rank + layout.tp * (coordinates.cp_rank + layout.cp * coordinates.dp_rank)
+    if place >= lcm(layout.tp, layout.ep * layout.etp):
+        return
+    # On every rank, so that all of them end with the same message.
+    check_target(Path(directory), overwrite=overwrite)
+    files = companions(Path(source))
+    alone = layout.pp * layout.tp * layout.ep * layout.etp == 1
+    with _opened(Path(source)) as reader:
+        if reader is not None:
+            shapes = {name: info.shape for name, info in reader.tensors.items()}
+            sharding = replace(sharding, hf=as_on_disk(sharding.hf, shapes))
+        stream = export_hf(
+            chunks,
+            sharding=sharding,
+            coordinates=coordinates,
+            tp_group=tp_group,
+            pp_group=pp_group,
+            expert_group=expert_group,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+        )
+        try:
+            if place == 0 and coordinates.pp_rank == 0:
+                usual = usual_dtype(chunks) if dtype is None else dtype
+                kept = _kept(reader, sharding, usual) if mtp == "keep" and reader is not None else []
+                name = None if dtype is None else str(dtype).removeprefix("torch.")
+                changes = config_changes(sharding.hf, dtype=name, mtp_dropped=mtp == "drop")
+                with output_folder(directory, overwrite=overwrite) as work:
+                    copy_companions(work, files, changes)
+                    specs = [*_specs(sharding, usual), *kept]
+                    with CheckpointWriter(work, specs, shard_bytes=shard_bytes) as writer:
+                        if alone:
+                            _write_parameters(writer, chunks, sharding, usual, threads=threads)
+                        else:
+                            _write_stream(writer, stream)
+                        if reader is not None:
+                            _write_stream(writer, ((s.name, reader.read(s.name).to(s.dtype)) for s in kept))
+                logger.info("wrote %s", directory)
+        finally:
+            # After an error too: the other ranks are inside the same collectives.
+            if not alone:
+                deque(stream, maxlen=0)
+
+
+@contextmanager
+def _opened(source: Path) -> Iterator[CheckpointReader | None]:
+    """The weights of a folder; None where it has none, only config.json and its like."""
+    if any((source / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
+        with CheckpointReader(source) as reader:
+            yield reader
+    else:
+        yield None
+
+
+def _specs(sharding: Sharding, usual: torch.dtype) -> Iterator[TensorSpec]:
+    """What `export_hf` yields."""
+    for unit in export_plan(sharding):
+        for name, shape, _ in unit.tensors:
+            yield TensorSpec(name, torch.float32 if unit.float32 else usual, shape)
+
+
+def _kept(reader: CheckpointReader, sharding: Sharding, usual: torch.dtype) -> list[TensorSpec]:
+    """Tensors of the source's multi-token prediction layers, where those are no part of the model."""
+    hf = sharding.hf
+    if hf.mtp == "load" or not hf.mtp_layers or sharding.head != "lm":
+        return []
+    names = ignored_tensors(hf, head="lm") - ignored_tensors(replace(hf, mtp_layers=0), head="lm")
+    known = mtp_tensors(hf)
+    return [
+        TensorSpec(name, torch.float32 if name in known and known[name].float32 else usual, reader.tensors[name].shape)
+        for name in sorted(names & reader.tensors.keys())
+    ]
+
+
+class _Task(NamedTuple):
+    """A tensor to write: its pieces, and the parameters they are pieces of."""
+
+    spec: TensorSpec
+    pieces: tuple[Piece, ...]
+    params: Sequence[Tensor]
+
+
+def _write_parameters(
+    writer: CheckpointWriter,
+    chunks: Sequence[nn.Module],
+    sharding: Sharding,
+    usual: torch.dtype,
+    *,
+    threads: int | None,
+) -> None:
+    """Writes every tensor straight from the parameters of one rank that has them all."""
+    live = [weights_of(chunk) for chunk in chunks]
+    tasks: dict[str, list[_Task]] = {}
+    for unit in export_plan(sharding):
+        params = [live[unit.vp_stage][param.name].detach() for param in unit.params]
+        for name, shape, pieces in unit.tensors:
+            spec = TensorSpec(name, torch.float32 if unit.float32 else usual, shape)
+            tasks.setdefault(writer.file_of(name).path.name, []).append(_Task(spec, pieces, params))
+    # One file after the other in turn: threads that write one file wait for each other.
+    in_turn = [task for group in zip_longest(*tasks.values()) for task in group if task is not None]
+    with torch.no_grad():
+        in_threads(in_turn, lambda task: _write_tensor(writer, task), threads=threads)
+
+
+def _write_tensor(writer: CheckpointWriter, task: _Task) -> None:
+    """Writes a tensor from where its rows lie or, where they must be cast or turned, from a copy."""
+    spec, pieces, params = task
+    columns = matrix_shape(spec.shape)[1]
+    matrices = [param.reshape(matrix_shape(tuple(param.shape))) for param in params]
+    whole_rows = all(not p.copy.transposed and p.copy.cols == columns for p in pieces)
+    if whole_rows and all(params[p.param].dtype == spec.dtype for p in pieces):
+        ordered = sorted(pieces, key=lambda p: p.copy.src_row)
+        writer.write_rows(spec.name, 0, [rectangle(matrices[p.param], p.copy) for p in ordered])
+    else:
+        writer.write(spec.name, join_pieces([matrices], spec.shape, pieces, spec.dtype))
+
+
+def _write_stream(writer: CheckpointWriter, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes tensors while the next ones are made; at most `QUEUE_BYTES` of them (or one) wait."""
+    waiting: deque[tuple[Future[None], int]] = deque()
+    size = 0
+    with ThreadPoolExecutor(_WRITERS, thread_name_prefix="converter") as pool:
+        for name, tensor in tensors:
+            waiting.append((pool.submit(writer.write, name, tensor), tensor.nbytes))
+            size += tensor.nbytes
+            while size > QUEUE_BYTES:
+                future, nbytes = waiting.popleft()
+                future.result()
+                size -= nbytes
+        for future, _ in waiting:
+            future.result()

@@ -1,0 +1,151 @@
+"""Streams tensors from checkpoints into new files, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mega_rl.converters.blocks import matrix_shape
+from mega_rl.converters.checkpoints import Checkpoint, fill_windows, is_plain, rows_of
+from mega_rl.converters.compose import Window
+from mega_rl.converters.dist_keys import Slab
+from mega_rl.converters.fill import in_threads
+from mega_rl.converters.safetensors_writer import SafetensorsFile, TensorSpec
+from mega_rl.converters.torch_dist import ChunkFile, Written
+from mega_rl.converters.world import World
+
+# Bytes of tensors in memory at a time over all threads; a tensor that needs more is alone. Reading stages at most
+# fill.STAGING_BYTES per thread besides.
+BUFFER_BYTES = 64 << 20
+# Rows that are made and written together. Tensors whose source is transposed are made whole instead.
+PIECE_BYTES = 8 << 20
+
+
+class Progress(Protocol):
+    """Told how far a conversion is, on rank 0 alone, of the files that this rank writes."""
+
+    def start(self, total_bytes: int, label: str) -> None:
+        """Before the first tensor: bytes that will be written, and what for."""
+
+    def advance(self, num_bytes: int) -> None:
+        """After each piece: bytes written since the last call."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write and how it is made of a checkpoint's tensors."""
+
+    spec: TensorSpec
+    windows: tuple[Window, ...]
+    source: Checkpoint
+    slab: Slab | None = None  # its place in a distributed checkpoint
+
+
+class OutputFile(NamedTuple):
+    """A file to write."""
+
+    name: str
+    outputs: list[Output]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return sum(output.spec.nbytes for output in self.outputs)
+
+
+class _Meter:
+    """Bounds the bytes in memory, and counts those that are written."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._used, self._changed, self._progress = 0, threading.Condition(), progress
+
+    @contextmanager
+    def room(self, num_bytes: int) -> Iterator[None]:
+        """Waits until so many bytes fit, or nothing else is in memory."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._used == 0 or self._used + num_bytes <= BUFFER_BYTES)
+            self._used += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= num_bytes
+                self._changed.notify_all()
+
+    def written(self, num_bytes: int) -> None:
+        """Tells the progress."""
+        if self._progress is not None:
+            with self._changed:
+                self._progress.advance(num_bytes)
+
+
+def write_files(
+    folder: Path,
+    files: Sequence[OutputFile],
+    world: World,
+    *,
+    threads: int | None,
+    progress: Progress | None,
+    label: str,
+) -> list[Written]:
+    """Writes this rank's share of the files; of a distributed checkpoint returns where its chunks are."""
+    mine = world.share(files, [file.nbytes for file in files])
+    meter = _Meter(progress if world.rank == 0 else None)
+    if progress is not None and world.rank == 0:
+        progress.start(sum(file.nbytes for file in mine), label)
+    if files and files[0].outputs[0].slab is not None:
+        written: list[Written] = []
+        in_threads(mine, lambda file: written.extend(_write_chunks(folder, file, meter)), threads=threads)
+        return written
+    for file in mine:
+        _write_safetensors(folder, file, meter, threads)
+    return []
+
+
+def _write_safetensors(folder: Path, file: OutputFile, meter: _Meter, threads: int | None) -> None:
+    with SafetensorsFile(folder / file.name, [output.spec for output in file.outputs]) as target:
+        pieces = [(output, low, high) for output in file.outputs for low, high in _pieces(output)]
+
+        def work(piece: tuple[Output, int, int]) -> None:
+            output, low, high = piece
+            columns = matrix_shape(output.spec.shape)[1]
+            nbytes = (high - low) * columns * output.spec.dtype.itemsize
+            with meter.room(nbytes):
+                matrix = torch.empty(high - low, columns, dtype=output.spec.dtype)
+                fill_windows(matrix, [rows_of(window, low, high) for window in output.windows], output.source)
+                target.write_rows(output.spec.name, low, [matrix])
+            meter.written(nbytes)
+
+        in_threads(pieces, work, threads=threads)
+
+
+def _pieces(output: Output) -> Iterator[tuple[int, int]]:
+    """Row intervals of a tensor that are made and written one by one."""
+    rows, columns = matrix_shape(output.spec.shape)
+    step = max(1, PIECE_BYTES // max(1, columns * output.spec.dtype.itemsize))
+    if not all(is_plain(window) for window in output.windows):
+        step = max(1, rows)
+    for low in range(0, rows, step):
+        yield low, min(low + step, rows)
+
+
+def _write_chunks(folder: Path, file: OutputFile, meter: _Meter) -> list[Written]:
+    """A file of a distributed checkpoint, one whole parameter after the other."""
+    written = []
+    with ChunkFile(folder, file.name) as target:
+        for output in file.outputs:
+            assert output.slab is not None
+            spec = output.spec
+            with meter.room(spec.nbytes):
+                tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                fill_windows(tensor.view(matrix_shape(spec.shape)), output.windows, output.source)
+                written.append(target.write(output.slab.key, output.slab.place, tensor))
+                del tensor
+            meter.written(spec.nbytes)
+    return written

@@ -1,0 +1,240 @@
+"""`mega-rl convert`: every verb from the command line, exit codes, JSON, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.cli import main
+from mega_rl.convert.verbs import parse_size
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.safetensors_writer import write_checkpoint
+from mega_rl.errors import UserError
+from tests.helpers.models import write_tiny_checkpoint
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints qwen3 (tied) and qwen3_moe, each with a tokenizer file and a chat template."""
+    root = tmp_path_factory.mktemp("models")
+    for family in ("qwen3", "qwen3_moe"):
+        write_tiny_checkpoint(root / family, family=family, vocab_size=51, tied=family == "qwen3")
+        (root / family / "tokenizer.json").write_text('{"version": "1.0"}')
+        (root / family / "chat_template.jinja").write_text("{{ messages }}")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of the tests are in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `mega-rl convert`."""
+    code = main(["convert", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
+    """The JSON object that a verb prints, alone on stdout."""
+    found, out, err = run(capsys, *arguments, "--json")
+    assert found == code, err
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def test_inspect(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Elements of the stages add up: every rank of a stage holds 1 / tp of what is cut."""
+    whole = facts(capsys, "inspect", models / "qwen3_moe")
+    assert whole["family"] == "qwen3_moe"
+    assert whole["missing"] == whole["unexpected"] == []
+    assert whole["stages"][0]["params"] == whole["num_params"]
+    halves = facts(capsys, "inspect", models / "qwen3_moe", "--pp", 2)
+    assert sum(stage["params"] for stage in halves["stages"]) == whole["num_params"]
+    code, out, _ = run(capsys, "inspect", models / "qwen3_moe", "--pp", 2, "--ep", 2, "--pp-layout", "Ettt|tL")
+    assert code == 0
+    assert "qwen3_moe" in out
+    assert "layers 0-2" in out
+    assert "moe=(layers=4 of 4, num_experts=4" in out
+
+
+def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Missing, strange and mis-shaped tensors by name, exit code 2."""
+    with CheckpointReader(models / "qwen3") as reader:
+        tensors = {name: reader.read(name) for name in reader.tensors}
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.zeros(5)
+    tensors["strange"] = torch.zeros(1)
+    write_checkpoint("bad", tensors.items(), files={"config.json": models / "qwen3" / "config.json"})
+    found = facts(capsys, "inspect", "bad", code=2)
+    assert found["missing"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert found["unexpected"] == ["strange"]
+    assert found["mis_shaped"] == ["model.norm.weight: [5], config.json asks for [32]"]
+
+
+def test_plan_needs_no_weights(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """config.json alone; the ranks' elements add up to the model's."""
+    Path("bare").mkdir()
+    shutil.copy(models / "qwen3_moe" / "config.json", "bare")
+    options = ("--tp", 2, "--ep", 2, "--etp", 1)
+    ranks = [facts(capsys, "plan", "bare", *options, "--rank", rank) for rank in range(2)]
+    for rank, found in enumerate(ranks):
+        name = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
+        assert found["parameters"][name]["copies"][0]["hf_name"].endswith(f"experts.{2 * rank}.gate_proj.weight")
+    code, out, _ = run(capsys, "plan", "bare", "--param", "*layers.0.self_attention.linear_qkv.weight")
+    assert code == 0
+    assert "[0:32, 0:32] <- model.layers.0.self_attn.q_proj.weight[0:32, 0:32]" in out
+    assert "1 parameters" in out
+    assert "torch" not in loaded_modules("plan", str(Path("bare").absolute()))
+
+
+def loaded_modules(*arguments: str) -> set[str]:
+    """Top-level packages that a verb imports."""
+    call = f"from mega_rl.cli import main; main(['convert', *{arguments!r}])"
+    code = f"import sys; {call}; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return {name.partition(".")[0] for name in done.stderr.split()}
+
+
+@pytest.mark.parametrize("kind", ["torch_dist", "ranks"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_import_export_verify(models: Path, capsys: pytest.CaptureFixture[str], family: str, kind: str) -> None:
+    """There, elsewhere and back: every file that is not weights byte for byte, every weight bit for bit."""
+    source = models / family
+    layout = ("--tp", 2, "--pp", 2) if family == "qwen3" else ("--ep", 2, "--etp", 2, "--tp", 2)
+    imported = facts(capsys, "import", source, "ckpt", *layout, "--format", kind)
+    assert imported["num_bytes"] > 10_000
+    assert run(capsys, "reshard", "ckpt", "other", "--tp", 1, "--pp", 4)[0] == 0
+    for number, checkpoint in enumerate(("ckpt", "other")):
+        assert facts(capsys, "verify", source, checkpoint)["equal"]
+        out = f"out{number}"
+        assert run(capsys, "export", checkpoint, out, "--hf", source, "--shard-size", "50KB")[0] == 0
+        assert len(list(Path(out).glob("model-*.safetensors"))) > 1
+        assert facts(capsys, "verify", source, out)["equal"]
+        for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
+            assert (Path(out) / name).read_bytes() == (source / name).read_bytes()
+    described = facts(capsys, "inspect", "ckpt")
+    assert (described["kind"], described["family"]) == (kind, family)
+
+
+def test_verify_without_a_second_folder(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Import and export in memory, for a layout; nothing is written."""
+    found = facts(capsys, "verify", models / "qwen3", "--tp", 2, "--vpp", 2, "--pp", 2)
+    with CheckpointReader(models / "qwen3") as reader:
+        assert found["returned"] == len(reader.tensors)
+    assert found["lost"] == []
+    assert list(Path().iterdir()) == []
+
+
+def test_logits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The twin of the second folder against transformers' of the first."""
+    code, out, _ = run(capsys, "verify", models / "qwen3", models / "qwen3", "--logits", 16)
+    assert code == 0
+    assert "logits: max |difference|" in out
+    assert out.endswith("equal\n")
+
+
+def test_differences_have_exit_code_1(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`diff` and `verify` name the tensor and the size of the change."""
+    with CheckpointReader(models / "qwen3") as reader:
+        tensors = {name: reader.read(name) for name in reader.tensors}
+    tensors["model.norm.weight"][3] += 0.5
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    write_checkpoint("other", tensors.items(), files={"config.json": models / "qwen3" / "config.json"})
+    for verb in ("diff", "verify"):
+        code, out, _ = run(capsys, verb, models / "qwen3", "other")
+        assert code == 1
+        assert "model.norm.weight: 1 of 32 elements differ, max 0.5" in out
+        assert "only in the first (1): model.layers.0.mlp.up_proj.weight" in out
+    found = facts(capsys, "diff", models / "qwen3", "other", "--allow-missing", "*.up_proj.weight", code=1)
+    assert found["only_first"] == []
+    assert [d["name"] for d in found["different"]] == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("inspect", "nowhere"), "nowhere: no such directory"),
+        (("inspect", "MODEL", "--tp", 3), "tp=3 does not divide num_attention_heads=4"),
+        (("inspect", "MODEL", "--ep", 2), "ep=2: model_type=qwen3 has no experts"),
+        (("inspect", "MODEL", "--pp", 2, "--pp-layout", "Et|ttL"), "must be num_hidden_layers=4"),
+        (("inspect", "MODEL", "--pp", 2, "--pp-layout", "Et|t|ttL"), "must be pp*vpp=2 numbers of layers"),
+        (("inspect", "MODEL", "--pp-layout", "tt"), "must begin with E"),
+        (("inspect", "MODEL", "--head", "both"), "--head=both: must be one of lm, value"),
+        (("plan", "MODEL", "--rank", 1), "--rank=1: layout tp1-dp1 has ranks 0 to 0"),
+        (("plan", "MODEL", "--mtp", "load"), "has no multi-token prediction layers"),
+        (("import", "MODEL", "out", "--format", "zip"), "--format=zip: must be one of torch_dist, ranks"),
+        (("import", "MODEL", "full"), "full"),
+        (("import", "MODEL", "out", "--padded-vocab", 7), "padded vocabulary 7 is smaller than vocab_size=51"),
+        (("export", "MODEL", "out"), "MODEL"),
+        (("export", "nowhere", "out"), "nowhere"),
+        (("export", "nowhere", "out", "--shard-size", "5 apples"), "--shard-size=5 apples: must be a number of bytes"),
+        (("reshard", "MODEL", "out"), "MODEL"),
+        (("diff", "MODEL", "nowhere"), "nowhere"),
+        (("verify", "MODEL", "--logits", "many"), "Invalid value for '--logits'"),
+    ],
+)
+def test_mistakes(models: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[object, ...], words: str) -> None:
+    """One line each, exit code 2, nothing written."""
+    Path("full").mkdir()
+    Path("full/precious").write_text("x")
+    os.symlink(models / "qwen3", "MODEL")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert words in err
+    assert all(line.startswith("error: ") for line in err.splitlines()), err
+    assert sorted(path.name for path in Path().iterdir()) == ["MODEL", "full"]
+    assert [path.name for path in Path("full").iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("10kb", 10_000), ("7", 7)])
+def test_sizes(text: str, size: int) -> None:
+    """Units of 1000, as the hub counts."""
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "nan", "inf GB", "5TiB", "0.5"])
+def test_sizes_that_are_none(text: str) -> None:
+    """Refused by name."""
+    with pytest.raises(UserError, match="--shard-size="):
+        parse_size(text)
+
+
+def test_under_torchrun(models: Path) -> None:
+    """Two ranks write what one writes, and say it once; the script is the same command."""
+    script = str(ROOT / "scripts" / "convert_checkpoint.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+    def launch(*arguments: object) -> Any:
+        command = [*launcher, *map(str, arguments), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    source = models / "qwen3_moe"
+    options = ("--format", "ranks", "--tp", "2", "--ep", "2", "--etp", "1")
+    report = launch("import", source, "two", *options)
+    assert main(["convert", "import", str(source), "one", *options]) == 0
+    assert contents(Path("one")) == contents(Path("two"))
+    assert report["num_files"] == 4
+    assert launch("verify", source, "two")["equal"]
+    with CheckpointReader(source) as reader:
+        assert launch("verify", source, "--tp", 2, "--etp", 1)["returned"] == len(reader.tensors)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

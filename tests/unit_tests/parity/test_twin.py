@@ -1,0 +1,153 @@
+"""The shrunk twin: what it keeps of a model, and what a wrong conversion makes it say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.safetensors_writer import write_checkpoint
+from mega_rl.parity.shrink import MAX_LAYERS, shrink, write_twin
+from mega_rl.parity.twin import GATE, Parity, compare_twin, judge, suspects
+from tests.helpers.models import TINY, write_tiny_checkpoint
+
+LARGE = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+
+
+def test_a_large_model_fits_a_laptop() -> None:
+    """DeepSeek-V3: three layers of 61, few of 256 experts in as many groups, everything else as it is."""
+    twin = shrink(parse_hf_config(LARGE))
+    assert twin.layers == (0, 3, 60)
+    moe = twin.hf.moe
+    assert moe is not None
+    assert moe.layers == (False, True, True)
+    assert (moe.num_experts, moe.num_groups, moe.topk_groups, moe.top_k) == (16, 8, 4, 8)
+    assert (twin.hf.vocab_size, twin.hf.hidden_size, twin.hf.mtp_layers) == (4096, 7168, 0)
+    assert twin.hf.quantization is None
+    assert twin.hf.rope == parse_hf_config(LARGE).rope
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_kind_of_layer_is_kept(family: str, tmp_path: Path) -> None:
+    """The twin has the first layer, the last and each kind; its tensors are leading rows of the model's."""
+    write_tiny_checkpoint(tmp_path / "model", family=family)
+    original = read_hf_config(tmp_path / "model")
+    twin = write_twin(tmp_path / "model", tmp_path / "twin")
+    assert twin.hf == read_hf_config(tmp_path / "twin")
+    assert {0, original.num_layers - 1} <= set(twin.layers)
+    assert len(twin.layers) <= MAX_LAYERS + 1
+
+    def kinds(hf, layers):  # type: ignore[no-untyped-def]
+        return {(hf.is_moe(i), hf.window is not None and hf.window.layers[i]) for i in layers}
+
+    everything = kinds(original, range(original.num_layers))
+    assert kinds(original, twin.layers) == kinds(twin.hf, range(twin.hf.num_layers)) == everything
+    with CheckpointReader(tmp_path / "model") as model, CheckpointReader(tmp_path / "twin") as small:
+        for i, layer in enumerate(twin.layers):
+            name = "self_attn.o_proj.weight"
+            assert torch.equal(small.read(f"model.layers.{i}.{name}"), model.read(f"model.layers.{layer}.{name}"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V3: dense layer 0, mixtures after it."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("twin") / "model", family="deepseek_v3", vocab_size=64)
+
+
+def changed(source: Path, target: Path, name: str) -> Path:
+    """The checkpoint with two rows of a tensor exchanged: every sum and norm stays."""
+    with CheckpointReader(source) as reader:
+        tensors = {key: reader.read(key) for key in reader.tensors}
+    tensors[name][[0, 1]] = tensors[name][[1, 0]]
+    return write_checkpoint(target, tensors.items(), files={"config.json": source / "config.json"})
+
+
+def test_equal_models_agree(mixture: Path) -> None:
+    """Far below the gate: what is left is the order of float32 sums."""
+    parity = compare_twin(mixture, mixture, num_tokens=24)
+    assert parity.good
+    assert parity.max_abs < GATE / 10
+    assert parity.first_layer is None
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "words"),
+    [
+        ("model.layers.0.self_attn.o_proj.weight", 0, "the latent projections"),
+        ("model.layers.1.mlp.gate.weight", 1, "the router"),
+        ("model.layers.3.mlp.experts.0.down_proj.weight", 3, "the weights of that layer"),
+        ("model.norm.weight", None, "all layers agree: look at the final norm"),
+    ],
+)
+def test_the_first_diverging_layer_is_named(
+    mixture: Path, tmp_path: Path, name: str, layer: int | None, words: str
+) -> None:
+    """By its number in the whole model, with what is special about it."""
+    parity = compare_twin(mixture, changed(mixture, tmp_path / "changed", name), num_tokens=24)
+    assert not parity.good
+    assert parity.max_abs > 10 * GATE
+    assert parity.first_layer == layer
+    assert words in parity.details[-1]
+    assert len(parity.details) == 1 + 3  # a line for each layer of the twin, and the verdict
+
+
+def test_a_known_fault_of_the_reference_is_not_ours(tmp_path: Path) -> None:
+    """DeepSeek-V2 with YaRN: transformers is wrong, which is said; any other gap is ours."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32.0, "beta_slow": 1.0}
+    path = write_tiny_checkpoint(tmp_path / "model", family="deepseek_v2", rope_parameters=scaling)
+    parity = compare_twin(path, path, num_tokens=24)
+    assert parity.good
+    assert parity.max_abs > 10 * GATE
+    assert "not comparable" in parity.summary
+    assert "47435" in parity.details[0]
+
+
+def test_nan_is_a_difference() -> None:
+    """No comparison with nan holds, so the gate must not be written the other way round."""
+    twin = shrink(parse_hf_config(LARGE))
+    logits = torch.zeros(1, 2, 3)
+    hidden = [(torch.zeros(1, 2, 4), torch.full((1, 2, 4), float("nan")))] * len(twin.layers)
+    parity = judge(twin, logits, logits + float("nan"), hidden)
+    assert isinstance(parity, Parity)
+    assert not parity.good
+    assert parity.first_layer == 0
+
+
+def test_suspects_name_what_is_new_in_a_layer() -> None:
+    """The window in the first layer that has one, RoPE in layer 0."""
+    hf = shrink(parse_hf_config(LARGE)).hf
+    assert suspects(hf, 0).startswith("RoPE (default, base 10000)")
+    assert suspects(hf, 1).startswith("the router")
+    assert "weights" in suspects(hf, 2)
+    assert "RoPE" not in suspects(replace(hf, moe=None), 1)
