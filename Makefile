@@ -13,7 +13,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; \
 	else $(BIN)/python -m pip install -qq -c constraints.txt -e '$(1)'; fi
 
 .DELETE_ON_ERROR:
-.PHONY: setup quickstart test check bench docs
+.PHONY: setup quickstart test check bench bench-converters parity docs
 
 setup: $(STAMP)
 	@:
@@ -45,6 +45,12 @@ check: setup
 
 bench: $(BENCH_STAMP)
 	@$(BIN)/python benchmarks/e2e.py
+
+parity: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_table
+
+bench-converters: $(BENCH_STAMP)
+	@$(BIN)/python benchmarks/converters.py
 
 docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md

@@ -1,8 +1,8 @@
 """Loading, exporting and importing checkpoints: mega_rl against plain copies, safetensors, transformers and mbridge.
 
 Two checkpoints of random bfloat16 weights are made on the spot: Qwen3-0.6B's shape (1.2 GB in 3 shards) and a mixture
-of 16 experts (0.7 GB). Every contender is a process (two for TP2) that stays alive and does one operation whenever it is
-told to; in every round each takes its turn, in alternating order. See README.md for the protocol and how to read it.
+of 16 experts (0.7 GB). Every contender is a process (two for TP2) that stays alive and does one operation whenever it
+is told to; in every round each takes its turn, in alternating order. See README.md for the protocol and how to read it.
 
     make bench-converters
     python benchmarks/converters.py --quick        # small checkpoints, for a look at the program, not at the figures
@@ -160,7 +160,6 @@ def load_floor(folder: Path, rank: int, world: int) -> dict[str, Callable[[], An
 
     from mega_rl.converters.safetensors_io import CheckpointReader
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     infos = list(CheckpointReader(folder).tensors.values())
     targets = {info.name: torch.ones(info.nbytes // world, dtype=torch.uint8) for info in infos}
     files = sorted({info.file for info in infos})

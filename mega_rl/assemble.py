@@ -59,6 +59,7 @@ def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
         vpp=parallel.vpp,
         cp=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
+        etp=parallel.tp,  # experts are cut as the rest is; no other optimizer is needed for them then
     )
 
 

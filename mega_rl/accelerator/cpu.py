@@ -158,7 +158,7 @@ def _load_torch_adam(module: ModuleType) -> None:
 )
 def _no_transformer_engine_in_mla(module: ModuleType) -> None:
     """Upstream takes Transformer Engine for installed here and asks isinstance of a mock: tell it that it is not."""
-    module.HAVE_TE = False
+    vars(module).update(HAVE_TE=False)
 
 
 @_patch(
@@ -173,7 +173,7 @@ def _split_sizes_as_numbers(module: ModuleType) -> None:
         tensor = original(tensor, as_numpy, record_stream)
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    module.maybe_move_tensor_to_cpu = move
+    vars(module).update(maybe_move_tensor_to_cpu=move)
 
 
 @_patch(
@@ -193,7 +193,7 @@ def _uneven_gather(module: ModuleType) -> None:
         torch.distributed.all_to_all_single(output, copies, list(output_split_sizes), sent, group=group)
         return output
 
-    module._gather_along_first_dim = gather
+    vars(module).update(_gather_along_first_dim=gather)
 
 
 @_patch(
@@ -211,7 +211,7 @@ def _uneven_reduce_scatter(module: ModuleType) -> None:
         torch.distributed.all_reduce(whole, group=group)
         return whole.split(list(input_split_sizes))[group.rank()].clone()
 
-    module._reduce_scatter_along_first_dim = reduce_scatter
+    vars(module).update(_reduce_scatter_along_first_dim=reduce_scatter)
 
 
 def patches() -> tuple[Patch, ...]:

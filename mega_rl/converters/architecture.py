@@ -26,6 +26,15 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's context extension: which wavelengths are stretched; the defaults are those of Meta's checkpoints."""
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding: base `theta` and, unless kind is "default", the stretch `factor`.
 
@@ -38,6 +47,7 @@ class Rope:
     percent: float = 1.0  # of a head's dimensions that are rotated
     interleaved: bool = False  # rotates even with odd dimensions instead of the first half with the second
     yarn: Yarn | None = None
+    llama3: Llama3Rope | None = None
     local_theta: float | None = None  # base in the sliding-window layers where it differs
 
 

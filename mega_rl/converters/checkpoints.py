@@ -337,11 +337,12 @@ def _open_dist(folder: Path, config: Path, manifest: Manifest | None) -> Checkpo
     for plan in whole_model(replace(sharding, padded_vocab=hf.vocab_size), origin="canonical"):
         if plan.replica:
             continue
-        if slabs.add(plan):
-            continue
-        if plan.optional or (manifest is not None and plan.canonical in manifest.absent):
+        there = slabs.add(plan)
+        if manifest is not None and plan.canonical in manifest.absent and plan.canonical not in slabs.homes:
             absent.append(plan.canonical)
-        else:
+        elif not there and plan.optional:
+            absent.append(plan.canonical)
+        elif not there:
             problems.append(f"{folder}: {plan.canonical} is missing")
     ignored, unknown = _left_over(set(tensors) - slabs.used, objects, sharding)
     problems += slabs.problems

@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import xxhash
 from torch import Tensor
 
+from mega_rl.converters.bits import bits, same_bits
 from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.fill import BlockReader, TensorLike
 
@@ -160,13 +160,13 @@ class _Numbers:
         """The first stream, once more."""
         for a, b in pairs:
             self.numel += a.numel()
-            if not torch.equal(_bits(a), _bits(b)):
+            if not same_bits(a, b):
                 self._add(a, b)
             advance(a.nbytes)
             yield a
 
     def _add(self, a: Tensor, b: Tensor) -> None:
-        changed = (_bits(a) != _bits(b)).view(a.numel(), -1).any(dim=1)
+        changed = (bits(a) != bits(b)).view(a.numel(), -1).any(dim=1)
         x, y = a.contiguous().view(-1)[changed].double(), b.contiguous().view(-1)[changed].double()
         gap = (x - y).abs()
         self._nan = self._nan or bool(gap.isnan().any())
@@ -185,13 +185,8 @@ def _digest(tensor: TensorLike, chunks: Iterator[Tensor]) -> str:
     """128 bits of a tensor's type, shape and contents, as text."""
     digest = xxhash.xxh3_128(_kind(tensor).encode())
     for chunk in chunks:
-        digest.update(_bits(chunk).numpy().data)
+        digest.update(bits(chunk).numpy().data)
     return digest.hexdigest()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """[elements * size] uint8: the memory of a contiguous tensor."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _chunks(reader: BlockReader, name: str) -> Iterator[Tensor]:

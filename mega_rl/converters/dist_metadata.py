@@ -145,7 +145,11 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+# The unpickler in Python, a little slower: the one in C lets a few bytes of a file reserve gigabytes of memory.
+SafeUnpickler = pickle._Unpickler
+
+
+class _MetadataUnpickler(SafeUnpickler):
     """Builds metadata and nothing else; any other name is a UserError."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:

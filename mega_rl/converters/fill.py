@@ -79,9 +79,10 @@ def fill(target: Tensor, copies: Sequence[Copy], reader: BlockReader) -> int:
 def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader, *, threads: int | None = None) -> int:
     """Writes parameters and returns the number of elements written, zero rows included.
 
-    Targets are contiguous; values are cast to their dtype. Reads run forwards through the files. `threads` None: one
-    per core, at most 8. The first error of any thread is raised when all have stopped; parameters are then partly
-    written. Raises UserError for 8-bit values without scales, which no cast can turn into weights.
+    Targets are contiguous; values are cast to their dtype. Reads run forwards through the files. `threads` None: a
+    rank's share of the node's cores, at most 8. The first error of any thread is raised when all have stopped;
+    parameters are then partly written. Raises UserError for 8-bit values without scales, which no cast can turn into
+    weights.
     """
     pieces: list[Piece] = []
     written: list[int] = []
@@ -105,10 +106,10 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
 def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:
     """Does `work` on every task, in their order as far as threads go; the first error is raised when all have stopped.
 
-    `threads` None: one per core, at most 8.
+    `threads` None: this rank's share of the node's cores, at most 8.
     """
     queue = deque(tasks)
-    count = min(threads or min(8, len(os.sched_getaffinity(0))), len(queue))
+    count = min(threads or _default_threads(), len(queue))
     if count <= 1:
         while queue:
             work(queue.popleft())
@@ -134,6 +135,11 @@ def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads
         except BaseException:
             queue.clear()
             raise
+
+
+def _default_threads() -> int:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
 
 
 def rectangle(matrix: Tensor, copy: Copy) -> Tensor:
@@ -202,8 +208,7 @@ def _read(piece: Piece, reader: BlockReader, buffers: local) -> int:
         written = 0
         for (copy,) in (part for c in piece.copies for part in _split([c], STAGING_BYTES // dtype.itemsize)):
             height, width = copy.src_shape
-            staging = _staging(buffers, height * width * dtype.itemsize, matrix.device).view(dtype)
-            block = staging[: height * width].view(height, width)
+            block = _staging(buffers, height * width * dtype.itemsize, matrix.device).view(dtype).view(height, width)
             reader.read_into(name, copy.src_row, (copy.src_col, copy.src_col + width), [block])
             # Casts and transpositions are done where the parameter lives.
             arrived = block.to(matrix.device, non_blocking=True)
@@ -216,10 +221,10 @@ def _read(piece: Piece, reader: BlockReader, buffers: local) -> int:
 
 
 def _staging(buffers: local, nbytes: int, device: torch.device) -> Tensor:
-    """This thread's staging buffer (uint8), free to be overwritten; pinned where a GPU reads it."""
+    """[nbytes] uint8 of this thread's staging buffer, free to be overwritten; pinned where a GPU reads it."""
     if hasattr(buffers, "in_use"):
         buffers.in_use.synchronize()
     if not hasattr(buffers, "data") or buffers.data.numel() < nbytes:
         buffers.data = torch.empty(max(nbytes, STAGING_BYTES), dtype=torch.uint8, pin_memory=device.type == "cuda")
     data: Tensor = buffers.data
-    return data
+    return data[:nbytes]

@@ -211,9 +211,9 @@ def _check_sizes(fields: Fields, config: HFConfig) -> None:
     """Refuses sizes that do not fit each other."""
     if config.mla is not None and config.mla.qk_rope_head_dim % 2:
         fields.refuse("qk_rope_head_dim", "rotary embedding needs an even number")
-    rotated = config.head_dim * config.rope.percent
-    if config.mla is None and (int(rotated) % 2 or int(rotated) < 2):
-        reason = f"of a head's {config.head_dim} dimensions an even number must be rotated, not {int(rotated)}"
+    rotated = int(config.head_dim * config.rope.percent)
+    if config.rope.percent < 1 and (rotated % 2 or rotated < 2):
+        reason = f"of a head's {config.head_dim} dimensions an even number must be rotated, not {rotated}"
         fields.refuse("partial_rotary_factor", reason, value=config.rope.percent)
     if config.qk_norm_joint and config.num_heads * config.head_dim != config.hidden_size:
         fields.refuse("head_dim", "the norm over all query heads is as wide as hidden_size", value=config.head_dim)

@@ -51,14 +51,15 @@ def load_hf(
     Values are cast to each parameter's dtype. No collectives: ranks load independently, each taking the bytes of its
     own parameters and no others (see CheckpointReader.bytes_read for what is counted). The output layer of a tied
     model that spans several stages is filled from the embedding's tensor. Parameters made of tensors that match a
-    pattern of `allow_missing` ("*.bias") and are not there keep their values. Beyond the parameters it needs a few MiB
-    per thread; `threads` None: one per core, at most 8.
+    pattern of `allow_missing` ("*.bias") and are not there keep their values. Beyond the parameters it needs at most
+    12 MiB per thread; `threads` None: its share of the cores, at most 8.
 
     Raises UserErrors, the same on every rank and before any weight is read, that lists every missing, unexpected and
     mis-shaped tensor, and every reason why the model cannot be cut into `layout`.
     """
     layout = sharding.layout
     assert len(chunks) == layout.vpp, f"{len(chunks)} chunks, the layout has vpp={layout.vpp}"
+    sharding.check()
     start = perf_counter()
     with CheckpointReader(path) as reader:
         opened = perf_counter()
@@ -108,7 +109,11 @@ def check_tensors(
         elif info.shape != shape:
             problems.append(f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(shape)}")
         else:
-            problems += _dtype_faults(info, hf)
+            problems += _dtype_faults(info)
+    scaled = [info for name, info in reader.tensors.items() if info.scale is not None]
+    if scaled and hf.quantization != "fp8":
+        what = f"{len(scaled)} tensors ({scaled[0].name}, ...) are in 8-bit blocks with scales"
+        problems.append(f"{reader.path}: {what}, but config.json has no fp8 quantization_config")
     present = set(reader.tensors)
     if head == "value":
         bias = hf.value_head.removesuffix("weight") + "bias"
@@ -128,11 +133,9 @@ def check_tensors(
     return ignored, frozenset(absent)
 
 
-def _dtype_faults(info: TensorInfo, hf: HFConfig) -> list[str]:
+def _dtype_faults(info: TensorInfo) -> list[str]:
     """Why a tensor's values are no weights of this model."""
     where = f"{info.file}: {info.name}"
-    if info.scale is not None and hf.quantization != "fp8":
-        return [f"{where} is in 8-bit blocks with scales, but config.json has no fp8 quantization_config"]
     if info.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return [f"{where} has dtype {DTYPE_NAMES[info.dtype]} and no {info.name}{SCALE_SUFFIX}; fetch the file again"]
     if info.dtype not in _WEIGHT_DTYPES:

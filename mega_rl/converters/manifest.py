@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -86,7 +87,10 @@ def manifest_of(kind: Kind, sharding: Sharding, *, dtype: str | None, absent: tu
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `folder`/mega_rl.json."""
-    (folder / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
+    with (folder / MANIFEST_FILE).open("x", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(manifest), indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest:

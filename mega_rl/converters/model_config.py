@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_rl.converters.architecture import HFConfig, Mla, Moe, Window
+from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
 
 # Constants of the code of GPT-OSS; its alpha of 1.702 is that of Megatron-Core's quick_gelu.
 SWIGLU_LIMIT, SWIGLU_OFFSET = 7.0, 1.0
@@ -17,17 +16,6 @@ SWIGLU_LIMIT, SWIGLU_OFFSET = 7.0, 1.0
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in its tanh approximation."""
     return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, dict[str, Any]] = {
-    "silu": {"activation_func": F.silu},
-    "gelu_tanh": {"activation_func": gelu_tanh},
-    "swiglu_clamped": {
-        "activation_func": quick_gelu,
-        "activation_func_clamp_value": SWIGLU_LIMIT,
-        "glu_linear_offset": SWIGLU_OFFSET,
-    },
-}
 
 
 def uses_mla(hf: HFConfig) -> bool:
@@ -64,7 +52,7 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": hf.initializer_range,
-        **ACTIVATIONS[hf.activation],
+        **_activation_kwargs(hf.activation),
     }
     if hf.window is not None:
         kwargs |= _window_kwargs(hf.window)
@@ -73,6 +61,20 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
     if hf.mla is not None:
         kwargs |= _mla_kwargs(hf, hf.mla)
     return kwargs
+
+
+def _activation_kwargs(activation: Activation) -> dict[str, Any]:
+    """The gated activation; Megatron-Core knows its own quick GELU by identity."""
+    if activation != "swiglu_clamped":
+        return {"activation_func": F.silu if activation == "silu" else gelu_tanh}
+    # Not above: this module may be imported before the accelerator is prepared, Megatron-Core may not.
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": SWIGLU_LIMIT,
+        "glu_linear_offset": SWIGLU_OFFSET,
+    }
 
 
 def _window_kwargs(window: Window) -> dict[str, Any]:
@@ -155,11 +157,29 @@ def extra_config_attributes(hf: HFConfig) -> dict[str, Any]:
     }
 
 
+def unfused(hf: HFConfig) -> dict[str, Any]:
+    """Arguments of `TransformerConfig` that turn off the fusions which are wrong or missing for this architecture.
+
+    Megatron-Core's fused rotation of packed sequences leaves out yarn's scale and always rotates halves against each
+    other, without a word; under latent attention it exists for yarn alone and is experimental. Its fused activations
+    are silu, GELU and quick GELU, and grouped experts with biases refuse a fused bias behind attention.
+    """
+    off: dict[str, Any] = {}
+    if hf.mla is not None or hf.rope.kind == "yarn" or hf.rope.interleaved:
+        off["apply_rope_fusion"] = False
+    if hf.activation == "gelu_tanh":
+        off["bias_activation_fusion"] = False
+    if hf.moe is not None and hf.linear_bias:
+        off["bias_dropout_fusion"] = False
+    return off
+
+
 def gpt_model_kwargs(hf: HFConfig, padded_vocab: int) -> dict[str, Any]:
     """Arguments of `megatron.core.models.gpt.GPTModel` that the architecture determines.
 
-    A linear RoPE factor divides the positions, exactly as Megatron-Core's sequence interpolation does; llama3 has its
-    own switch, and yarn is a kind of position embedding, except under latent attention, which has its own.
+    A linear RoPE factor divides the positions, exactly as Megatron-Core's sequence interpolation does; yarn is a kind
+    of position embedding, except under latent attention, which has its own. The frequencies of llama3 scaling are set
+    on the built model (`mega_rl.models.rope`), since Megatron-Core takes only one of its four settings.
     """
     rope = hf.rope
     return {
@@ -169,7 +189,5 @@ def gpt_model_kwargs(hf: HFConfig, padded_vocab: int) -> dict[str, Any]:
         "position_embedding_type": "yarn" if rope.kind == "yarn" and hf.mla is None else "rope",
         "rotary_percent": rope.percent,
         "rotary_base": int(rope.theta) if rope.theta == int(rope.theta) else rope.theta,
-        "rope_scaling": rope.kind == "llama3",
-        "rope_scaling_factor": rope.factor if rope.kind == "llama3" else 8.0,
         "seq_len_interpolation_factor": rope.factor if rope.kind == "linear" and rope.factor != 1.0 else None,
     }

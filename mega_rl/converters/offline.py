@@ -39,6 +39,7 @@ from mega_rl.converters.plan import (
     Spec,
     as_on_disk,
     ignored_tensors,
+    mtp_tensors,
 )
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.rank_files import rank_tensors
@@ -209,13 +210,18 @@ def export_checkpoint(
         if experts is not None:
             hf = replace(hf, fused_experts=experts == "fused")
         hf = replace(hf, value_head=sharding.hf.value_head)
-        kept = _kept(hf, mtp, weights, str(source))
+        kept = [] if sharding.head == "value" else _kept(hf, mtp, weights, str(source))
         dropped = mtp == "drop" and bool(hf.mtp_layers)
         sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
         prove_complete(sharding)
         outputs = _hf_outputs(origin, sharding, cast)
         if weights is not None:
-            outputs += [_copied(name, weights.checkpoint, cast) for name in kept]
+            known = mtp_tensors(hf)
+            always = {name for name in kept if name in known and known[name].float32}
+            outputs += [
+                _copied(name, weights.checkpoint, torch.float32 if cast is not None and name in always else cast)
+                for name in kept
+            ]
         said = dtype if dtype is not None or origin.manifest is None else origin.manifest.dtype
         changes = config_changes(hf, dtype=said, mtp_dropped=dropped)
         shards = _grouped(outputs, shard_bytes, shard_name)

@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from mega_rl.converters.architecture import Rope, Yarn
+from mega_rl.converters.architecture import Llama3Rope, Rope, Yarn
 from mega_rl.converters.families import Family
-from mega_rl.converters.fields import Fields, is_number
+from mega_rl.converters.fields import Fields
 
-# Megatron-Core's llama3 RoPE takes only `factor` from outside; these three are constants of its code
-# (megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding._apply_scaling).
-LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
 SHARED_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
@@ -29,7 +27,7 @@ YARN_KEYS = (
 KEYS: dict[Kind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", *LLAMA3_CONSTANTS),
+    "llama3": ("factor", *LLAMA3_KEYS),
     "yarn": YARN_KEYS,
 }
 
@@ -85,11 +83,11 @@ def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | Non
     for key in rope.raw:
         if key not in known and rope.raw[key] is not None:
             rope.refuse(key, f"not a setting of rope_type={kind} that Megatron-Core knows")
-    factor, yarn = 1.0, None
+    factor, yarn, llama3 = 1.0, None, None
     if kind != "default":
         factor = _factor(fields, rope, kind)
     if kind == "llama3":
-        _check_llama3(fields, rope)
+        llama3 = _llama3(fields, rope)
     if kind == "yarn":
         yarn = _yarn(fields, rope, factor, latent=family.mla is not None)
         if percent != 1 or family.rope_interleaved:
@@ -98,7 +96,7 @@ def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | Non
             )
     elif kind != "default" and family.mla is not None:
         rope.refuse("rope_type", "Megatron-Core's latent attention has default and yarn", value=kind)
-    return Rope(kind, theta, factor, percent, family.rope_interleaved, yarn, local_theta)
+    return Rope(kind, theta, factor, percent, family.rope_interleaved, yarn, llama3, local_theta)
 
 
 def _stated(rope: Fields) -> Any:
@@ -127,14 +125,16 @@ def _factor(fields: Fields, rope: Fields, kind: str) -> float:
     return factor
 
 
-def _check_llama3(fields: Fields, rope: Fields) -> None:
-    for key, expected in LLAMA3_CONSTANTS.items():
-        found = rope.get(key)
-        if found is None and key == "original_max_position_embeddings":
-            found = fields.get("max_position_embeddings")
-        if not is_number(found) or found != expected:
-            shown = "absent" if found is None else found
-            rope.refuse(key, f"Megatron-Core's llama3 scaling has {expected:g} built in", value=shown)
+def _llama3(fields: Fields, rope: Fields) -> Llama3Rope:
+    """Which wavelengths are stretched; every one of the settings must be stated."""
+    for key in LLAMA3_KEYS[:2]:
+        if rope.get(key) is None:
+            rope.missing(key, "rope_type=llama3 needs it")
+    low, high = (rope.number(key, default=default) for key, default in zip(LLAMA3_KEYS, (1.0, 4.0), strict=False))
+    if high <= low:
+        rope.refuse("high_freq_factor", f"must be above low_freq_factor={low:g}")
+    length = rope.size("original_max_position_embeddings", default=fields.size("max_position_embeddings"))
+    return Llama3Rope(low, high, length)
 
 
 def _yarn(fields: Fields, rope: Fields, factor: float, *, latent: bool) -> Yarn:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 
 import torch
+from torch import Tensor
 
-from mega_rl.converters.blocks import matrix_shape
-from mega_rl.converters.export import assemble_bucket
+from mega_rl.converters.bits import same_bits
+from mega_rl.converters.blocks import Copy, matrix_shape
 from mega_rl.converters.fill import BlockReader, fill
-from mega_rl.converters.plan import ParamPlan, Sharding, common_plan, expert_plan, export_plan, hf_tensors
+from mega_rl.converters.plan import ExportUnit, ParamPlan, Sharding, common_plan, expert_plan, export_plan, hf_tensors
 from mega_rl.converters.proof import prove_complete
+
+CHUNK_BYTES = 16 << 20
 
 Members = list[dict[str, ParamPlan]]
 
@@ -25,9 +28,9 @@ def round_trip(
 ) -> tuple[int, tuple[str, ...]]:
     """(tensors that come back bit for bit, names of those that do not).
 
-    Each parameter is cut as every rank of the layout would hold it, and the Hugging Face tensors are put together from
-    those parts, one unit of the export plan at a time: memory is that of a few tensors. Absent optional tensors are
-    left out. `share` (i, n) does every nth unit from the ith on.
+    Each parameter is cut as every rank of the layout would hold it, and every piece of it is compared with the place
+    that export would write it to. Memory is that of one unit of the export plan, seldom more than the largest tensor,
+    and a few megabytes. Absent optional tensors are left out. `share` (i, n) does every nth unit from the ith on.
     """
     prove_complete(sharding)
     expected = hf_tensors(sharding.hf, head=sharding.head)
@@ -38,21 +41,43 @@ def round_trip(
     for unit in units[share[0] :: share[1]]:
         if not all(name in reader.tensors for name, _, _ in unit.tensors):
             continue
-        members = stages[unit.pp_rank, unit.vp_stage][unit.of_experts]
-        dtype = reader.tensors[unit.tensors[0][0]].dtype
-        gathered = torch.empty(len(members), unit.numel, dtype=dtype)
-        sizes = [prod(param.shape) for param in unit.params]
-        for row, plans in zip(gathered, members, strict=True):
-            for part, param in zip(torch.split(row, sizes), unit.params, strict=True):
-                fill(part.view(param.shape), plans[param.name].copies, reader)
-        for name, tensor in assemble_bucket([unit], gathered):
-            source = reader.read_block(name, *((0, size) for size in matrix_shape(tuple(tensor.shape))))
-            same = source.dtype == tensor.dtype and torch.equal(_bits(source), _bits(tensor))
+        parts = _filled(unit, stages[unit.pp_rank, unit.vp_stage][unit.of_experts], reader)
+        for name, shape, pieces in unit.tensors:
+            same = all(
+                same_bits(source, part)
+                for member, param, copy in pieces
+                for source, part in _compared(reader, name, copy, parts[member][param])
+            )
             good += same
             bad += [] if same else [name]
-            advance(tensor.nbytes)
+            advance(prod(shape) * reader.tensors[name].dtype.itemsize)
     bad += [name for name in expected if name in reader.tensors and name not in made]
     return good, tuple(bad)
+
+
+def _filled(unit: ExportUnit, members: Members, reader: BlockReader) -> list[list[Tensor]]:
+    """Every member's part of every parameter of a unit, as a matrix, by member and position."""
+    dtype = reader.tensors[unit.tensors[0][0]].dtype
+    parts = []
+    for plans in members:
+        matrices = [torch.empty(matrix_shape(param.shape), dtype=dtype) for param in unit.params]
+        for matrix, param in zip(matrices, unit.params, strict=True):
+            fill(matrix, plans[param.name].copies, reader)
+        parts.append(matrices)
+    return parts
+
+
+def _compared(reader: BlockReader, name: str, copy: Copy, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tensor on disk, parameter) block by block, over the rectangle of one piece."""
+    height, width = copy.src_shape
+    here = part[copy.dst_row : copy.dst_row + copy.rows, copy.dst_col : copy.dst_col + copy.cols]
+    here = here.T if copy.transposed else here
+    step = max(1, CHUNK_BYTES // max(1, width * part.itemsize))
+    for low in range(0, height, step):
+        high = min(low + step, height)
+        rows = (copy.src_row + low, copy.src_row + high)
+        source = reader.read_block(name, rows, (copy.src_col, copy.src_col + width))
+        yield source[:, :: copy.step], here[low:high]
 
 
 def _members(sharding: Sharding, pp_rank: int, vp_stage: int) -> tuple[Members, Members]:
@@ -69,7 +94,3 @@ def _members(sharding: Sharding, pp_rank: int, vp_stage: int) -> tuple[Members, 
 
 def _by_name(plans: list[tuple[ParamPlan, ...]]) -> Members:
     return [{param.name: param for param in plan} for plan in plans]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

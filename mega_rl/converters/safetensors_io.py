@@ -32,12 +32,13 @@ from torch import Tensor
 
 from mega_rl.errors import UserError, UserErrors
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000  # of a file's header, and of an index
+_MAX_DIMS = 16
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
-# Bytes of a map, and of decoded 8-bit blocks, that one thread holds at a time.
-_WINDOW_BYTES = 4 << 20
+# Bytes of a map, and of decoded 8-bit blocks, that one thread holds at a time. Smaller maps cost more than they save.
+_WINDOW_BYTES = 8 << 20
 IOV_MAX = 1024  # buffers in one preadv or pwritev
 
 DTYPES = {
@@ -96,7 +97,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 raise UserError(
                     f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors file?"
                 )
-            text = file.read(length)
+            # Not more than there is: a length is only a claim, and memory is taken for what is asked.
+            text = file.read(min(length, size))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     if len(prefix) < 8 or len(text) < length:
@@ -228,7 +230,10 @@ class CheckpointReader:
         position = info.offset + row * _columns(info) * info.dtype.itemsize
         buffers = [view.reshape(-1).data for view in views]
         while buffers:
-            count = os.preadv(fd, buffers[:IOV_MAX], position)
+            try:
+                count = os.preadv(fd, buffers[:IOV_MAX], position)
+            except OSError as error:
+                raise UserError(f"{info.file}: cannot be read ({error.strerror})") from error
             if count == 0:
                 raise _shrunk(info)
             position += count
@@ -262,7 +267,10 @@ class CheckpointReader:
         if fd is None:
             with self._lock:
                 if file not in self._fds:
-                    self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                    except OSError as error:
+                        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
                 fd = self._fds[file]
         return fd
 
@@ -324,7 +332,13 @@ def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
 def _read_sharded(root: Path) -> dict[str, TensorInfo]:
     """Tensors that the index lists, each found in its shard; every contradiction is in one error."""
     index = root / INDEX_FILE
-    weight_map = _decode_json(index.read_bytes(), index).get("weight_map")
+    try:
+        if index.stat().st_size > MAX_HEADER_BYTES:
+            raise UserError(f"{index}: {index.stat().st_size} bytes, at most {MAX_HEADER_BYTES} are allowed")
+        text = index.read_bytes()
+    except OSError as error:
+        raise UserError(f"{index}: cannot be read ({error.strerror})") from error
+    weight_map = _decode_json(text, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
             f"{index}: weight_map is {type(weight_map).__name__}, must be an object from tensor to file name"
@@ -338,7 +352,7 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
             problems.append(f"{index}: {name} is in {shard!r}, must be a relative path inside the checkpoint")
     tensors: dict[str, TensorInfo] = {}
     for shard, names in sorted(by_shard.items()):
-        if not (root / shard).is_file():
+        if not _is_file(root / shard):
             problems.append(
                 f"{root / shard}: no such file, but the index puts {len(names)} tensors there ({names[0]}, ...)"
             )
@@ -357,6 +371,13 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
     if problems:
         raise UserErrors(problems)
     return tensors
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long for the file system
+        return False
 
 
 def _is_inside(shard: Any) -> bool:
@@ -411,7 +432,10 @@ def _tensor_info(name: str, entry: Any, path: Path, start: int, problems: list[s
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
+    """Whether a value is a short list of sizes; the product of a long one could take for ever."""
+    return (
+        isinstance(value, list) and len(value) <= _MAX_DIMS and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+    )
 
 
 def _extent_faults(tensors: Iterable[TensorInfo], path: Path, start: int, size: int) -> list[str]:

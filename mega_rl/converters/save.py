@@ -65,8 +65,8 @@ def save_hf(
     not true any more (`companions.config_changes`).
 
     Needs the memory of `export_hf` and 64 MiB. On a single rank, where nothing is gathered, parameters are written from
-    where they lie: it needs at most one tensor per thread, and none on a CPU without a cast. `threads` None: one per
-    core, at most 8.
+    where they lie: it needs at most one tensor per thread, and none on a CPU without a cast. `threads` None: its share
+    of the cores, at most 8.
 
     Raises UserError when `directory` is not empty, its disk is full, or `source` has no config.json.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.checkpoints import Checkpoint, fill_windows, is_plain, rows_of
@@ -111,18 +112,29 @@ def write_files(
 def _write_safetensors(folder: Path, file: OutputFile, meter: _Meter, threads: int | None) -> None:
     with SafetensorsFile(folder / file.name, [output.spec for output in file.outputs]) as target:
         pieces = [(output, low, high) for output in file.outputs for low, high in _pieces(output)]
+        buffers = threading.local()
 
         def work(piece: tuple[Output, int, int]) -> None:
             output, low, high = piece
             columns = matrix_shape(output.spec.shape)[1]
             nbytes = (high - low) * columns * output.spec.dtype.itemsize
             with meter.room(nbytes):
-                matrix = torch.empty(high - low, columns, dtype=output.spec.dtype)
+                matrix = _buffer(buffers, nbytes).view(output.spec.dtype).view(high - low, columns)
                 fill_windows(matrix, [rows_of(window, low, high) for window in output.windows], output.source)
                 target.write_rows(output.spec.name, low, [matrix])
             meter.written(nbytes)
 
         in_threads(pieces, work, threads=threads)
+
+
+def _buffer(buffers: threading.local, num_bytes: int) -> Tensor:
+    """[num_bytes] uint8: this thread's buffer, made once, because freed memory of threads is not given back."""
+    if num_bytes > PIECE_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    if not hasattr(buffers, "data"):
+        buffers.data = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    data: Tensor = buffers.data[:num_bytes]
+    return data
 
 
 def _pieces(output: Output) -> Iterator[tuple[int, int]]:

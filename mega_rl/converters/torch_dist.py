@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import struct
 import zipfile
@@ -30,6 +31,7 @@ from mega_rl.converters.dist_metadata import (
     METADATA_FILE,
     Chunk,
     DistTensor,
+    SafeUnpickler,
     allowed,
     is_sizes,
 )
@@ -204,7 +206,7 @@ _TENSOR_NAMES: Mapping[tuple[str, str], Any] = {
 }
 
 
-class _TensorUnpickler(pickle.Unpickler):
+class _TensorUnpickler(SafeUnpickler):
     """Builds the description of one tensor and nothing else; any other name is a UserError."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:
@@ -234,6 +236,8 @@ class ChunkFile:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
 
     def write(self, key: str, place: tuple[int, ...], tensor: Tensor) -> Written:
@@ -252,7 +256,7 @@ class ChunkFile:
 def write_metadata(
     folder: Path,
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    written: Iterable[Written],
+    written: Sequence[Written],
     extra_states: Iterable[str],
     nothing: Written,
 ) -> None:
@@ -262,14 +266,16 @@ def write_metadata(
     """
     chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in tensors}
     storage: dict[dcp.MetadataIndex, dcp_filesystem._StorageInfo] = {}
+    # One object per name: what came from another process must not change the pickle's bytes.
+    names = {name: name for name in (*tensors, *sorted({item.file for item in written}))}
     for item in sorted(written):
-        shape = tensors[item.key][1]
+        key, shape = names[item.key], tensors[item.key][1]
         rest = len(shape) - len(item.place)
         offsets = torch.Size((*item.place, *(0,) * rest))
         sizes = torch.Size((*(1,) * len(item.place), *shape[len(item.place) :]))
-        chunks[item.key].append(dcp.ChunkStorageMetadata(offsets, sizes))
-        index = dcp.MetadataIndex(item.key, offsets)
-        storage[index] = dcp_filesystem._StorageInfo(item.file, item.offset, item.length)
+        chunks[key].append(dcp.ChunkStorageMetadata(offsets, sizes))
+        index = dcp.MetadataIndex(key, offsets)
+        storage[index] = dcp_filesystem._StorageInfo(names[item.file], item.offset, item.length)
     state: dict[str, Any] = {
         key: dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), chunks[key])
         for key, (dtype, shape) in sorted(tensors.items())
@@ -279,8 +285,10 @@ def write_metadata(
         storage[dcp.MetadataIndex(key)] = dcp_filesystem._StorageInfo(nothing.file, nothing.offset, nothing.length)
     torch.save({}, folder / COMMON_FILE)
     (folder / CONFIG_FILE).write_text(json.dumps(CONFIG), encoding="utf-8")
-    with (folder / METADATA_FILE).open("wb") as file:
+    with (folder / METADATA_FILE).open("xb") as file:
         pickle.dump(dcp.Metadata(state_dict_metadata=state, storage_data=storage), file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def chunks_by_slab(tensor: DistTensor, num_lead: int) -> dict[tuple[int, ...], list[tuple[Chunk, int]]]:

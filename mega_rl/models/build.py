@@ -22,11 +22,14 @@ from mega_rl.converters.model_config import (
     extra_config_attributes,
     gpt_model_kwargs,
     transformer_config_kwargs,
+    unfused,
     uses_mla,
 )
 from mega_rl.converters.plan import Head, Spec
 from mega_rl.errors import UserError
 from mega_rl.models.heads import ValueHead
+from mega_rl.models.moe import ExpertRowParallelLinear
+from mega_rl.models.rope import set_llama3_frequencies
 from mega_rl.models.specs import decoder_spec, mtp_spec
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
@@ -55,13 +58,19 @@ def transformer_config(
     loss already carries its global weight.
 
     Raises:
-        UserError: experts or latent attention under tensor parallelism without sequence parallelism.
+        UserError: experts or latent attention under tensor parallelism without sequence parallelism, or experts with
+            biases cut by tensor parallelism.
     """
     if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
         # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
         raise UserError(
             f"parallel.sequence_parallel=false: model_type={hf.model_type} with tp={layout.tp} needs it, having "
             "experts or latent attention; set parallel.sequence_parallel=true"
+        )
+    if hf.moe is not None and hf.linear_bias and layout.etp > 1:
+        raise UserError(
+            f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of "
+            f"model_type={hf.model_type} have; use 1 rank of expert tensor parallelism (in training: parallel.tp=1)"
         )
     kind = DTYPES[dtype]
     kwargs: dict[str, Any] = {
@@ -87,6 +96,7 @@ def transformer_config(
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
         **RECOMPUTE[recompute],
         **device_overrides,
+        **unfused(hf),
     }
     config = (MLATransformerConfig if uses_mla(hf) else TransformerConfig)(**kwargs)
     for name, value in extra_config_attributes(hf).items():
@@ -144,7 +154,10 @@ def build_chunks(
             chunk.output_layer = ValueHead(config, groups.collection)
         if hf.embedding_scale != 1.0 and hasattr(chunk, "embedding"):
             chunk.embedding.register_forward_hook(_scale(hf.embedding_scale))
+        if hf.rope.kind == "llama3":
+            set_llama3_frequencies(chunk, hf)
         mark_tensor_parallel(chunk)
+        mark_experts(chunk, layout)
         chunks.append(chunk.to(device=device))
     return chunks
 
@@ -164,8 +177,20 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
     Megatron-Core sets these marks only while it initialises a weight, on CPU and GPU alike. Without them the gradient
     norm takes the shards of ranks above 0 for copies and leaves them out: no error, and too weak a clipping.
     """
-    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1, ExpertRowParallelLinear: 1}
     for module in model.modules():
         dim = dims.get(type(module))
         if dim is not None and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+
+
+def mark_experts(model: torch.nn.Module, layout: ParallelLayout) -> None:
+    """Say of each expert's weight whether other ranks hold copies of it than of the rest of the model.
+
+    Megatron-Core says so only under expert parallelism. But with tp above etp, too, ranks of one tensor-parallel group
+    hold the same expert and give it different tokens, and their gradients must be added.
+    """
+    apart = layout.ep > 1 or layout.etp != layout.tp
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = not apart  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -14,6 +15,7 @@ from torch import Tensor
 from mega_rl.models.norm import RMSNorm
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+BuildBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]
 
 
 class DecoderLayer(TransformerLayer):
@@ -39,8 +41,8 @@ class DecoderLayer(TransformerLayer):
         if post_norms:
             self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-            self.self_attn_bda = _normed(self.post_self_attn_layernorm, self.self_attn_bda)
-            self.mlp_bda = _normed(self.post_mlp_layernorm, self.mlp_bda)
+            self.self_attn_bda: BuildBiasDropoutAdd = _normed(self.post_self_attn_layernorm, get_bias_dropout_add)
+            self.mlp_bda: BuildBiasDropoutAdd = _normed(self.post_mlp_layernorm, get_bias_dropout_add)
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if rope_theta is not None:
             self.rotary_pos_emb = RotaryEmbedding(
@@ -60,7 +62,7 @@ class DecoderLayer(TransformerLayer):
         return super().forward(*args, **kwargs)
 
 
-def _normed(norm: RMSNorm, bias_dropout_add: Callable[[bool, bool], BiasDropoutAdd]) -> Callable[..., BiasDropoutAdd]:
+def _normed(norm: RMSNorm, bias_dropout_add: BuildBiasDropoutAdd) -> BuildBiasDropoutAdd:
     """Megatron-Core's residual connection with a norm before the addition."""
 
     def build(training: bool, fused: bool) -> BiasDropoutAdd:

@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -33,8 +33,8 @@ from mega_rl.converters.plan import Spec
 from mega_rl.errors import UserError
 from mega_rl.models.attention import SDPACoreAttention
 from mega_rl.models.layer import DecoderLayer
+from mega_rl.models.moe import ExpertRowParallelLinear, Router
 from mega_rl.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
-from mega_rl.models.router import Router
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
     """
     if requested == "local":
         return "local"
-    available = device_type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    available = device_type == "cuda" and _has_transformer_engine()
     if requested == "auto":
         if not available:
             log.info("Transformer Engine not found: layers use the local spec (torch SDPA, torch RMSNorm)")
@@ -60,6 +60,10 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
             "transformer-engine, which are not both here; use model.transformer_impl=auto or local"
         )
     return "te"
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def needs_local_spec(hf: HFConfig) -> list[str]:
@@ -82,9 +86,14 @@ def decoder_spec(
     """Spec of a stage's decoder, which holds `layers` of the model (global indices); `impl` is "te" or "local".
 
     Raises:
-        UserError: Transformer Engine's layers lack something that the architecture has.
+        UserError: the layers lack something that the architecture has, or something that they need themselves.
     """
     if impl == "local":
+        if hf.mla is not None and multi_latent_attention.HAVE_TE and not _has_transformer_engine():
+            raise UserError(
+                f"model_type={hf.model_type}: on a CUDA device Megatron-Core's latent attention needs Transformer "
+                "Engine to be installed, whichever layers are used; pip install mega_rl[gpu]"
+            )
         specs = [_local_layer(hf, layer, pg_collection) for layer in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     lacking = needs_local_spec(hf)
@@ -151,7 +160,7 @@ def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection
             self_attention=_attention(hf, pg_collection) if hf.mla is None else _latent_attention(hf.mla),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_experts(hf) if moe else _mlp(),
+            mlp=_experts() if moe else _mlp(),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=_te_names(hf, moe=moe),
         ),
@@ -215,13 +224,14 @@ def _mlp() -> ModuleSpec:
     )
 
 
-def _experts(hf: HFConfig) -> ModuleSpec:
+def _experts() -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
             router=Router,
-            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            experts=ModuleSpec(module=SequentialMLP, submodules=expert),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )

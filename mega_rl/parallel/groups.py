@@ -109,10 +109,12 @@ def destroy() -> None:
 def seed_model_parallel(seed: int, groups: Groups) -> None:
     """Seed Megatron-Core's random states: one shared by the tensor-parallel ranks, one of each rank's own.
 
-    Data-parallel ranks get the same states, so replicas start from the same weights.
+    Data-parallel ranks get the same states, so replicas start from the same weights; ranks with other experts differ in
+    the state that experts draw from.
     """
+    at = groups.coordinates
     model_parallel_cuda_manual_seed(
-        seed, tp_rank=groups.coordinates.tp_rank, ep_rank=0, etp_rank=groups.coordinates.tp_rank, force_reset_rng=True
+        seed, tp_rank=at.tp_rank, ep_rank=at.ep_rank, etp_rank=at.etp_rank, force_reset_rng=True
     )
 
 

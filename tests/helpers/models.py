@@ -31,7 +31,7 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,
 }
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 SIGMOID = {**ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}

@@ -68,6 +68,10 @@ MTP_REPEATED = ("model.layers.{layer}.embed_tokens.weight", "model.layers.{layer
 
 LAYERS = LATENT_ATTENTION + MLP + SHARED_MOE
 NO_ATTENTION_BIAS = {"attention_bias": NO_LINEAR_BIAS}
+SIGMOID_ROUTER = {
+    "topk_method": (("noaux_tc",), "this family chooses experts with noaux_tc"),
+    "scoring_func": (("sigmoid",), "this family has sigmoid scores"),
+}
 ONE_FREQUENCY = ((1,), "every layer after first_k_dense_replace is a mixture")
 
 
@@ -206,8 +210,7 @@ DEEPSEEK_V3 = Family(
     fixed={
         **NO_ATTENTION_BIAS,
         "rope_interleave": ((True,), "Megatron-Core rotates neighbouring dimensions in latent attention"),
-        "topk_method": (("noaux_tc",), "this family chooses experts with noaux_tc"),
-        "scoring_func": (("sigmoid",), "this family has sigmoid scores"),
+        **SIGMOID_ROUTER,
         "moe_layer_freq": ONE_FREQUENCY,
     },
     keys=("qk_head_dim",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mega_rl.converters.families.base import Family
-from mega_rl.converters.families.deepseek import MTP, MTP_REPEATED, SHARED_MOE, sigmoid_moe
+from mega_rl.converters.families.deepseek import MTP, MTP_REPEATED, SHARED_MOE, SIGMOID_ROUTER, sigmoid_moe
 from mega_rl.converters.families.dense import ATTENTION, DENSE_NORM, EMBEDDING, MLP, OUTPUT
 from mega_rl.converters.rules import copy, fused_gated, in_layers, in_mtp_layers, row
 
@@ -50,6 +50,7 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
+    fixed=SIGMOID_ROUTER,
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     partial_rotary=True,

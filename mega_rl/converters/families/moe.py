@@ -27,19 +27,15 @@ ROUTER = copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=
 
 def experts(name: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
     """Rules of experts that are tensors of their own, `name` holding `{expert}`, or one tensor of all per layer."""
-    fc1, fc2, te_fc1, te_fc2 = (
-        prefix + end + "{expert}" * (prefix == TE_EXPERT)
-        for prefix in (EXPERT, TE_EXPERT)
-        for end in ("fc1.weight", "fc2.weight")
-    )
+    fc1, te_fc1 = EXPERT + "fc1.weight", TE_EXPERT + "fc1.weight{expert}"
+    fc2, te_fc2 = EXPERT + "fc2.weight", TE_EXPERT + "fc2.weight{expert}"
     single, fused = ["moe", "per_expert"], ["moe", "fused_experts"]
-    ffn, all_gates = ("expert_ffn", "hidden"), ("experts", "two_expert_ffn", "hidden")
-    gate_up, all_downs = "mlp.experts.gate_up_proj", ("experts", "hidden", "expert_ffn")
+    gates, downs = ("experts", "two_expert_ffn", "hidden"), ("experts", "hidden", "expert_ffn")
     return (
-        gated(fc1, name + ".{part}.weight", *ffn, parts=(gate, up), te=te_fc1, when=single),
+        gated(fc1, name + ".{part}.weight", "expert_ffn", "hidden", parts=(gate, up), te=te_fc1, when=single),
         row(fc2, f"{name}.{down}.weight", "hidden", "expert_ffn", te=te_fc2, when=single),
-        fused_gated(fc1, gate_up, *all_gates, te=te_fc1, when=fused, stacked=True),
-        row(fc2, "mlp.experts.down_proj", *all_downs, te=te_fc2, when=fused, stacked=True),
+        fused_gated(fc1, "mlp.experts.gate_up_proj", *gates, te=te_fc1, when=fused, stacked=True),
+        row(fc2, "mlp.experts.down_proj", *downs, te=te_fc2, when=fused, stacked=True),
     )
 
 

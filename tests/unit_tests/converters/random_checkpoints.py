@@ -71,7 +71,7 @@ def write_random(
     text = json.dumps(config, indent=3).replace("{\n", "{\n\n", 1) + "\n\n"
     (folder / "config.json").write_text(text)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_text('{"of": "%s"}' % name)
+        (folder / name).write_text(json.dumps({"of": name}))
     hf = parse_hf_config(config)
     state = random_state(hf, dtype=dtype, head=head, fused_experts=fused_experts, seed=seed)
     for name in left_out:

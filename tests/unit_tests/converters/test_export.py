@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.export import assemble_bucket, buckets, companions, export_hf, save_hf
+from mega_rl.converters.companions import companions
+from mega_rl.converters.export import assemble_bucket, buckets, export_hf
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
 from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
-from mega_rl.converters.plan import export_plan
+from mega_rl.converters.plan import Head, Sharding, export_plan
+from mega_rl.converters.save import save_hf
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.helpers.distributed import run_ranks
@@ -32,11 +34,12 @@ def simulate(
 ) -> State:
     """Export with the collectives replaced by looking at every rank's chunks."""
     result = {}
-    for bucket in buckets(export_plan(hf, layout), bucket_bytes=bucket_bytes, itemsize=4):
+    for bucket in buckets(export_plan(Sharding(hf, layout)), bucket_bytes=bucket_bytes, itemsize=4):
         rows = []
         for tp_rank in range(layout.tp):
-            at = RankCoordinates(tp_rank=tp_rank, cp_rank=0, dp_rank=0, pp_rank=bucket[0].pp_rank)
-            rows.append(torch.cat([chunks[at][p.vp_stage].get_parameter(p.name).detach().reshape(-1) for p in bucket]))
+            at = next(at for at in chunks if (at.tp_rank, at.pp_rank) == (tp_rank, bucket[0].pp_rank))
+            names = [(unit.vp_stage, param.name) for unit in bucket for param in unit.params]
+            rows.append(torch.cat([chunks[at][v].get_parameter(name).detach().reshape(-1) for v, name in names]))
         result.update(assemble_bucket(bucket, torch.stack(rows)))
     return result
 
@@ -55,7 +58,7 @@ def test_every_layout(layout: ParallelLayout, bucket_bytes: int, tied: bool) -> 
 
 def test_buckets_are_bounded_and_few() -> None:
     hf, layout = small_config(), LAYOUTS["tp2-pp2"]
-    plan = export_plan(hf, layout)
+    plan = export_plan(Sharding(hf, layout))
     found = list(buckets(plan, bucket_bytes=4000, itemsize=4))
     assert [p for bucket in found for p in bucket] == list(plan)
     for bucket in found:
@@ -65,10 +68,9 @@ def test_buckets_are_bounded_and_few() -> None:
     assert len(list(buckets(plan, bucket_bytes=1 << 30, itemsize=4))) == 2
 
 
-def one_rank(hf: HFConfig, state: State, **kwargs: Any) -> tuple[list[nn.Module], State]:
-    layout = LAYOUTS["one"]
-    chunks = chunks_of_rank(hf, state, layout, FIRST, fill=None)
-    return chunks, dict(export_hf(chunks, hf=hf, layout=layout, coordinates=FIRST, **kwargs))
+def one_rank(hf: HFConfig, state: State, *, head: Head = "lm") -> tuple[list[nn.Module], State]:
+    chunks = chunks_of_rank(hf, state, LAYOUTS["one"], FIRST, fill=None)
+    return chunks, dict(export_hf(chunks, sharding=Sharding(hf, head=head), coordinates=FIRST))
 
 
 def test_tensors_belong_to_the_consumer() -> None:
@@ -88,7 +90,7 @@ def test_te_names_and_dtype() -> None:
     hf, layout = small_config(), LAYOUTS["one"]
     state = hf_state(hf)
     chunks = chunks_of_rank(hf, state, layout, FIRST, spec="te", fill=None)
-    exported = dict(export_hf(chunks, hf=hf, layout=layout, coordinates=FIRST, dtype=torch.bfloat16))
+    exported = dict(export_hf(chunks, sharding=Sharding(hf, spec="te"), coordinates=FIRST, dtype=torch.bfloat16))
     assert all(torch.equal(exported[name], state[name].bfloat16()) for name in state)
 
 
@@ -102,9 +104,9 @@ def test_value_head() -> None:
 
 def test_missing_groups_are_found() -> None:
     with pytest.raises(AssertionError, match="tp_group"):
-        next(export_hf([], hf=small_config(), layout=LAYOUTS["tp2"], coordinates=FIRST))
+        next(export_hf([], sharding=Sharding(small_config(), LAYOUTS["tp2"]), coordinates=FIRST))
     with pytest.raises(AssertionError, match="pp_group"):
-        next(export_hf([], hf=small_config(), layout=LAYOUTS["pp2"], coordinates=FIRST))
+        next(export_hf([], sharding=Sharding(small_config(), LAYOUTS["pp2"]), coordinates=FIRST))
 
 
 # Checkpoints as transformers writes them.
@@ -134,14 +136,14 @@ def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool
     empty = {name: t.to(dtype) for name, t in shapes_only(hf).items()}
     chunks = {at: chunks_of_rank(hf, empty, layout, at) for at in ranks(layout)}
     for at, of_rank in chunks.items():
-        load_hf(of_rank, resharded, hf=hf, layout=layout, coordinates=at, spec="local")
+        load_hf(of_rank, resharded, sharding=Sharding(hf, layout), coordinates=at)
     exported = simulate(hf, chunks, layout, bucket_bytes=3000)
     assert exported.keys() == expected.keys()
     assert all(same(exported[name], expected[name]) for name in expected)
 
     one = chunks_of_rank(hf, empty, LAYOUTS["one"], FIRST)
-    load_hf(one, source, hf=hf, layout=LAYOUTS["one"], coordinates=FIRST, spec="local")
-    settings: dict[str, Any] = {"hf": hf, "layout": LAYOUTS["one"], "coordinates": FIRST, "source": source}
+    load_hf(one, source, sharding=Sharding(hf), coordinates=FIRST)
+    settings: dict[str, Any] = {"sharding": Sharding(hf), "coordinates": FIRST, "source": source}
     save_hf(one, tmp_path / "out", shard_bytes=20_000, **settings)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).state_dict()
     assert all(same(again[name], t) for name, t in original.state_dict().items())
@@ -161,7 +163,7 @@ def test_only_the_first_replica_writes(tmp_path: Path) -> None:
     layout = ParallelLayout(world_size=2)
     hf = small_config()
     chunks = chunks_of_rank(hf, hf_state(hf), layout, FIRST)
-    settings: dict[str, Any] = {"hf": hf, "layout": layout, "source": tmp_path}
+    settings: dict[str, Any] = {"sharding": Sharding(hf, layout), "source": tmp_path}
     save_hf(chunks, tmp_path / "out", coordinates=layout.coordinates(1), **settings)
     assert not (tmp_path / "out").exists()
 
@@ -198,17 +200,14 @@ def test_model_arguments() -> None:
         True,
         10000,
     )
-    assert (model["rope_scaling"], model["seq_len_interpolation_factor"]) == (False, None)
+    assert model["seq_len_interpolation_factor"] is None
 
 
 def test_rope_arguments() -> None:
     from mega_rl.converters.architecture import Rope
 
-    llama3 = gpt_model_kwargs(small_config(rope=Rope("llama3", 5e5, 32.0)), 13)
-    assert (llama3["rope_scaling"], llama3["rope_scaling_factor"], llama3["rotary_base"]) == (True, 32.0, 500000)
-    assert llama3["seq_len_interpolation_factor"] is None
     linear = gpt_model_kwargs(small_config(rope=Rope("linear", 1e4, 4.0)), 13)
-    assert (linear["rope_scaling"], linear["seq_len_interpolation_factor"]) == (False, 4.0)
+    assert linear["seq_len_interpolation_factor"] == 4.0
 
 
 # Four processes with gloo groups.
@@ -247,7 +246,7 @@ def export_on_four_ranks(rank: int, folder: str) -> list[str]:
         state = hf_state(hf, dtype=dtype)
         at = layout.coordinates(rank)
         chunks = chunks_of_rank(hf, state, layout, at, fill=None)
-        common: dict[str, Any] = {"hf": hf, "layout": layout, "coordinates": at, **made[name]}
+        common: dict[str, Any] = {"sharding": Sharding(hf, layout), "coordinates": at, **made[name]}
         for bucket_bytes in (500, 1 << 20):
             stream = list(export_hf(chunks, bucket_bytes=bucket_bytes, **common))
             exported = dict(stream)

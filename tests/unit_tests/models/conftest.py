@@ -17,4 +17,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("models")
     write_tiny_checkpoint(folder / "qwen3", family="qwen3", tied=True)
     write_tiny_checkpoint(folder / "qwen2", family="qwen2", tied=False)
+    for family in ("deepseek_v3", "gemma3_text", "glm4", "olmoe", "gpt_oss"):
+        write_tiny_checkpoint(folder / family, family=family)
     return dict(run_ranks(1, run_all, str(folder), device="cpu")[0])

@@ -74,3 +74,45 @@ def test_sharded_weights_are_marked(found: dict[str, Any]) -> None:
         replicated = "layernorm" in name
         assert dim == (None if replicated else dims[module]), name
     assert len(found["marks"]) == 3 + 7 * LAYERS
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("name", ["zero-centred", "latent", "joint"])
+def test_norms_of_single_families(found: dict[str, Any], name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Output and gradients of input and weight against transformers; the latent norm takes no other's epsilon."""
+    differences = found["family norms"][f"{name} {dtype}"]
+    assert len(differences) == 3
+    assert max(differences) <= tolerance, differences
+
+
+def test_a_fresh_zero_centred_norm_multiplies_by_one(found: dict[str, Any]) -> None:
+    assert found["family norms"]["fresh torch.float32"] == 0.0
+
+
+def test_layers_of_transformer_engine(found: dict[str, Any]) -> None:
+    """Upstream's function is asked per layer: a dense first layer, then grouped experts, with latent attention."""
+    asked = found["te layers"]["deepseek_v3"]["asked"]
+    assert [layer["num_experts"] for layer in asked] == [None, 8, 8, 8]
+    assert all(layer["multi_latent_attention"] and layer["qk_layernorm"] for layer in asked)
+    assert all(layer["moe_grouped_gemm"] for layer in asked)
+    dense = found["te layers"]["qwen3"]["asked"]
+    assert all(layer["qk_layernorm"] and not layer["multi_latent_attention"] for layer in dense)
+
+
+def test_what_only_the_local_layers_can(found: dict[str, Any]) -> None:
+    """Post-norms, a second rotary base, joint norms, an epsilon of its own."""
+    lacking = {family: len(case["lacking"]) for family, case in found["te layers"].items()}
+    assert lacking == {"qwen3": 0, "deepseek_v3": 1, "gemma3_text": 2, "glm4": 1, "olmoe": 1}
+
+
+def test_models_and_layouts_that_do_not_go_together(found: dict[str, Any]) -> None:
+    """One line with the fix; what does go together is not refused."""
+    told = found["refusals"]
+    for case in ("experts", "latent"):
+        assert "set parallel.sequence_parallel=true" in told[case]
+    assert "does not cut experts that have biases" in told["biases"]
+    assert "use model.transformer_impl=local" in told["te"]
+    assert "norms on the outputs of attention and MLP" in told["te"]
+    assert "needs Transformer Engine to be installed" in told["latent on cuda"]
+    fine = ("dense", "with sp", "biases whole", "local", "latent on cpu")
+    assert [told[case] for case in fine] == ["False", "False", "False", "4", "4"]

@@ -1,0 +1,99 @@
+"""A checkpoint of DeepSeek-V3's size, its weights holes in sparse files: opened, checked, planned and proved."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.converters.plan import hf_tensors
+from mega_rl.converters.safetensors_io import FP8_BLOCK, INDEX_FILE, SCALE_SUFFIX
+from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
+
+NUM_SHARDS = 163
+# Measured in a process of its own, so that nothing else counts. CPU time: the bound is about the program, and the
+# machine that runs the tests may be busy.
+MEASURED = """
+import json, resource, sys, time
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.load import check_tensors
+from mega_rl.converters.plan import Sharding, as_on_disk, build_plan
+from mega_rl.converters.proof import prove_complete
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.parallel.layout import ParallelLayout
+
+layout = ParallelLayout(**json.loads(sys.argv[2]))
+before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+hf = read_hf_config(sys.argv[1])
+reader = CheckpointReader(sys.argv[1])
+opened = time.process_time()
+hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
+sharding = Sharding(hf, layout)
+prove_complete(sharding)
+ignored, absent = check_tensors(reader, hf, "lm")
+plan = build_plan(sharding, layout.coordinates(layout.world_size - 1))
+result = {
+    "open": opened - start,
+    "all": time.process_time() - start,
+    "peak": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
+    "tensors": len(reader.tensors),
+    "params": len(plan),
+    "read": reader.bytes_read,
+    "absent": len(absent),
+}
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """91,990 tensors in 163 files of 688 GB, none of which is on disk."""
+    root = tmp_path_factory.mktemp("deepseek_v3")
+    (root / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    entries: list[tuple[str, str, tuple[int, ...], int]] = []
+    for name, tensor in hf_tensors(replace(parse_hf_config(DEEPSEEK_V3), mtp="load"), head="lm").items():
+        if name.endswith(("proj.weight", "a_proj_with_mqa.weight")) and "eh_proj" not in name:
+            rows, cols = tensor.shape
+            entries.append((name, "F8_E4M3", tensor.shape, 1))
+            entries.append((name + SCALE_SUFFIX, "F32", (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK)), 4))
+        else:
+            entries.append((name, *(("F32", tensor.shape, 4) if tensor.float32 else ("BF16", tensor.shape, 2))))
+    each = -(-len(entries) // NUM_SHARDS)
+    weight_map = {}
+    for number in range(NUM_SHARDS):
+        file = root / f"model-{number + 1:05d}-of-{NUM_SHARDS:05d}.safetensors"
+        header, at = {}, 0
+        for name, dtype, shape, itemsize in entries[number * each : (number + 1) * each]:
+            end = at + prod(shape) * itemsize
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+            weight_map[name], at = file.name, end
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text)
+        os.truncate(file, 8 + len(text) + at)
+    (root / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return root
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"world_size": 128, "tp": 8, "pp": 2, "ep": 64, "pipeline": [31, 30]}],
+    ids=["one rank", "tp8-pp2-ep64"],
+)
+def test_opening_planning_and_proving(checkpoint: Path, layout: dict[str, object]) -> None:
+    """Under 5 s, and memory for one description of each tensor: 4 KiB is above what a plan takes, below any weight."""
+    command = [sys.executable, "-c", MEASURED, str(checkpoint), json.dumps(layout)]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert found["tensors"] > 46_000
+    assert found["read"] == found["absent"] == 0
+    assert found["params"] > 500
+    assert found["open"] < 2.5
+    assert found["all"] < 5
+    assert found["peak"] < 4096 * found["tensors"]

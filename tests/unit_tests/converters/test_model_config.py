@@ -1,0 +1,143 @@
+"""HFConfig -> keyword arguments of Megatron-Core: what is not simply a field of the config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.converters.model_config import (
+    extra_config_attributes,
+    gpt_model_kwargs,
+    transformer_config_kwargs,
+    unfused,
+    uses_mla,
+)
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.converters.tiny_configs import TINY
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def model_kwargs(name: str, **changes: Any) -> dict[str, Any]:
+    return gpt_model_kwargs(parse_hf_config(TINY[name] | changes), padded_vocab=100)
+
+
+def test_plain_rope() -> None:
+    assert model_kwargs("qwen3", rope_theta=5e5) == {
+        "vocab_size": 100,
+        "max_sequence_length": 128,
+        "share_embeddings_and_output_weights": False,
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_base": 500000,
+        "seq_len_interpolation_factor": None,
+    }
+
+
+def test_llama3_rope_is_set_on_the_built_model() -> None:
+    """Megatron-Core's own scaling, with its settings built in, stays off."""
+    kwargs = model_kwargs("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0, **LLAMA3})
+    assert kwargs == model_kwargs("llama")
+
+
+def test_linear_rope() -> None:
+    kwargs = model_kwargs("llama", rope_scaling={"type": "linear", "factor": 2.0})
+    assert kwargs["seq_len_interpolation_factor"] == 2.0
+    one = model_kwargs("llama", rope_scaling={"type": "linear", "factor": 1.0})
+    assert one["seq_len_interpolation_factor"] is None
+
+
+def test_partial_rope_and_the_kind_of_position_embedding() -> None:
+    assert model_kwargs("glm4")["rotary_percent"] == model_kwargs("glm4_moe")["rotary_percent"] == 0.5
+    kinds = {name: model_kwargs(name)["position_embedding_type"] for name in TINY}
+    # Latent attention has its own yarn.
+    assert {name for name, kind in kinds.items() if kind == "yarn"} == {"gpt_oss"}
+    assert set(kinds.values()) == {"yarn", "rope"}
+
+
+def test_tied() -> None:
+    assert {name for name in TINY if model_kwargs(name)["share_embeddings_and_output_weights"]} == {"gemma3_text"}
+
+
+def test_latent_attention() -> None:
+    found = {name for name in TINY if uses_mla(parse_hf_config(TINY[name]))}
+    assert found == {"deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight"}
+
+
+MSCALES: list[dict[str, float]] = [
+    {},
+    {"mscale": 1.0, "mscale_all_dim": 1.0},
+    {"mscale": 0.707, "mscale_all_dim": 0.707},
+    {"mscale": 1.5, "mscale_all_dim": 0.5},
+    {"mscale": 2.0},
+    {"mscale": 2.0, "mscale_all_dim": 0.0},
+]
+
+
+def yarn_config(name: str, mscales: dict[str, float]) -> dict[str, Any]:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, **mscales}
+    return TINY[name] | {"rope_scaling": scaling}
+
+
+def scales_of_megatron(_: int) -> list[tuple[float, float]]:
+    """(of sines and cosines, of attention logits) as Megatron-Core computes them, per family and `MSCALES`."""
+    from mega_rl.accelerator import prepare
+
+    prepare("cpu")
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+
+    found = []
+    for name in ("qwen3", "deepseek_v3"):
+        for mscales in MSCALES:
+            hf = parse_hf_config(yarn_config(name, mscales))
+            if hf.mla is None:
+                extra = extra_config_attributes(hf)
+                pair = (extra["yarn_mscale"], extra["yarn_mscale_all_dim"])
+                found.append((yarn._yarn_get_concentration_factor(4.0, *pair), 1.0))
+            else:
+                kwargs = transformer_config_kwargs(hf)
+                pair = (kwargs["mscale"], kwargs["mscale_all_dim"])
+                of_logits = yarn._yarn_get_mscale(4.0, kwargs["mscale_all_dim"]) ** 2
+                found.append((yarn._yarn_get_concentration_factor(4.0, *pair), of_logits))
+    return found
+
+
+def test_scales_of_yarn_are_those_of_transformers() -> None:
+    """Of sines and cosines, and of attention logits: the two default differently where a key is absent."""
+    expected = []
+    for name in ("qwen3", "deepseek_v3"):
+        for mscales in MSCALES:
+            known = {key: value for key, value in yarn_config(name, mscales).items() if key != "model_type"}
+            config = AutoConfig.for_model(name, **known)
+            of_logits = 1.0
+            if name == "deepseek_v3":
+                attention = DeepseekV3Attention(config, 0)
+                of_logits = attention.scaling * attention.qk_head_dim**0.5
+            expected.append((ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1], of_logits))
+    found = run_ranks(1, scales_of_megatron, device="cpu")[0]
+    # Both compute in float64; the order of operations differs.
+    assert [pair[0] for pair in found] == pytest.approx([pair[0] for pair in expected], rel=1e-12)
+    assert [pair[1] for pair in found] == pytest.approx([pair[1] for pair in expected], rel=1e-12)
+
+
+def test_fusions_that_are_wrong_for_an_architecture_are_off() -> None:
+    off = {name: set(unfused(parse_hf_config(TINY[name]))) for name in TINY}
+    assert all(value is False for name in TINY for value in unfused(parse_hf_config(TINY[name])).values())
+    rope = {"apply_rope_fusion"}
+    assert {name: found for name, found in off.items() if found} == {
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight", "glm4"), rope),
+        "gemma3_text": {"bias_activation_fusion"},
+        "gpt_oss": {"apply_rope_fusion", "bias_dropout_fusion"},
+    }
+
+
+def test_multi_token_prediction_only_where_it_is_loaded() -> None:
+    hf = parse_hf_config(TINY["deepseek_v3"])
+    assert transformer_config_kwargs(hf)["mtp_num_layers"] is None
+    assert transformer_config_kwargs(replace(hf, mtp="load"))["mtp_num_layers"] == 1

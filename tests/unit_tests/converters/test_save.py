@@ -1,0 +1,239 @@
+"""Saving a live model as a Hugging Face folder: from one rank and from several, layers kept and dropped, errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mega_rl.converters import save as save_module
+from mega_rl.converters.companions import changed_config, config_changes
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.load import load_hf
+from mega_rl.converters.plan import Sharding, ignored_tensors
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.safetensors_writer import CheckpointWriter
+from mega_rl.converters.save import save_hf
+from mega_rl.errors import UserError
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.converters.chunks import planned_chunks
+from tests.unit_tests.converters.random_checkpoints import write_random
+
+FIRST = RankCoordinates()
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """Names of tensors that are not in both checkpoints with the same dtype and bytes."""
+    with CheckpointReader(a) as first, CheckpointReader(b) as second:
+        names = sorted(first.tensors.keys() | second.tensors.keys())
+        return [
+            name
+            for name in names
+            if name not in first.tensors
+            or name not in second.tensors
+            or first.tensors[name].dtype != second.tensors[name].dtype
+            or not torch.equal(first.read(name), second.read(name))
+        ]
+
+
+def loaded(source: Path, sharding: Sharding, at: RankCoordinates) -> Any:
+    chunks = planned_chunks(sharding, at)
+    load_hf(chunks, source, sharding=sharding, coordinates=at)
+    return chunks
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("shard_bytes", [20_000, 1 << 30])
+def test_one_rank(tmp_path: Path, family: str, shard_bytes: int) -> None:
+    source = write_random(tmp_path / "hf", family)
+    sharding = Sharding(read_hf_config(source))
+    chunks = loaded(source, sharding, FIRST)
+    out = tmp_path / "out"
+    save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, shard_bytes=shard_bytes)
+    assert differences(source, out) == []
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    with pytest.raises(UserError, match="not empty"):
+        save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST)
+    with torch.no_grad():
+        for param in chunks[0].parameters():
+            param.zero_()
+    save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, overwrite=True, mtp="drop")
+    with CheckpointReader(out) as reader:
+        assert not reader.read("model.norm.weight").any()
+    # Nothing of the shards that were there before.
+    assert len(list(out.glob("*.safetensors"))) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_parameters_are_written_from_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dense model no tensor is copied on the way."""
+    source = write_random(tmp_path / "hf", "qwen3")
+    sharding = Sharding(read_hf_config(source))
+    chunks = loaded(source, sharding, FIRST)
+    monkeypatch.setattr(CheckpointWriter, "write", lambda *_: pytest.fail("a copy was written"))
+    save_hf(chunks, tmp_path / "out", source=source, sharding=sharding, coordinates=FIRST)
+    monkeypatch.undo()
+    assert differences(source, tmp_path / "out") == []
+
+
+def test_prediction_layers_are_kept_loaded_or_dropped(tmp_path: Path) -> None:
+    source = write_random(tmp_path / "hf", "deepseek_v3")
+    hf = read_hf_config(source)
+    layer = [name for name in CheckpointReader(source).tensors if name.startswith(f"model.layers.{hf.num_layers}.")]
+    assert layer
+    assert set(layer) <= ignored_tensors(hf, head="lm")
+    saved = {}
+    for mtp in ("keep", "drop"):
+        sharding = Sharding(hf)
+        chunks = loaded(source, sharding, FIRST)
+        out = tmp_path / mtp
+        save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, mtp=mtp)  # type: ignore[arg-type]
+        saved[mtp] = differences(source, out)
+    assert saved == {"keep": [], "drop": sorted(layer)}
+    assert (tmp_path / "keep" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    config = json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "drop" / "config.json").read_text()) == config | {"num_nextn_predict_layers": 0}
+
+
+def test_loaded_prediction_layers_come_back(tmp_path: Path) -> None:
+    source = write_random(tmp_path / "hf", "deepseek_v3")
+    sharding = Sharding(replace(read_hf_config(source), mtp="load"))
+    chunks = loaded(source, sharding, FIRST)
+    save_hf(chunks, tmp_path / "out", source=source, sharding=sharding, coordinates=FIRST)
+    assert differences(source, tmp_path / "out") == []
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    source = write_random(tmp_path / "hf", "deepseek_v3", torch_dtype="bfloat16")
+    sharding = Sharding(read_hf_config(source))
+    chunks = loaded(source, sharding, FIRST)
+    out = tmp_path / "out"
+    save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, dtype=torch.float32)
+    with CheckpointReader(source) as first, CheckpointReader(out) as second:
+        assert first.tensors.keys() == second.tensors.keys()
+        assert all(torch.equal(first.read(name).float(), second.read(name)) for name in first.tensors)
+        assert {info.dtype for info in second.tensors.values()} == {torch.float32}
+    config = json.loads((source / "config.json").read_text())
+    assert json.loads((out / "config.json").read_text()) == config | {"torch_dtype": "float32"}
+
+
+def test_config_changes() -> None:
+    text = b'{"b": 1,  "quantization_config": {}, "name": "\xc3\xa9"}\n'
+    assert changed_config(text, {}) == text
+    assert json.loads(changed_config(text, {"quantization_config": None, "b": 2})) == {"b": 2, "name": "é"}
+    assert "é".encode() in changed_config(text, {"b": 2})
+
+
+def test_8_bit_sources_are_saved_as_plain_weights() -> None:
+    from mega_rl.converters.hf_config import parse_hf_config
+    from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
+
+    assert config_changes(parse_hf_config(DEEPSEEK_V3)) == {"quantization_config": None}
+
+
+# Several ranks.
+
+LAYOUTS = {
+    "tp2-pp2": ParallelLayout(world_size=4, tp=2, pp=2, etp=2),
+    "ep2-tp2": ParallelLayout(world_size=4, tp=2, ep=2),
+    "ep2-etp2": ParallelLayout(world_size=4, tp=2, ep=2, etp=2),
+    "ep2-pp2": ParallelLayout(world_size=4, pp=2, ep=2),
+    "ep2-dp4": ParallelLayout(world_size=4, ep=2),
+}
+
+
+def groups_of(layout: ParallelLayout, rank: int) -> dict[str, dist.ProcessGroup | None]:
+    """The three groups of a rank; every rank makes every group."""
+    at = [layout.coordinates(r) for r in range(layout.world_size)]
+    size = layout.ep * layout.etp
+    keys = {
+        "tp_group": [(c.cp_rank, c.dp_rank, c.pp_rank) for c in at],
+        "pp_group": [(c.tp_rank, c.cp_rank, c.dp_rank) for c in at],
+        "expert_group": [(c.pp_rank, r % layout.stage_size // size) for r, c in enumerate(at)],
+    }
+    found: dict[str, dist.ProcessGroup | None] = {}
+    for name, key in keys.items():
+        for value in sorted(set(key)):
+            members = [r for r in range(layout.world_size) if key[r] == value]
+            group = dist.new_group(members)
+            if rank in members:
+                found[name] = group
+    return found
+
+
+def save_on_four_ranks(rank: int, folder: str) -> list[str]:
+    """What this rank found wrong."""
+    dist.init_process_group("gloo")
+    faults = []
+    for name, layout in LAYOUTS.items():
+        groups = groups_of(layout, rank)
+        for family in ("deepseek_v3", "mixtral"):
+            source, out = Path(folder) / family, Path(folder) / f"{family}-{name}"
+            sharding, at = Sharding(read_hf_config(source), layout), layout.coordinates(rank)
+            chunks = loaded(source, sharding, at)
+            settings: dict[str, Any] = {"source": source, "sharding": sharding, "coordinates": at, **groups}
+            save_hf(chunks, out, bucket_bytes=4000, shard_bytes=30_000, **settings)
+            dist.barrier()
+            if rank == 0:
+                faults += [f"{family} {name}: {fault}" for fault in differences(source, out)]
+            if family == "mixtral":
+                faults += failing(rank, chunks, Path(folder) / f"full-{name}", settings)
+    return faults
+
+
+def failing(rank: int, chunks: Any, out: Path, settings: dict[str, Any]) -> list[str]:
+    """The writer's disk is full: it raises, the others end as usual, and no rank waits for another."""
+
+    def full(*_: object) -> None:
+        raise UserError("disk full")
+
+    faults, write = [], CheckpointWriter.write
+    CheckpointWriter.write = full  # type: ignore[method-assign, assignment]
+    try:
+        save_hf(chunks, out, **settings)
+        if rank == 0:
+            faults.append("the writer did not fail")
+    except UserError as error:
+        if rank or str(error) != "disk full":
+            faults.append(f"rank {rank}: {error}")
+    CheckpointWriter.write = write  # type: ignore[method-assign]
+    dist.barrier()
+    if out.exists():
+        faults.append(f"{out} exists")
+    return faults
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    for family in ("deepseek_v3", "mixtral"):
+        write_random(tmp_path / family, family)
+    assert run_ranks(4, save_on_four_ranks, str(tmp_path), device="cpu") == [[], [], [], []]
+
+
+def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are made no faster than they are written."""
+    monkeypatch.setattr(save_module, "QUEUE_BYTES", 100)
+    made = written = 0
+    worst = 0
+
+    class Slow:
+        def write(self, name: str, tensor: torch.Tensor) -> None:
+            nonlocal written
+            written += tensor.nbytes
+
+    def tensors() -> Any:
+        nonlocal made, worst
+        for i in range(50):
+            made += 40
+            yield str(i), torch.zeros(10)
+            worst = max(worst, made - written)
+
+    save_module._write_stream(Slow(), tensors())  # type: ignore[arg-type]
+    assert written == made == 2000
+    assert worst <= 100 + 40

@@ -1,0 +1,263 @@
+"""Distributed checkpoints against Megatron-Core itself, and damaged or hostile ones."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from mega_rl.converters import dist_keys
+from mega_rl.converters.compare import compare
+from mega_rl.converters.dist_metadata import read_metadata
+from mega_rl.converters.load_ranks import load_ranks
+from mega_rl.converters.offline import export_checkpoint, import_hf, open_checkpoint
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.converters.dist_cases import WORLDS, load_and_save, load_critic
+from tests.unit_tests.converters.random_checkpoints import write_random
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-tied": {"family": "qwen3", "tied": True, "vocab_size": 51},
+    "qwen2_moe": {"family": "qwen2_moe", "tied": False},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False, "decoder_sparse_step": 2, "vocab_size": 51},
+    "deepseek_v3": {"family": "deepseek_v3", "tied": False, "mtp_layers": 1, "mtp": "load"},
+    "gpt_oss": {"family": "gpt_oss", "tied": False},
+}
+# What prediction layers repeat on disk, and the model has once.
+REPEATED = ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight")
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of MODELS as transformers writes them (`hf`), as `dist` and, on another layout, as `ranks`."""
+    root = tmp_path_factory.mktemp("dist")
+    for name, model in MODELS.items():
+        options = {key: value for key, value in model.items() if key != "mtp"}
+        write_tiny_checkpoint(root / name / "hf", **options)
+        mtp = model.get("mtp", "drop")
+        import_hf(root / name / "hf", root / name / "dist", layout=ParallelLayout(), format="torch_dist", mtp=mtp)
+        layout = ParallelLayout(world_size=4, tp=2, pp=2, pipeline=(1, 3))
+        import_hf(root / name / "hf", root / name / "ranks", layout=layout, format="ranks", mtp=mtp)
+    return root
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_megatron_loads_what_is_written_and_writes_what_is_read(world_size: int, converted: Path) -> None:
+    moe = {"qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"}
+    models = {name: {"moe": name in moe, "mtp": model.get("mtp", "drop")} for name, model in MODELS.items()}
+    for found in run_ranks(world_size, load_and_save, str(converted), world_size, models, timeout_s=240):
+        assert {case: names for case, names in found.items() if names} == {}
+        assert len(found) >= 3 * len(MODELS)
+    for name in MODELS:
+        for layout in WORLDS[world_size]:
+            saved = converted / name / f"saved-{layout}"
+            if not saved.exists():
+                continue
+            back = converted / name / f"back-{layout}"
+            report = export_checkpoint(saved, back, reference=converted / name / "hf")
+            assert [ignored for ignored in report.ignored if "extra states" not in ignored] == []
+            with CheckpointReader(converted / name / "hf") as a, CheckpointReader(back) as b:
+                assert compare(a, b, allow_missing=REPEATED).equal, (name, layout)
+
+
+def test_a_critic_of_megatron_loads_a_value_head(tmp_path: Path) -> None:
+    policy = write_random(tmp_path / "policy", "qwen3", dtype=torch.float32, seed=1)
+    critic = write_random(tmp_path / "critic", "qwen3", dtype=torch.float32, head="value")
+    layout = ParallelLayout(world_size=2, tp=2)
+    import_hf(critic, tmp_path / "dist", layout=layout, format="torch_dist", head="value")
+    for found in run_ranks(1, load_critic, str(policy), str(tmp_path / "dist")):
+        with CheckpointReader(critic) as reader:
+            assert set(found) == set(reader.tensors)
+            assert all(torch.equal(found[name], reader.read(name)) for name in found)
+
+
+def test_both_dialects_and_both_ways_to_stack_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's local spec renames the norm before a mixture, and stacks layers that are all mixtures."""
+    source = write_random(tmp_path / "hf", "qwen3_moe", mlp_only_layers=[])
+    import_hf(source, tmp_path / "single", layout=ParallelLayout(), format="torch_dist")
+    with monkeypatch.context() as patch:
+        patch.setattr(dist_keys, "is_stacked", lambda hf: True)
+        import_hf(source, tmp_path / "stacked", layout=ParallelLayout(), format="torch_dist")
+    assert "decoder.layers.0.mlp.experts.experts.linear_fc1.weight" in read_metadata(tmp_path / "single")[0]
+    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in read_metadata(tmp_path / "stacked")[0]
+    for name in ("single", "stacked"):
+        folder = tmp_path / name
+        metadata = FileSystemReader(folder).read_metadata()
+        old, new = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+        state, storage = metadata.state_dict_metadata, metadata.storage_data
+        metadata.state_dict_metadata = {key.replace(old, new): entry for key, entry in state.items()}
+        metadata.storage_data = {replace(i, fqn=i.fqn.replace(old, new)): place for i, place in storage.items()}
+        assert metadata.state_dict_metadata.keys() != state.keys()
+        export_checkpoint(folder, tmp_path / f"{name}-te")
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        export_checkpoint(folder, tmp_path / f"{name}-local")
+        for dialect in ("te", "local"):
+            with CheckpointReader(source) as a, CheckpointReader(tmp_path / f"{name}-{dialect}") as b:
+                assert compare(a, b).equal, (name, dialect)
+
+
+def test_a_live_model_takes_no_other_models_weights(tmp_path: Path) -> None:
+    folder = small_checkpoint(tmp_path)
+    with open_checkpoint(folder) as checkpoint:
+        other = replace(checkpoint.sharding, hf=replace(checkpoint.hf, num_layers=2, vocab_size=50))
+    with pytest.raises(UserErrors) as caught:
+        load_ranks([], folder, sharding=other, coordinates=RankCoordinates())
+    assert f"{folder}: holds a model with num_layers=4, the model to fill has 2" in str(caught.value)
+    assert "vocab_size=99" in str(caught.value)
+
+
+class Malicious:
+    """Pickles into a call of os.system."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def small_checkpoint(folder: Path) -> Path:
+    """An imported distributed checkpoint of a tiny qwen2."""
+    source = write_random(folder / "hf", "qwen2")
+    import_hf(source, folder / "dist", layout=ParallelLayout(), format="torch_dist")
+    return folder / "dist"
+
+
+def add_copy(metadata: Any, key: str, name: str) -> None:
+    """A second tensor with the chunks of another."""
+    metadata.state_dict_metadata[name] = metadata.state_dict_metadata[key]
+    for index, info in list(metadata.storage_data.items()):
+        if index.fqn == key:
+            metadata.storage_data[replace(index, fqn=name)] = info
+
+
+def refused(folder: Path) -> str:
+    """The message with which opening a checkpoint fails; anything but a UserError passes through."""
+    with pytest.raises(UserError) as caught:
+        open_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_a_pickle_that_runs_a_program_is_refused_by_name(tmp_path: Path) -> None:
+    folder, trace = small_checkpoint(tmp_path), tmp_path / "trace"
+    (folder / ".metadata").write_bytes(pickle.dumps(Malicious(f"touch {trace}")))
+    message = refused(folder)
+    assert "posix.system" in message
+    assert str(folder / ".metadata") in message
+    assert not trace.exists()
+
+
+def test_a_chunk_that_runs_a_program_is_refused_by_name(tmp_path: Path) -> None:
+    """The archive of a chunk is replaced in place by one of the same length whose description calls os.system."""
+    folder, trace = small_checkpoint(tmp_path), tmp_path / "trace"
+    tensors, _ = read_metadata(folder)
+    chunk = max((chunk for tensor in tensors.values() for chunk in tensor.chunks), key=lambda chunk: chunk.length)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(Malicious(f"touch {trace}")))
+        file.writestr("archive/padding", b"")
+    spare = chunk.length - len(archive.getvalue())
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", pickle.dumps(Malicious(f"touch {trace}")))
+        file.writestr("archive/padding", b"x" * spare)
+    with chunk.file.open("r+b") as file:
+        file.seek(chunk.offset)
+        file.write(archive.getvalue())
+    assert "posix.system" in refused(folder)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_a_pickle_cannot_change_or_call_what_it_may_name(protocol: int, tmp_path: Path) -> None:
+    """Building state into a class itself, and calling an allowed name with anything."""
+    folder = small_checkpoint(tmp_path)
+    state = b"(N}U\x04argsU\x01xstb."
+    for name in (b"torch.distributed.checkpoint.metadata\nMetadata\n", b"collections\nOrderedDict\n"):
+        (folder / ".metadata").write_bytes(b"\x80\x02c" + name + state)
+        assert "damaged" in refused(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps([torch.Size([1]), torch.float32, Path("x")], protocol))
+    refused(folder)
+
+
+def test_paths_of_the_metadata_stay_inside_the_folder(tmp_path: Path) -> None:
+    folder = small_checkpoint(tmp_path)
+    (tmp_path / "outside.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    for name in ("../outside.distcp", str(tmp_path / "outside.distcp"), "sub/../../outside.distcp", "", "a\0b"):
+        metadata = FileSystemReader(folder).read_metadata()
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert "inside the checkpoint" in refused(folder)
+
+
+def test_damaged_metadata_and_chunks_are_user_errors(tmp_path: Path) -> None:
+    """200 mutants of the metadata and 100 of the chunks: refused in words, or as harmless as they look."""
+    folder = small_checkpoint(tmp_path)
+    random = Random(0)
+    for name, count in ((".metadata", 200), ("__0_0.distcp", 100), ("metadata.json", 20)):
+        path = folder / name
+        whole = path.read_bytes()
+        for _ in range(count):
+            mutant = bytearray(whole)
+            if random.random() < 0.2:
+                del mutant[random.randrange(len(mutant)) :]
+            else:
+                for _ in range(random.randint(1, 4)):
+                    mutant[random.randrange(len(mutant))] = random.randrange(256)
+            path.write_bytes(mutant)
+            with suppress(UserError), open_checkpoint(folder) as checkpoint:
+                assert len(checkpoint.tensors) == len(checkpoint.homes)
+        path.write_bytes(whole)
+    with open_checkpoint(folder):
+        pass
+
+
+def test_missing_chunks_and_foreign_tensors_are_named(tmp_path: Path) -> None:
+    folder = small_checkpoint(tmp_path)
+    reader = FileSystemReader(folder)
+
+    def rewritten(change: Callable[[Any], None]) -> str:
+        metadata = reader.read_metadata()
+        change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        return refused(folder)
+
+    whole = (folder / ".metadata").read_bytes()
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    assert "decoder.layers.2.mlp.linear_fc2.weight rows 0..40 are missed" in rewritten(
+        lambda m: m.state_dict_metadata[key].chunks.pop(2)
+    )
+    (folder / ".metadata").write_bytes(whole)
+    assert "decoder.layers.0.mlp.linear_fc2.weight is missing" in rewritten(lambda m: m.state_dict_metadata.pop(key))
+    (folder / ".metadata").write_bytes(whole)
+    assert "strange.weight is no part of the qwen2 model" in rewritten(lambda m: add_copy(m, key, "strange.weight"))
+
+
+def test_optimizer_and_random_states_are_left_aside_and_reported(tmp_path: Path) -> None:
+    folder = small_checkpoint(tmp_path)
+    metadata = FileSystemReader(folder).read_metadata()
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    extra = "optimizer.state.exp_avg." + key
+    add_copy(metadata, key, extra)
+    metadata.state_dict_metadata["rng_state/shard_0_1"] = BytesStorageMetadata()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    report = export_checkpoint(folder, tmp_path / "back")
+    assert {extra, "rng_state/shard_0_1"} <= set(report.ignored)
+    with CheckpointReader(tmp_path / "hf") as a, CheckpointReader(tmp_path / "back") as b:
+        assert compare(a, b).equal
