@@ -240,7 +240,7 @@ def export_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[]
 
 
 def export_stream(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
-    """`export_hf` over two ranks, tensors dropped as they come."""
+    """`export_hf` over two ranks in buckets of 64 MiB, tensors dropped as they come."""
     from mega_rl import accelerator
 
     device = accelerator.prepare("cpu")
@@ -254,7 +254,13 @@ def export_stream(folder: Path, rank: int, world: int) -> dict[str, Callable[[],
 
     def go() -> dict[str, Any]:
         stream = export_hf(
-            [model], sharding=sharding, coordinates=at, tp_group=made.tp, pp_group=made.pp, expert_group=made.experts
+            [model],
+            sharding=sharding,
+            coordinates=at,
+            tp_group=made.tp,
+            pp_group=made.pp,
+            expert_group=made.experts,
+            bucket_bytes=64 * MIB,
         )
         return {"tensors": sum(1 for _ in stream)}
 

@@ -11,6 +11,7 @@ from typing import Any
 from mega_rl.parity.reference import hf_logits
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.distributed.family_cases import CASES, LAYOUTS, measure, tokens_of, world_sizes, write_case
+from tests.unit_tests.distributed.peer_mistakes import MISTAKES, measure_mistakes
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "converters.md"
 BEGIN, END = "<!-- parity table -->\n", "<!-- end of parity table -->"
@@ -52,10 +53,19 @@ def table(answers: dict[str, list[dict[str, Any]]]) -> str:
         cells = [f"{errors[family, layout]:.0e}" if (family, layout) in errors else "" for layout in LAYOUTS]
         bits = "equal" if changed[family] == 0 else f"{changed[family]} differ"
         lines.append(f"| `{family}` | {len(cases[family])} | {bits} | " + " | ".join(cells) + " |")
+    lines += ["", *mistakes_table(), ""]
     used = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core", "transformers"))
     return (
         "\n".join(lines) + f"\n\nGloo on a CPU; {used}. Bits: export after loading, every case and layout, bf16 too.\n"
     )
+
+
+def mistakes_table() -> list[str]:
+    """What mistakes of other converters would cost on the same models."""
+    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
+        (found,) = run_ranks(1, measure_mistakes, folder, timeout_s=300, device="cpu")
+    rows = [f"| {MISTAKES[name].words} | {right:.0e} | {wrong:.2g} |" for name, (right, wrong) in found.items()]
+    return ["| mistake that other converters make | here | with the mistake |", "|---|---|---|", *rows]
 
 
 def main() -> None:

@@ -320,7 +320,7 @@ def _converted(
 def whole_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
     """Shape of every canonical parameter of the whole model, without padding of the vocabulary."""
     unpadded = replace(sharding, padded_vocab=sharding.hf.vocab_size)
-    return {plan.canonical: plan.shape for plan in whole_model(unpadded, origin="canonical") if not plan.replica}
+    return {plan.canonical: plan.shape for plan in whole_model(unpadded, origin="canonical")}
 
 
 def _open_dist(folder: Path, config: Path, manifest: Manifest | None) -> Checkpoint:
@@ -335,12 +335,9 @@ def _open_dist(folder: Path, config: Path, manifest: Manifest | None) -> Checkpo
     slabs = _Slabs(folder, sharding, tensors)
     absent, problems = [], []
     for plan in whole_model(replace(sharding, padded_vocab=hf.vocab_size), origin="canonical"):
-        if plan.replica:
-            continue
         there = slabs.add(plan)
-        if manifest is not None and plan.canonical in manifest.absent and plan.canonical not in slabs.homes:
-            absent.append(plan.canonical)
-        elif not there and plan.optional:
+        said_absent = manifest is not None and plan.canonical in manifest.absent
+        if (said_absent and plan.canonical not in slabs.homes) or (plan.optional and not there):
             absent.append(plan.canonical)
         elif not there:
             problems.append(f"{folder}: {plan.canonical} is missing")

@@ -94,8 +94,6 @@ def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[Window, ...]]:
     """
     found: dict[str, dict[tuple[int, int], list[Copy]]] = {}
     for plan in plans:
-        if plan.replica:
-            continue
         for c in plan.copies:
             if c.hf_name is None:
                 continue

@@ -35,7 +35,9 @@ class Slab(NamedTuple):
 def whole_model(sharding: Sharding, *, origin: Origin = "disk") -> tuple[ParamPlan, ...]:
     """Plans of one rank that holds everything, named as under Transformer Engine."""
     whole = replace(sharding, layout=ParallelLayout(), spec="te", padded_vocab=sharding.vocab)
-    return build_plan(whole, RankCoordinates(), origin=origin)
+    plans = build_plan(whole, RankCoordinates(), origin=origin)
+    assert not any(plan.replica for plan in plans), "one rank has no use for a second copy"
+    return plans
 
 
 def is_stacked(hf: HFConfig) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.load import weights_of
 from mega_rl.converters.plan import ExportUnit, Piece, Sharding, export_plan
-from mega_rl.parallel.layout import RankCoordinates
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 BUCKET_BYTES = 512 << 20
 
@@ -36,10 +36,10 @@ def export_hf(
     """(Hugging Face name, full tensor) of every weight, the same on all ranks of a replica and in the model's order.
 
     Collective over the replica: every rank must exhaust the iterator. Tensors are contiguous, on the device of the
-    parameters, cast to `dtype` before they travel, and the consumer's to keep: they share no memory with the model. Of
-    the two buffers that a bucket needs, one is `bucket_bytes` (a larger parameter is a bucket of its own) and the other
-    tp times that. Tied models have no lm_head.weight; padding of the vocabulary is cut off. `chunks` are unwrapped
-    GPTModels of either spec. Groups may be None where their size is 1.
+    parameters, cast to `dtype` before they travel, and the consumer's to keep: they share no memory with the model.
+    One buffer is needed beside them, of `bucket_bytes` (a larger unit is a bucket of its own) times the ranks that
+    gather; a single rank needs none. Tied models have no lm_head.weight; padding of the vocabulary is cut off.
+    `chunks` are unwrapped GPTModels of either spec. Groups may be None where their size is 1.
     """
     layout = sharding.layout
     assert layout.tp == 1 or tp_group is not None, "tp_group is missing"
@@ -49,21 +49,28 @@ def export_hf(
     live = [weights_of(chunk) for chunk in chunks]
     assert not any(name == "output_layer.bias" for params in live for name in params), "heads have no bias on disk"
     usual = usual_dtype(chunks) if dtype is None else dtype
-    for bucket in buckets(plan, bucket_bytes=bucket_bytes, itemsize=usual.itemsize):
+    alone = layout.tp * layout.pp * layout.ep * layout.etp == 1
+    found = list(buckets(plan, bucket_bytes=bucket_bytes, itemsize=usual.itemsize))
+    room = 0 if alone else max(_gathered_bytes(bucket, layout, usual) for bucket in found)
+    # The same memory for every bucket: new memory would cost more time than the copy into it.
+    buffer = torch.empty(room, dtype=torch.uint8, device=next(iter(live[0].values())).device)
+    for bucket in found:
         unit = bucket[0]
         wire = torch.float32 if unit.float32 else usual
         group, members = (expert_group, layout.ep * layout.etp) if unit.of_experts else (tp_group, layout.tp)
         shards = None
         if unit.pp_rank == coordinates.pp_rank:
             shards = [live[u.vp_stage][param.name] for u in bucket for param in u.params]
-        if members == layout.pp == 1:
+        if members == layout.pp == 1:  # one rank holds all of it
             assert shards is not None
             yield from _assemble(bucket, [[shard.detach() for shard in shards]], wire)
             continue
-        flat = _flatten(bucket, shards, wire, device=next(iter(live[0].values())).device)
-        gathered = _exchange(
-            flat, owner=unit.pp_rank, members=members, group=group, pp_group=pp_group if layout.pp > 1 else None
-        )
+        numel = sum(unit.numel for unit in bucket)
+        gathered = buffer[: members * numel * wire.itemsize].view(wire).view(members, numel)
+        mine = coordinates.ep_rank * layout.etp + coordinates.etp_rank if unit.of_experts else coordinates.tp_rank
+        if shards is not None:
+            _flatten(shards, into=gathered[mine])
+        _exchange(gathered, mine, owner=unit.pp_rank, group=group, pp_group=pp_group if layout.pp > 1 else None)
         yield from assemble_bucket(bucket, gathered)
 
 
@@ -80,6 +87,12 @@ def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> 
         size += nbytes
     if bucket:
         yield bucket
+
+
+def _gathered_bytes(bucket: Sequence[ExportUnit], layout: ParallelLayout, usual: torch.dtype) -> int:
+    """What all members' parts of a bucket take."""
+    members = layout.ep * layout.etp if bucket[0].of_experts else layout.tp
+    return members * sum(unit.numel for unit in bucket) * (4 if bucket[0].float32 else usual.itemsize)
 
 
 def _kind(unit: ExportUnit) -> tuple[int, bool, bool]:
@@ -125,34 +138,34 @@ def join_pieces(
     return result
 
 
-def _flatten(
-    bucket: Sequence[ExportUnit], shards: Sequence[Tensor] | None, dtype: torch.dtype, *, device: torch.device
-) -> Tensor:
-    """This rank's parts one after the other; on a stage that does not own the bucket, room to receive them."""
-    flat = torch.empty(sum(unit.numel for unit in bucket), dtype=dtype, device=device)
-    if shards is not None:
-        parts = torch.split(flat, [shard.numel() for shard in shards])
-        for part, shard in zip(parts, shards, strict=True):
-            part.copy_(shard.detach().reshape(-1))
-    return flat
+def _flatten(shards: Sequence[Tensor], *, into: Tensor) -> None:
+    """Copies this rank's parts one after the other, cast."""
+    parts = torch.split(into, [shard.numel() for shard in shards])
+    for part, shard in zip(parts, shards, strict=True):
+        part.copy_(shard.detach().reshape(-1))
 
 
 def _exchange(
-    flat: Tensor,
+    gathered: Tensor,
+    mine: int,
     *,
     owner: int,
-    members: int,
     group: dist.ProcessGroup | None,
     pp_group: dist.ProcessGroup | None,
-) -> Tensor:
-    """[members, elements]: every member's parts, on every stage. They travel as plain bytes."""
+) -> None:
+    """Fills [members, elements] on every stage from row `mine` of every member of the owning one, as plain bytes."""
+    rows = [row.view(torch.uint8) for row in gathered]
     if pp_group is not None:
-        dist.broadcast(flat.view(torch.uint8), group=pp_group, group_src=owner)
-    if members == 1:
-        return flat[None]
-    gathered = torch.empty(members, flat.numel(), dtype=flat.dtype, device=flat.device)
-    dist.all_gather_single(gathered.view(torch.uint8).view(-1), flat.view(torch.uint8), group=group)
-    return gathered
+        dist.broadcast(rows[mine], group=pp_group, group_src=owner)
+    if len(rows) == 1:
+        return
+    assert group is not None
+    if dist.get_backend(group) == "gloo":
+        # Its broadcast moves bytes several times faster than its gather.
+        for member, row in enumerate(rows):
+            dist.broadcast(row, group=group, group_src=member)
+    else:
+        dist.all_gather_single(gathered.view(torch.uint8).view(-1), rows[mine], group=group)
 
 
 def usual_dtype(chunks: Sequence[nn.Module]) -> torch.dtype:

@@ -298,7 +298,7 @@ def _to_megatron(
     else:
         outputs = []
         for plan in whole:
-            output = None if plan.replica else output_of(plan.canonical, plan)
+            output = output_of(plan.canonical, plan)
             if output is not None:
                 outputs.append(replace(output, slab=slab_of(plan, sharding.hf)))
         files = _grouped(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")

@@ -276,8 +276,11 @@ class CheckpointReader:
 
 
 def as_bytes(target: Tensor) -> _Bytes:
-    """A matrix whose rows are contiguous as bytes, sharing its memory."""
-    return target.detach().view(torch.uint8).numpy()
+    """A matrix whose rows are contiguous as bytes, sharing its memory.
+
+    Not by `Tensor.numpy`: that makes the storage one that can never be resized, and engines offload by resizing.
+    """
+    return np.from_dlpack(target.detach().view(torch.uint8)).view(np.uint8)
 
 
 def advance(buffers: list[memoryview], count: int) -> list[memoryview]:

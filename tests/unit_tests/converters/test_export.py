@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.companions import companions
 from mega_rl.converters.export import assemble_bucket, buckets, export_hf
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
 from mega_rl.converters.load import load_hf
 from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
 from mega_rl.converters.plan import Head, Sharding, export_plan
@@ -25,6 +25,7 @@ from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.fakes import LAYOUTS, State, chunks_of_rank, hf_state, ranks, small_config
+from tests.unit_tests.converters.tiny_configs import TINY
 
 FIRST = RankCoordinates(tp_rank=0, cp_rank=0, dp_rank=0, pp_rank=0)
 
@@ -66,6 +67,21 @@ def test_buckets_are_bounded_and_few() -> None:
         assert len(bucket) == 1 or sum(p.numel for p in bucket) * 4 <= 4000
     # Large buckets: one per pipeline rank.
     assert len(list(buckets(plan, bucket_bytes=1 << 30, itemsize=4))) == 2
+
+
+def test_tensors_that_an_engine_fuses_are_in_one_bucket() -> None:
+    """SGLang fuses q_a and kv_a of latent attention as they arrive: in two buckets they would never meet."""
+    hf = parse_hf_config(TINY["deepseek_v3"])
+    for layout in (LAYOUTS["one"], LAYOUTS["tp2-pp2"]):
+        found = list(buckets(export_plan(Sharding(hf, layout)), bucket_bytes=1, itemsize=2))
+        for layer in range(hf.num_layers):
+            together = {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+            holding = [
+                {name for unit in bucket for name, _, _ in unit.tensors} & together
+                for bucket in found
+                if any(name in together for unit in bucket for name, _, _ in unit.tensors)
+            ]
+            assert holding == [together]
 
 
 def one_rank(hf: HFConfig, state: State, *, head: Head = "lm") -> tuple[list[nn.Module], State]:

@@ -27,7 +27,8 @@ NASTY: list[Any] = [
 ]  # fmt: skip
 NAMES: list[Any] = [
     "../x", "/etc/passwd", "..", ".", "", "a/../../b", "a\0b", "a\\b", "~/x", "x" * 5000, "\ud800",
-    "model-00001-of-00002",     "sub/model.safetensors", INDEX_FILE, "config.json", 7, None, ["a"], {"a": 1}, "//etc/hostname", "file:///etc/passwd",
+    "model-00001-of-00002", "sub/model.safetensors", INDEX_FILE, "config.json", 7, None, ["a"], {"a": 1},
+    "//etc/hostname", "file:///etc/passwd",
 ]  # fmt: skip
 
 

@@ -83,6 +83,22 @@ def test_resharding_is_importing_with_the_other_layout(family: str, tmp_path: Pa
         assert contents(tmp_path / f"{name}.to.dist") == contents(tmp_path / "dist"), name
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_tensors_larger_than_a_piece_are_written_in_pieces(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows at a time; a buffer of less than a tensor, shared by four threads."""
+    source = write_random(tmp_path / "hf", family)
+    layout = layouts_of(family)["ep2-tp2"]
+    import_hf(source, tmp_path / "whole", layout=layout, format="ranks", mtp="load")
+    monkeypatch.setattr(streaming, "PIECE_BYTES", 500)
+    monkeypatch.setattr(streaming, "BUFFER_BYTES", 700)
+    import_hf(source, tmp_path / "pieces", layout=layout, format="ranks", mtp="load", jobs=4)
+    assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
+    export_checkpoint(tmp_path / "pieces", tmp_path / "back", shard_bytes=60_000, jobs=4)
+    assert_same_weights(source, tmp_path / "back")
+
+
 def test_padding_of_the_vocabulary_changes_with_the_layout(tmp_path: Path) -> None:
     """More padding than one rank's rows, so that a rank holds nothing else; then none."""
     source = write_random(tmp_path / "hf", "qwen2", tie_word_embeddings=False)

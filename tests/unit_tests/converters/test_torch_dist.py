@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 import zipfile
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from mega_rl.converters import dist_keys
 from mega_rl.converters.compare import compare
@@ -109,6 +111,37 @@ def test_both_dialects_and_both_ways_to_stack_layers_are_read(tmp_path: Path, mo
         for dialect in ("te", "local"):
             with CheckpointReader(source) as a, CheckpointReader(tmp_path / f"{name}-{dialect}") as b:
                 assert compare(a, b).equal, (name, dialect)
+
+
+def test_chunks_of_several_layers_and_of_parts_of_rows_are_read(tmp_path: Path) -> None:
+    """Chunks as another program may cut them: layers in twos, rows in halves, columns in halves."""
+    folder = small_checkpoint(tmp_path)
+    with open_checkpoint(folder) as checkpoint:
+        weights = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    metadata = FileSystemReader(folder).read_metadata()
+    file = (folder / "other.distcp").open("wb")
+    for suffix in ("mlp.linear_fc2.weight", "self_attention.linear_qkv.bias"):
+        key = f"decoder.layers.{suffix}"
+        whole = torch.stack([weights[f"decoder.layers.{layer}.{suffix}"] for layer in range(4)])
+        entry = metadata.state_dict_metadata[key]
+        entry.chunks = []
+        for index in [index for index in metadata.storage_data if index.fqn == key]:
+            del metadata.storage_data[index]
+        halves = [[(0, size // 2), (size // 2, size - size // 2)] for size in whole.shape]
+        for box in itertools.product(*halves):
+            offsets, sizes = (torch.Size(values) for values in zip(*box, strict=True))
+            part = whole[tuple(slice(low, low + size) for low, size in box)].clone()
+            start = file.tell()
+            torch.save(part, file)
+            entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+            metadata.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(
+                "other.distcp", start, file.tell() - start
+            )
+    file.close()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    export_checkpoint(folder, tmp_path / "back")
+    with CheckpointReader(tmp_path / "hf") as a, CheckpointReader(tmp_path / "back") as b:
+        assert compare(a, b).equal
 
 
 def test_a_live_model_takes_no_other_models_weights(tmp_path: Path) -> None:

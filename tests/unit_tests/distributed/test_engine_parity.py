@@ -18,6 +18,8 @@ pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of
 # fp32 on both sides: sums of a few hundred terms in another order differ by some 1e-6 of their size.
 LOGPROB_TOLERANCE = 1e-4
 RELATIVE_TOLERANCE = 1e-5
+# Between micro-batches only the order of sums over rows differs. Measured 0.3e-6 to 1.02e-6, depending on the CPU.
+CUT_TOLERANCE = 2e-6
 SPLIT_LAYOUTS = [name for name in LAYOUTS if name != "1"]
 # The batch has 8 rows of at most 24 tokens.
 CUTS: dict[str, dict[str, Any]] = {
@@ -123,12 +125,12 @@ def test_layouts_agree_in_bf16(results: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.parametrize("cut", list(CUTS))
 def test_loss_does_not_depend_on_micro_batches(results: dict[str, Any], cut: str) -> None:
-    """The same loss and gradients for every micro-batch size, packed or padded, to 1e-6 of their size."""
+    """The same loss and gradients for every micro-batch size, packed or padded, up to the order of sums."""
     one, other = results["1"], results[cut]
     for name in ("actor/loss", "actor/entropy", "grad_norm"):
-        assert other["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-6), name
+        assert other["metrics"][name] == pytest.approx(one["metrics"][name], rel=CUT_TOLERANCE), name
     distance, name = worst_difference(other["gradients"], one["gradients"])
-    assert distance <= 1e-6, name
+    assert distance <= CUT_TOLERANCE, name
 
 
 def test_the_cuts_are_different(results: dict[str, Any]) -> None:
