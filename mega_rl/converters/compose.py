@@ -44,7 +44,7 @@ def homes_of(stored: str, plan: ParamPlan) -> list[Home]:
 def home_faults(name: str, shape: tuple[int, ...], homes: Sequence[Home]) -> list[str]:
     """What keeps the homes of a parameter from holding every element of it exactly once, in words."""
     rectangles = [(c.src_row, c.src_row + c.rows, c.src_col, c.src_col + c.cols) for _, c in homes]
-    return [f"{name} {fault}" for fault in tiling_faults(rectangles, shape)]
+    return [f"{name} {fault}" for fault in tiling_faults(tuple(rectangles), shape)]
 
 
 def compose(copies: Iterable[Copy], homes: Homes) -> tuple[Copy, ...]:

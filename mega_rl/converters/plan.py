@@ -268,7 +268,7 @@ def common_plan(
         shape, copies = shard(param, layout.tp, tp_rank)
         local = part.layer - layers.start if part.rule.scope == "layer" else part.layer
         name = param_name(part.rule, hf, layer=local, spec=sharding.spec)
-        plans.append(_plan(name, part.rule, param, shape, copies))
+        plans.append(_plan(name, param.name, part.rule, param, shape, copies))
     return tuple(plans)
 
 
@@ -280,14 +280,31 @@ def expert_plan(
     hf, layout = sharding.hf, sharding.layout
     layers = layout.layers_of(pp_rank, hf.num_layers, vp_stage)
     held = experts_of(hf, layout, ep_rank)
+    # A rule cuts all experts alike, but for the place of each where one tensor holds them all: cut once, then renamed.
+    cuts: dict[tuple[str, int], tuple[list[str], GlobalParam, tuple[int, ...], tuple[Copy, ...]]] = {}
     plans = []
     for part in _stage_experts(sharding, pp_rank, vp_stage, held):
-        param = _parameter(part, hf, sharding.vocab, origin)
-        shape, copies = shard(param, layout.etp, etp_rank)
+        stacked = any(source.stacked for source in part.rule.sources)
+        key = part.rule.param, part.expert if stacked else -1
+        names = _origin_names(part, hf, origin)
+        if key not in cuts:
+            param = _parameter(part, hf, sharding.vocab, origin)
+            cuts[key] = (names, param, *shard(param, layout.etp, etp_rank))
+        like, param, shape, copies = cuts[key]
+        renamed = dict(zip(like, names, strict=True))
+        copies = tuple(copy._replace(hf_name=renamed[str(copy.hf_name)]) for copy in copies)
         local = part.layer - layers.start if part.rule.scope == "layer" else part.layer
         name = param_name(part.rule, hf, layer=local, expert=part.expert - held.start, spec=sharding.spec)
-        plans.append(_plan(name, part.rule, param, shape, copies))
+        canonical = param_name(part.rule, hf, layer=part.layer, expert=part.expert)
+        plans.append(_plan(name, canonical, part.rule, param, shape, copies))
     return tuple(plans)
+
+
+def _origin_names(part: Part, hf: HFConfig, origin: Origin) -> list[str]:
+    """Names of the tensors that a part's copies read."""
+    if origin == "canonical":
+        return [param_name(part.rule, hf, layer=part.layer, expert=part.expert)]
+    return [source.name.format(layer=part.layer, expert=part.expert) for source in part.rule.sources]
 
 
 def experts_of(hf: HFConfig, layout: ParallelLayout, ep_rank: int) -> range:
@@ -384,10 +401,12 @@ def _unit(
     )
 
 
-def _plan(name: str, rule: Rule, param: GlobalParam, shape: tuple[int, ...], copies: tuple[Copy, ...]) -> ParamPlan:
+def _plan(
+    name: str, canonical: str, rule: Rule, param: GlobalParam, shape: tuple[int, ...], copies: tuple[Copy, ...]
+) -> ParamPlan:
     return ParamPlan(
         name=name,
-        canonical=param.name,
+        canonical=canonical,
         shape=shape,
         copies=copies,
         replicated=param.cut == "none",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 from mega_rl.converters.blocks import Copy, matrix_shape
@@ -65,7 +66,8 @@ class _Ledger:
         stage = where.partition(" pp_rank")[2]
         for param in plan:
             rectangles = [(c.dst_row, c.dst_row + c.rows, c.dst_col, c.dst_col + c.cols) for c in param.copies]
-            self.problems += [f"{where}: {param.name} {gap}" for gap in tiling_faults(rectangles, param.shape)]
+            gaps = tiling_faults(tuple(rectangles), param.shape)
+            self.problems += [f"{where}: {param.name} {gap}" for gap in gaps]
             if param.replicated and self.whole.setdefault((stage, param.canonical), param.copies) != param.copies:
                 self.problems.append(f"{where}: {param.name} is not that of rank 0, yet every rank holds it whole")
             if param.replicated and index:
@@ -87,15 +89,17 @@ def source_rectangle(copy: Copy, columns: int) -> Rectangle:
     return copy.src_row, copy.src_row + rows, left, left + cols
 
 
-def tiling_faults(rectangles: Iterable[Rectangle], shape: tuple[int, ...]) -> list[str]:
+@lru_cache(maxsize=4096)
+def tiling_faults(rectangles: tuple[Rectangle, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
     """What keeps rectangles (row_lo, row_hi, col_lo, col_hi) from tiling a tensor exactly once, in words.
 
-    Cuts the columns at every edge of a rectangle; within such a strip the rectangles are plain row intervals.
+    Cuts the columns at every edge of a rectangle; within such a strip the rectangles are plain row intervals. Cached:
+    the layers and experts of a model ask the same questions.
     """
     found = sorted(rectangles)
     num_rows, num_cols = matrix_shape(shape)
     if found == [(0, num_rows, 0, num_cols)]:
-        return []
+        return ()
     edges = sorted({0, num_cols}.union(*((lo, hi) for _, _, lo, hi in found)))
     faults = []
     for left, right in pairwise(edges):
@@ -113,7 +117,7 @@ def tiling_faults(rectangles: Iterable[Rectangle], shape: tuple[int, ...]) -> li
             faults.append(f"rows {at}..{num_rows}{columns} are missed")
         if at > num_rows or (right > num_cols and at):
             faults.append(f"rows up to {at}{columns} lie outside its shape {list(shape)}")
-    return faults
+    return tuple(faults)
 
 
 def _source_faults(
@@ -124,7 +128,7 @@ def _source_faults(
     """Gaps and overlaps on the Hugging Face side."""
     problems = [f"{name} is read but is no tensor of this model" for name in used if name not in tensors]
     for name, tensor in tensors.items():
-        problems += [f"{name} {fault}" for fault in tiling_faults(used.get(name, ()), tensor.shape)]
+        problems += [f"{name} {fault}" for fault in tiling_faults(tuple(used.get(name, ())), tensor.shape)]
     for (name, param), rectangles in again.items():
-        problems += [f"{name} for {param} {fault}" for fault in tiling_faults(rectangles, tensors[name].shape)]
+        problems += [f"{name} for {param} {fault}" for fault in tiling_faults(tuple(rectangles), tensors[name].shape)]
     return problems

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from mega_rl.errors import RunError, UserError
 
@@ -72,6 +76,16 @@ class World:
         return [item for i, item in enumerate(items) if i in mine]
 
 
+_generation = itertools.count()
+
+
+@cache
+def _store() -> Store:
+    """torchrun's store, kept for the life of the process: a second one on its port would race with the first's end."""
+    store: Store = next(rendezvous("env://", timeout=DEADLINE))[0]
+    return store
+
+
 @contextmanager
 def joined_world() -> Iterator[World]:
     """The world that the environment describes (RANK, WORLD_SIZE); its process group is taken down at the end.
@@ -85,7 +99,9 @@ def joined_world() -> Iterator[World]:
     if size == 1:
         yield World()
         return
-    dist.init_process_group("gloo", timeout=DEADLINE)
+    # A fresh key space each time: gloo would find the addresses of a destroyed world under the old keys.
+    store = PrefixStore(f"mega_rl/conversion/{next(_generation)}", _store())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
     try:
         yield World(rank, size)
     finally:

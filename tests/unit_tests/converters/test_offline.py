@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from random import Random
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from mega_rl.converters import fill, offline, safetensors_writer, streaming
 from mega_rl.converters.compare import compare
+from mega_rl.converters.manifest import parse_manifest
 from mega_rl.converters.offline import Format, export_checkpoint, import_hf, open_checkpoint, reshard
 from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.safetensors_writer import write_checkpoint
@@ -377,6 +379,36 @@ def test_mutants_of_the_manifest_are_user_errors(tmp_path: Path) -> None:
             refused += str(folder) in str(error)
     assert len(mutants) > 250
     assert refused > len(mutants) - 20
+
+
+def test_manifests_that_only_look_right_are_refused(tmp_path: Path) -> None:
+    source = write_random(tmp_path / "hf", "qwen2")
+    import_hf(source, tmp_path / "dist", layout=ParallelLayout(), format="torch_dist")
+    raw = json.loads((tmp_path / "dist" / "mega_rl.json").read_text())
+    assert parse_manifest(raw).kind == "torch_dist"
+    with pytest.raises(UserError, match="kind=torch_dist must have tp=pp=vpp=ep=etp=1"):
+        parse_manifest(raw | {"tp": 2})
+    for name in ("tp", "padded_vocab", "version"):
+        with pytest.raises(UserError, match=f"{name}=True"):
+            parse_manifest(raw | {name: True})
+
+
+def test_threads_wait_for_room_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than the buffer, or one tensor that is larger alone."""
+    monkeypatch.setattr(streaming, "BUFFER_BYTES", 10)
+    meter, inside, seen = streaming._Meter(None), [], []
+
+    def work(num_bytes: int) -> None:
+        with meter.room(num_bytes):
+            inside.append(num_bytes)
+            seen.append(tuple(inside))
+            time.sleep(0.002)
+            inside.remove(num_bytes)
+
+    fill.in_threads([3, 4, 25, 9, 1, 2, 6, 12, 5, 5] * 3, work, threads=4)
+    assert len(seen) == 30
+    assert all(sum(sizes) <= 10 or len(sizes) == 1 for sizes in seen), seen
+    assert any(len(sizes) > 1 for sizes in seen)
 
 
 def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:

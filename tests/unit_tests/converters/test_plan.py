@@ -499,7 +499,7 @@ def test_proof_finds_lost_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_proof_finds_lost_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy_shards(monkeypatch, "local_experts.4.linear_fc1.weight")
+    lossy_shards(monkeypatch, "local_experts.3.linear_fc1.weight")
     faults = faults_of(small_moe(), MORE_LAYOUTS["ep2"])
     assert "ep_rank=1 etp_rank=0 pp_rank=0 vp_stage=0: decoder.layers.0.mlp.experts.local_experts.1" in faults
     assert "model.layers.3.mlp.experts.4.up_proj.weight rows 0..12 are missed" in faults
@@ -518,18 +518,26 @@ def test_proof_finds_replicas_that_differ(monkeypatch: pytest.MonkeyPatch) -> No
     assert "decoder.final_layernorm.weight is not that of rank 0" in faults_of(small_config(), LAYOUTS["tp2"])
 
 
-def test_tiling_faults() -> None:
-    assert tiling_faults([(0, 4, 0, 2), (0, 4, 2, 6)], (4, 6)) == []
-    assert tiling_faults([(0, 3, 0, 1), (3, 5, 0, 1)], (5,)) == []
-    assert tiling_faults([], (4, 6)) == ["rows 0..4 are missed"]
-    assert tiling_faults([(0, 4, 0, 2)], (4, 6)) == ["rows 0..4 columns 2..6 are missed"]
-    assert tiling_faults([(0, 4, 0, 4), (2, 4, 3, 6)], (4, 6)) == [
-        "rows 2..4 columns 3..4 are taken twice",
-        "rows 0..2 columns 4..6 are missed",
-    ]
-    assert tiling_faults([(0, 5, 0, 6)], (4, 6)) == ["rows up to 5 lie outside its shape [4, 6]"]
-    assert tiling_faults([(0, 4, 0, 7)], (4, 6)) == ["rows up to 4 columns 6..7 lie outside its shape [4, 6]"]
-    assert tiling_faults([(0, 2, 0, 3), (2, 4, 0, 3), (0, 4, 3, 6)], (2, 2, 6)) == []
+@pytest.mark.parametrize(
+    ("rectangles", "shape", "faults"),
+    [
+        ([(0, 4, 0, 2), (0, 4, 2, 6)], (4, 6), []),
+        ([(0, 3, 0, 1), (3, 5, 0, 1)], (5,), []),
+        ([(0, 2, 0, 3), (2, 4, 0, 3), (0, 4, 3, 6)], (2, 2, 6), []),
+        ([], (4, 6), ["rows 0..4 are missed"]),
+        ([(0, 4, 0, 2)], (4, 6), ["rows 0..4 columns 2..6 are missed"]),
+        (
+            [(0, 4, 0, 4), (2, 4, 3, 6)],
+            (4, 6),
+            ["rows 2..4 columns 3..4 are taken twice", "rows 0..2 columns 4..6 are missed"],
+        ),
+        ([(0, 5, 0, 6)], (4, 6), ["rows up to 5 lie outside its shape [4, 6]"]),
+        ([(0, 4, 0, 7)], (4, 6), ["rows up to 4 columns 6..7 lie outside its shape [4, 6]"]),
+    ],
+)
+def test_tiling_faults(rectangles: list[tuple[int, int, int, int]], shape: tuple[int, ...], faults: list[str]) -> None:
+    """Gaps, overlaps and what lies outside, in words."""
+    assert tiling_faults(tuple(rectangles), shape) == tuple(faults)
 
 
 def test_planning_a_36_layer_model_over_8_ranks_is_fast() -> None:

@@ -301,3 +301,24 @@ def test_a_lock_that_is_let_go_while_it_is_waited_for(tmp_path: Path) -> None:
     assert done > 4
     assert worst == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_all_is_on_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is flushed after its last byte, then the folder; only then it is renamed, and that is flushed too."""
+    target, flushed = tmp_path / "out", []
+    fsync = os.fsync
+
+    def recording(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        flushed.append((path.name, path.stat().st_size if path.is_file() else -1, target.exists()))
+        fsync(fd)
+
+    monkeypatch.setattr(safetensors_writer.os, "fsync", recording)
+    tensors = some_tensors()
+    with output_folder(target) as work, CheckpointWriter(work, specs_of(tensors), shard_bytes=60) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    files = {(path.name, path.stat().st_size, False) for path in target.iterdir()}
+    assert len(files) > 2
+    assert set(flushed[:-2]) == files
+    assert flushed[-2:] == [(".out.partial", -1, False), (tmp_path.name, -1, True)]
