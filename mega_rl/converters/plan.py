@@ -257,18 +257,15 @@ def common_plan(
     sharding: Sharding, tp_rank: int, pp_rank: int, vp_stage: int = 0, *, origin: Origin = "disk"
 ) -> tuple[ParamPlan, ...]:
     """The part of a chunk that is cut over tensor parallelism: everything but experts."""
-    sharding.check()
-    hf, layout = sharding.hf, sharding.layout
-    layers = layout.layers_of(pp_rank, hf.num_layers, vp_stage)
+    cut = _Cutter(sharding, sharding.layout.tp, tp_rank, origin)
+    layers = sharding.layout.layers_of(pp_rank, sharding.hf.num_layers, vp_stage)
+    first_stage = (pp_rank, vp_stage) == (0, 0)
     plans = []
     for part in _stage_parts(sharding, pp_rank, vp_stage):
         tied = part.rule.param == OUTPUT and not part.rule.sources
-        replica = tied or (part.rule.param == EMBEDDING and (pp_rank, vp_stage) != (0, 0))
-        param = _parameter(part, hf, sharding.vocab, origin, replica=replica)
-        shape, copies = shard(param, layout.tp, tp_rank)
+        replica = tied or (part.rule.param == EMBEDDING and not first_stage)
         local = part.layer - layers.start if part.rule.scope == "layer" else part.layer
-        name = param_name(part.rule, hf, layer=local, spec=sharding.spec)
-        plans.append(_plan(name, param.name, part.rule, param, shape, copies))
+        plans.append(cut.plan(part, param_name(part.rule, sharding.hf, layer=local, spec=sharding.spec), replica))
     return tuple(plans)
 
 
@@ -276,28 +273,49 @@ def expert_plan(
     sharding: Sharding, ep_rank: int, etp_rank: int, pp_rank: int, vp_stage: int = 0, *, origin: Origin = "disk"
 ) -> tuple[ParamPlan, ...]:
     """The experts of a chunk that one expert-parallel rank holds, cut over the experts' tensor parallelism."""
-    sharding.check()
-    hf, layout = sharding.hf, sharding.layout
-    layers = layout.layers_of(pp_rank, hf.num_layers, vp_stage)
-    held = experts_of(hf, layout, ep_rank)
-    # A rule cuts all experts alike, but for the place of each where one tensor holds them all: cut once, then renamed.
-    cuts: dict[tuple[str, int], tuple[list[str], GlobalParam, tuple[int, ...], tuple[Copy, ...]]] = {}
+    cut = _Cutter(sharding, sharding.layout.etp, etp_rank, origin)
+    layers = sharding.layout.layers_of(pp_rank, sharding.hf.num_layers, vp_stage)
+    held = experts_of(sharding.hf, sharding.layout, ep_rank)
     plans = []
     for part in _stage_experts(sharding, pp_rank, vp_stage, held):
-        stacked = any(source.stacked for source in part.rule.sources)
-        key = part.rule.param, part.expert if stacked else -1
-        names = _origin_names(part, hf, origin)
-        if key not in cuts:
-            param = _parameter(part, hf, sharding.vocab, origin)
-            cuts[key] = (names, param, *shard(param, layout.etp, etp_rank))
-        like, param, shape, copies = cuts[key]
-        renamed = dict(zip(like, names, strict=True))
-        copies = tuple(copy._replace(hf_name=renamed[str(copy.hf_name)]) for copy in copies)
         local = part.layer - layers.start if part.rule.scope == "layer" else part.layer
-        name = param_name(part.rule, hf, layer=local, expert=part.expert - held.start, spec=sharding.spec)
-        canonical = param_name(part.rule, hf, layer=part.layer, expert=part.expert)
-        plans.append(_plan(name, canonical, part.rule, param, shape, copies))
+        expert = part.expert - held.start
+        plans.append(cut.plan(part, param_name(part.rule, sharding.hf, layer=local, expert=expert, spec=sharding.spec)))
     return tuple(plans)
+
+
+class _Cutter:
+    """Cuts parameters for one rank.
+
+    A rule cuts all layers and experts alike, but for the place of an expert where one tensor holds them all. So each
+    is cut once; for the others only names change.
+    """
+
+    def __init__(self, sharding: Sharding, parts: int, index: int, origin: Origin) -> None:
+        sharding.check()
+        self._sharding, self._parts, self._index, self._origin = sharding, parts, index, origin
+        self._done: dict[
+            tuple[str, tuple[str, ...], int], tuple[GlobalParam, list[str], tuple[int, ...], tuple[Copy, ...]]
+        ] = {}
+
+    def plan(self, part: Part, name: str, replica: bool = False) -> ParamPlan:
+        """How this rank fills a parameter that its chunk knows as `name`."""
+        rule = part.rule
+        stacked = any(source.stacked for source in rule.sources)
+        key = rule.param, rule.when, part.expert if stacked else -1
+        names = _origin_names(part, self._sharding.hf, self._origin)
+        if key not in self._done:
+            param = _parameter(part, self._sharding.hf, self._sharding.vocab, self._origin, replica=replica)
+            self._done[key] = (param, names, *shard(param, self._parts, self._index))
+        param, like, shape, copies = self._done[key]
+        if like != names:
+            renamed = dict(zip(like, names, strict=True))
+            copies = tuple([Copy(renamed[c[0]], *c[1:]) for c in copies])  # type: ignore[index]
+        canonical = param_name(rule, self._sharding.hf, layer=part.layer, expert=part.expert)
+        whole = param.cut == "none"
+        return ParamPlan(
+            name, canonical, shape, copies, whole, param.replica, param.optional, rule.float32, rule.per_expert
+        )
 
 
 def _origin_names(part: Part, hf: HFConfig, origin: Origin) -> list[str]:
@@ -398,22 +416,6 @@ def _unit(
         params[0][0].float32,
         tuple(ExportParam(plans[0].name, plans[0].shape) for plans in params),
         tuple((name, shapes[name].shape, tuple(found)) for name, found in pieces.items()),
-    )
-
-
-def _plan(
-    name: str, canonical: str, rule: Rule, param: GlobalParam, shape: tuple[int, ...], copies: tuple[Copy, ...]
-) -> ParamPlan:
-    return ParamPlan(
-        name=name,
-        canonical=canonical,
-        shape=shape,
-        copies=copies,
-        replicated=param.cut == "none",
-        replica=param.replica,
-        optional=param.optional,
-        float32=rule.float32,
-        of_expert=rule.per_expert,
     )
 
 
