@@ -78,7 +78,7 @@ def write_source(folder: Path, config: dict[str, Any], *, num_shards: int = 3) -
     from safetensors.torch import save_file
 
     from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.plan import hf_tensors
+    from mega_rl.converters.parts import hf_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -109,7 +109,8 @@ def module_tree(folder: Path, rank: int, world: int, *, spec: str) -> tuple[Any,
     from torch import nn
 
     from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.plan import Sharding, build_plan
+    from mega_rl.converters.plan import build_plan
+    from mega_rl.converters.sharding import Sharding
     from mega_rl.parallel.layout import ParallelLayout
 
     layout = ParallelLayout(world_size=world, tp=world, etp=world)

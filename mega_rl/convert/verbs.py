@@ -29,7 +29,7 @@ from mega_rl.convert.text import (
 from mega_rl.errors import UserError, UserErrors
 
 if TYPE_CHECKING:
-    from mega_rl.converters.plan import Sharding
+    from mega_rl.converters.sharding import Sharding
     from mega_rl.parallel.layout import ParallelLayout
 
 EXIT_DIFFERS = 1
@@ -388,7 +388,7 @@ def _layout(tp: int, pp: int, vpp: int, ep: int, etp: int | None, pp_layout: str
 def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: str = "local") -> Sharding:
     """The model of a config.json, cut into `layout`; refused here, before torch is imported, if it cannot be."""
     from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.plan import Sharding, check_layout
+    from mega_rl.converters.sharding import Sharding, check_layout
 
     _choice("--head", head, ("lm", "value"))
     _choice("--mtp", mtp, ("drop", "load"))

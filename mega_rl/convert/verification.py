@@ -12,10 +12,11 @@ from mega_rl.converters.checkpoints import Checkpoint, open_checkpoint
 from mega_rl.converters.compare import Comparison, compare, compare_configs, merge
 from mega_rl.converters.describe import describe
 from mega_rl.converters.offline import Progress
-from mega_rl.converters.plan import Sharding, ignored_tensors
+from mega_rl.converters.parts import ignored_tensors
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.roundtrip import round_trip
 from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.sharding import Sharding
 from mega_rl.converters.world import World, joined_world
 from mega_rl.errors import UserErrors
 

@@ -20,17 +20,11 @@ from mega_rl.converters.dist_metadata import METADATA_FILE, Chunk, DistTensor, r
 from mega_rl.converters.fill import BlockReader, fill
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.manifest import HF_FOLDER, MANIFEST_FILE, Manifest, check_fits, read_manifest
-from mega_rl.converters.plan import (
-    EMBEDDING,
-    OUTPUT,
-    Head,
-    ParamPlan,
-    Sharding,
-    as_on_disk,
-    hf_tensors,
-)
+from mega_rl.converters.parts import EMBEDDING, OUTPUT, as_on_disk, hf_tensors
+from mega_rl.converters.plan import ParamPlan
 from mega_rl.converters.rank_files import rank_homes, rank_tensors
 from mega_rl.converters.safetensors_io import CheckpointReader, TensorInfo, read_header
+from mega_rl.converters.sharding import Head, Sharding
 from mega_rl.converters.torch_dist import chunk_info, chunks_by_slab
 from mega_rl.errors import UserError, UserErrors
 

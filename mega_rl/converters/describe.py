@@ -7,16 +7,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mega_rl.converters.fill import BlockReader, TensorLike
-from mega_rl.converters.plan import (
-    ParamPlan,
-    Sharding,
-    as_on_disk,
-    common_plan,
-    expert_plan,
-    hf_tensors,
-    ignored_tensors,
-)
+from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan
 from mega_rl.converters.proof import prove_complete
+from mega_rl.converters.sharding import Sharding
 from mega_rl.parallel.layout import RankCoordinates
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.blocks import matrix_shape
+from mega_rl.converters.export_plan import ExportUnit, Piece, export_plan
 from mega_rl.converters.load import weights_of
-from mega_rl.converters.plan import ExportUnit, Piece, Sharding, export_plan
+from mega_rl.converters.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 BUCKET_BYTES = 512 << 20

@@ -13,8 +13,9 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.checkpoints import Checkpoint, open_checkpoint
 from mega_rl.converters.fill import fill_all
 from mega_rl.converters.load import LoadReport, weights_of
-from mega_rl.converters.plan import ParamPlan, Sharding, build_plan
+from mega_rl.converters.plan import ParamPlan, build_plan
 from mega_rl.converters.proof import prove_complete
+from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
 

@@ -29,18 +29,8 @@ from mega_rl.converters.dist_keys import extra_state_keys, slab_of, whole_model
 from mega_rl.converters.hf_config import DTYPES, read_hf_config
 from mega_rl.converters.load import check_tensors
 from mega_rl.converters.manifest import HF_FOLDER, Kind, manifest_of, storage_layout, write_manifest
-from mega_rl.converters.plan import (
-    EMBEDDING,
-    OUTPUT,
-    Head,
-    Origin,
-    ParamPlan,
-    Sharding,
-    Spec,
-    as_on_disk,
-    ignored_tensors,
-    mtp_tensors,
-)
+from mega_rl.converters.parts import EMBEDDING, OUTPUT, as_on_disk, ignored_tensors, mtp_tensors
+from mega_rl.converters.plan import Origin, ParamPlan
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.rank_files import rank_tensors
 from mega_rl.converters.safetensors_io import CheckpointReader
@@ -54,6 +44,7 @@ from mega_rl.converters.safetensors_writer import (
     shard_name,
     write_index,
 )
+from mega_rl.converters.sharding import Head, Sharding, Spec
 from mega_rl.converters.streaming import Output, OutputFile, Progress, write_files
 from mega_rl.converters.torch_dist import ChunkFile, Written, write_metadata
 from mega_rl.converters.world import World, joined_world

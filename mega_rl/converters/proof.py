@@ -9,7 +9,9 @@ from functools import lru_cache
 from itertools import pairwise
 
 from mega_rl.converters.blocks import Copy, matrix_shape
-from mega_rl.converters.plan import HFTensor, ParamPlan, Sharding, common_plan, expert_plan, hf_tensors
+from mega_rl.converters.parts import HFTensor, hf_tensors
+from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan
+from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserErrors
 
 Rectangle = tuple[int, int, int, int]  # row_lo, row_hi, col_lo, col_hi
@@ -20,17 +22,23 @@ def prove_complete(sharding: Sharding) -> None:
 
     Every element of every parameter of every rank is written exactly once; every element of every Hugging Face tensor
     is used exactly once, where parameters that several ranks hold whole and second homes count once. Raises UserErrors
-    that lists every gap and overlap, or every reason why the model cannot be cut this way.
+    that lists every gap and overlap, or every reason why the model cannot be cut this way. A process proves a sharding
+    once: its actor and its reference have the same.
     """
+    problems = _faults(sharding)
+    if problems:
+        raise UserErrors(problems)
+
+
+@lru_cache(maxsize=8)
+def _faults(sharding: Sharding) -> tuple[str, ...]:
+    """Every gap and overlap, in words."""
     tensors = hf_tensors(sharding.hf, head=sharding.head)
     ledger = _Ledger({name: matrix_shape(tensor.shape)[1] for name, tensor in tensors.items()})
     for where, plan, index in _plans(sharding):
         ledger.add(where, plan, index)
-    problems = ledger.problems
-    problems += [f"{name} is held by {n} stages" for (name, _), n in ledger.owners.items() if n > 1]
-    problems += _source_faults(tensors, ledger.used, ledger.again)
-    if problems:
-        raise UserErrors(problems)
+    held_twice = [f"{name} is held by {n} stages" for (name, _), n in ledger.owners.items() if n > 1]
+    return (*ledger.problems, *held_twice, *_source_faults(tensors, ledger.used, ledger.again))
 
 
 def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int]]:

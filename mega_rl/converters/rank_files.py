@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mega_rl.converters.compose import Home, homes_of
-from mega_rl.converters.plan import Origin, ParamPlan, Sharding, common_plan, expert_plan
+from mega_rl.converters.plan import Origin, ParamPlan, common_plan, expert_plan
+from mega_rl.converters.sharding import Sharding
 
 
 class RankTensor(NamedTuple):

@@ -60,7 +60,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_MAP_FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all pages of a window at once, not one fault after the other
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -253,7 +252,7 @@ class CheckpointReader:
             skip = start % mmap.ALLOCATIONGRANULARITY
             try:
                 window = mmap.mmap(
-                    fd, skip + len(part) * width, flags=_MAP_FLAGS, prot=mmap.PROT_READ, offset=start - skip
+                    fd, skip + len(part) * width, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start - skip
                 )
             except ValueError as error:  # the range is not in the file any more
                 raise _shrunk(info) from error

@@ -11,7 +11,7 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
-from mega_rl.converters.plan import Head, Sharding
+from mega_rl.converters.sharding import Head, Sharding
 from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.megatron import MegatronEngine

@@ -21,7 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mega_rl.converters.export import export_hf
-from mega_rl.converters.plan import Sharding
+from mega_rl.converters.sharding import Sharding
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, torch_optimizers
 from mega_rl.engines.microbatches import Batching, to_device

@@ -25,7 +25,7 @@ from mega_rl.converters.model_config import (
     unfused,
     uses_mla,
 )
-from mega_rl.converters.plan import Head, Spec
+from mega_rl.converters.sharding import Head, Spec
 from mega_rl.errors import UserError
 from mega_rl.models.heads import ValueHead
 from mega_rl.models.moe import ExpertRowParallelLinear

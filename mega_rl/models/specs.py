@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mega_rl.converters.architecture import HFConfig, Mla
-from mega_rl.converters.plan import Spec
+from mega_rl.converters.sharding import Spec
 from mega_rl.errors import UserError
 from mega_rl.models.attention import SDPACoreAttention
 from mega_rl.models.layer import DecoderLayer

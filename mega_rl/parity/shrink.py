@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig, Moe
 from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
-from mega_rl.converters.plan import as_on_disk, hf_tensors
+from mega_rl.converters.parts import as_on_disk, hf_tensors
 from mega_rl.converters.rules import DISK_LAYER
 from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.safetensors_writer import write_checkpoint

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from mega_rl.converters.load import weights_of
-from mega_rl.converters.plan import ParamPlan, Sharding, build_plan
+from mega_rl.converters.plan import ParamPlan, build_plan
+from mega_rl.converters.sharding import Sharding
 from mega_rl.parallel.layout import RankCoordinates
 
 

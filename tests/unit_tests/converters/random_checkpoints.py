@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.plan import Head, hf_tensors
+from mega_rl.converters.parts import hf_tensors
 from mega_rl.converters.safetensors_writer import CheckpointWriter, TensorSpec
+from mega_rl.converters.sharding import Head
 from mega_rl.parallel.layout import ParallelLayout
 from tests.unit_tests.converters.tiny_configs import TINY
 

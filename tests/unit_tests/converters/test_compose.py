@@ -19,8 +19,9 @@ from mega_rl.converters.compose import Home, Window, compose, home_faults, inver
 from mega_rl.converters.dist_keys import possible_slabs, slab_of, whole_model
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.converters.manifest import storage_layout
-from mega_rl.converters.plan import Sharding, check_layout, hf_tensors
+from mega_rl.converters.parts import hf_tensors
 from mega_rl.converters.rank_files import rank_homes, rank_tensors
+from mega_rl.converters.sharding import Sharding, check_layout
 from mega_rl.parallel.layout import ParallelLayout
 from tests.unit_tests.converters.tiny_configs import TINY
 

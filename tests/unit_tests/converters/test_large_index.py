@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.plan import hf_tensors
+from mega_rl.converters.parts import hf_tensors
 from mega_rl.converters.safetensors_io import FP8_BLOCK, INDEX_FILE, SCALE_SUFFIX
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
@@ -25,12 +25,15 @@ MEASURED = """
 import json, resource, sys, time
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import check_tensors
-from mega_rl.converters.plan import Sharding, as_on_disk, build_plan
+from mega_rl.converters.parts import as_on_disk
+from mega_rl.converters.plan import build_plan
+from mega_rl.converters.sharding import Sharding
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.parallel.layout import ParallelLayout
 
-layout = ParallelLayout(**json.loads(sys.argv[2]))
+sizes = json.loads(sys.argv[2])
+layout = ParallelLayout(**sizes | {"pipeline": tuple(sizes["pipeline"]) if "pipeline" in sizes else None})
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 hf = read_hf_config(sys.argv[1])
 reader = CheckpointReader(sys.argv[1])

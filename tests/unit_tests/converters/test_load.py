@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import LoadReport, load_hf
-from mega_rl.converters.plan import VALUE_HEADS, Head, Sharding, Spec, build_plan
+from mega_rl.converters.parts import VALUE_HEADS
+from mega_rl.converters.plan import build_plan
 from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.sharding import Head, Sharding, Spec
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.unit_tests.converters.chunks import planned_chunks, values_of

@@ -12,28 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.converters import blocks, plan
+from mega_rl.converters import blocks, plan, proof
 from mega_rl.converters.architecture import HFConfig, Mla, Moe
 from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.export_plan import export_plan
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.dense import DENSE, MLP
 from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.plan import (
-    Head,
-    ParamPlan,
-    Sharding,
-    Spec,
-    as_on_disk,
-    build_plan,
-    check_layout,
-    export_plan,
-    hf_tensors,
-    ignored_tensors,
-    mtp_tensors,
-    padded_vocab_size,
-)
+from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
+from mega_rl.converters.plan import ParamPlan, build_plan
 from mega_rl.converters.proof import prove_complete, tiling_faults
 from mega_rl.converters.rules import Rule, Source
+from mega_rl.converters.sharding import Head, Sharding, Spec, check_layout, padded_vocab_size
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.unit_tests.converters.fakes import (
@@ -456,8 +446,11 @@ def rules_with(monkeypatch: pytest.MonkeyPatch, rules: Iterable[Rule]) -> None:
 
 
 def faults_of(hf: HFConfig, layout: ParallelLayout) -> str:
+    """What the proof says; proofs are kept, and the tests change what is proved."""
+    proof._faults.cache_clear()
     with pytest.raises(UserErrors) as caught:
         prove_complete(Sharding(hf, layout))
+    proof._faults.cache_clear()
     return str(caught.value)
 
 

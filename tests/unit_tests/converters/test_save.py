@@ -15,10 +15,11 @@ from mega_rl.converters import save as save_module
 from mega_rl.converters.companions import changed_config, config_changes
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
-from mega_rl.converters.plan import Sharding, ignored_tensors
+from mega_rl.converters.parts import ignored_tensors
 from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.safetensors_writer import CheckpointWriter
 from mega_rl.converters.save import save_hf
+from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.helpers.distributed import run_ranks

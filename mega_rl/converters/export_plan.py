@@ -1,0 +1,142 @@
+"""The plans of all ranks read backwards: what is gathered together, and which tensors come out of it.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import prod
+from typing import NamedTuple
+
+from mega_rl.converters.blocks import Copy
+from mega_rl.converters.parts import HFTensor, Part, hf_tensors, in_model_order, stage_experts, stage_parts
+from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan, experts_of
+from mega_rl.converters.sharding import Sharding
+
+
+class Piece(NamedTuple):
+    """A rectangle of one rank's parameter on its way back into a Hugging Face tensor."""
+
+    member: int  # rank in the group that gathers the unit
+    param: int  # position in the unit
+    copy: Copy  # src is the Hugging Face side, dst the parameter's, as when loading
+
+
+class ExportParam(NamedTuple):
+    """A parameter of an export unit: its name in the live chunk and the shape of one rank's part."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExportUnit:
+    """Parameters that are gathered together, and the Hugging Face tensors that come out of them.
+
+    The members that gather are the tensor-parallel ranks, for experts the etp x ep ranks that hold all experts between
+    them (etp fastest): each holds parameters of these names and shapes, of experts of its own.
+    """
+
+    pp_rank: int
+    vp_stage: int
+    of_experts: bool
+    float32: bool
+    params: tuple[ExportParam, ...]
+    tensors: tuple[tuple[str, tuple[int, ...], tuple[Piece, ...]], ...]  # (Hugging Face name, full shape, pieces)
+
+    @property
+    def numel(self) -> int:
+        """Elements of one rank's part."""
+        return sum(prod(param.shape) for param in self.params)
+
+
+@lru_cache(maxsize=8)
+def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
+    """The inverse over all ranks of a replica: every parameter once, layer by layer.
+
+    The order depends on the model and on `ep` alone, so every rank exports the same sequence. Cached, because a run
+    asks for it at each weight sync.
+    """
+    layout = sharding.layout
+    shapes = hf_tensors(sharding.hf, head=sharding.head)
+    order = {part.key: i for i, part in enumerate(in_model_order(sharding.hf, sharding.head))}
+    units: list[tuple[int, ExportUnit]] = []
+    for pp_rank, vp_stage in layout.stages():
+        by_rank = [common_plan(sharding, tp_rank, pp_rank, vp_stage) for tp_rank in range(layout.tp)]
+        columns = zip(stage_parts(sharding, pp_rank, vp_stage), zip(*by_rank, strict=True), strict=True)
+        owned = [(part, plans) for part, plans in columns if not plans[0].replica]
+        for _, group in groupby(owned, key=lambda column: _bucket_key(column[0])):
+            members = list(group)
+            unit = _unit([plans for _, plans in members], shapes, pp_rank, vp_stage, of_experts=False)
+            units.append((order[members[0][0].key], unit))
+        units += _expert_units(sharding, pp_rank, vp_stage, shapes, order)
+    units.sort(key=lambda item: item[0])
+    return tuple(unit for _, unit in units)
+
+
+def _expert_units(
+    sharding: Sharding,
+    pp_rank: int,
+    vp_stage: int,
+    shapes: Mapping[str, HFTensor],
+    order: Mapping[tuple[str, int, int], int],
+) -> Iterator[tuple[int, ExportUnit]]:
+    """(place in the order, unit) of a stage's experts.
+
+    A unit is one expert of each expert-parallel rank, or all experts where one tensor on disk holds them all.
+    """
+    hf, layout = sharding.hf, sharding.layout
+    if hf.moe is None:
+        return
+    by_member = [
+        expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage)
+        for ep_rank in range(layout.ep)
+        for etp_rank in range(layout.etp)
+    ]
+    parts = stage_experts(sharding, pp_rank, vp_stage, experts_of(hf, layout, 0))
+    groups: dict[tuple[int, object], list[tuple[Part, tuple[ParamPlan, ...]]]] = {}
+    for part, plans in zip(parts, zip(*by_member, strict=True), strict=True):
+        key = part.rule.param if hf.fused_experts else part.expert
+        groups.setdefault((part.layer, key), []).append((part, plans))
+    for group in groups.values():
+        unit = _unit([plans for _, plans in group], shapes, pp_rank, vp_stage, of_experts=True)
+        yield order[group[0][0].key], unit
+
+
+def _bucket_key(part: Part) -> tuple[int, str]:
+    """Consecutive parameters with one key are one unit."""
+    return part.layer, part.rule.together or part.rule.param
+
+
+def _unit(
+    params: list[tuple[ParamPlan, ...]],
+    shapes: Mapping[str, HFTensor],
+    pp_rank: int,
+    vp_stage: int,
+    *,
+    of_experts: bool,
+) -> ExportUnit:
+    """A unit from its parameters, each as every member holds it."""
+    pieces: dict[str, list[Piece]] = {}
+    for position, plans in enumerate(params):
+        seen: set[str] = set()
+        for member, plan in enumerate(plans):
+            # What several members hold whole is taken from the first of them.
+            if plan.replicated and plan.canonical in seen:
+                continue
+            seen.add(plan.canonical)
+            for copy in plan.copies:
+                if copy.hf_name is not None:
+                    pieces.setdefault(copy.hf_name, []).append(Piece(member, position, copy))
+    return ExportUnit(
+        pp_rank,
+        vp_stage,
+        of_experts,
+        params[0][0].float32,
+        tuple(ExportParam(plans[0].name, plans[0].shape) for plans in params),
+        tuple((name, shapes[name].shape, tuple(found)) for name, found in pieces.items()),
+    )

@@ -1,0 +1,188 @@
+"""Which parameters a model is made of, in what order, and which stage holds them; which tensors on disk that takes.
+
+Everything follows from the family's rules and the architecture. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.blocks import source_shape
+from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.rules import Rule, Source
+from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.parallel.layout import ParallelLayout
+
+OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
+
+# Names of a critic's or reward model's head on disk, most usual first; a row of the vocabulary's head is the last.
+VALUE_HEADS = (
+    "score.weight",
+    "v_head.weight",
+    "v_head.summary.weight",
+    "value_head.weight",
+    "reward_head.weight",
+    "lm_head.weight",
+)
+
+
+class Part(NamedTuple):
+    """One parameter of the model: its rule, its layer and its expert, counted over the whole model."""
+
+    rule: Rule
+    layer: int = 0
+    expert: int = 0
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What tells it from every other parameter."""
+        return self.rule.param, self.layer, self.expert
+
+
+class HFTensor(NamedTuple):
+    """What the model asks of a tensor on disk."""
+
+    shape: tuple[int, ...]
+    optional: bool
+    float32: bool  # stays float32 whatever the other weights are
+
+
+def as_on_disk(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> HFConfig:
+    """The config with the spellings that a checkpoint's tensor names show: fused or single experts, the value head."""
+    moe_layer = hf.moe.layers.index(True) if hf.moe is not None and any(hf.moe.layers) else None
+    if moe_layer is not None:
+        fused = {
+            source.name.format(layer=moe_layer)
+            for rule in FAMILIES[hf.family].rules
+            for source in rule.sources
+            if rule.per_expert and source.stacked
+        }
+        hf = replace(hf, fused_experts=any(name in shapes for name in fused))
+    heads = [name for name in VALUE_HEADS if name in shapes and shapes[name] == (1, hf.hidden_size)]
+    return replace(hf, value_head=heads[0]) if heads else hf
+
+
+def hf_tensors(hf: HFConfig, *, head: Head) -> dict[str, HFTensor]:
+    """Every tensor the model is made of by its name on disk, in the order of the model."""
+    return {
+        source.name.format(layer=part.layer, expert=part.expert): HFTensor(
+            source_shape(source, hf), part.rule.optional, part.rule.float32
+        )
+        for part in in_model_order(hf, head)
+        for source in part.rule.sources
+    }
+
+
+def ignored_tensors(hf: HFConfig, *, head: Head) -> frozenset[str]:
+    """Names that a checkpoint may hold and that are left aside.
+
+    Buffers of old versions, the head that is not used, multi-token prediction layers that are not loaded, and the
+    copies of embedding and head that some checkpoints repeat in those.
+    """
+    family = FAMILIES[hf.family]
+    names = {name.format(layer=layer) for name in family.ignored for layer in range(hf.num_layers)}
+    if head == "value" or hf.tied:
+        names |= {"lm_head.weight"}
+    if hf.mtp_layers:
+        layers = range(hf.num_layers, hf.num_layers + hf.mtp_layers)
+        names |= {name.format(layer=layer) for name in (*family.ignored, *family.mtp_ignored) for layer in layers}
+        if hf.mtp == "drop":
+            names |= set(mtp_tensors(hf))
+    return frozenset(names)
+
+
+def mtp_tensors(hf: HFConfig) -> dict[str, HFTensor]:
+    """The tensors of the multi-token prediction layers alone."""
+    loaded = hf_tensors(replace(hf, mtp="load"), head="lm")
+    rest = hf_tensors(replace(hf, mtp="drop"), head="lm")
+    return {name: tensor for name, tensor in loaded.items() if name not in rest}
+
+
+def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
+    """The rules in force, with the output head that the model has; a tied head has no tensor of its own."""
+    rules = []
+    for rule in FAMILIES[hf.family].rules:
+        if not all(name in hf.switches for name in rule.when if name not in ("dense", "moe")):
+            continue
+        if rule.param == OUTPUT:
+            if head == "value":
+                rule = Rule(OUTPUT, "copy", (Source(hf.value_head, ("one", "hidden")),), optional=True, float32=True)
+            elif hf.tied:
+                rule = replace(rule, sources=())
+        rules.append(rule)
+    return rules
+
+
+def _holds(rule: Rule, hf: HFConfig, layer: int) -> bool:
+    """Whether a rule holds in a layer, by the kind of its MLP."""
+    return ("moe" not in rule.when or hf.is_moe(layer)) and ("dense" not in rule.when or not hf.is_moe(layer))
+
+
+def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
+    """The parameters of one layer: the common ones (`experts` None), or these experts, one after the other."""
+    held = [rule for rule in rules if rule.per_expert == (experts is not None) and _holds(rule, hf, layer)]
+    if experts is None:
+        yield from (Part(rule, layer) for rule in held)
+    else:
+        yield from (Part(rule, layer, expert) for expert in experts for rule in held)
+
+
+def in_model_order(hf: HFConfig, head: Head) -> Iterator[Part]:
+    """All parameters: before the layers, layer by layer, after the layers, multi-token prediction layers last."""
+    rules = rules_of(hf, head)
+    first = next(i for i, rule in enumerate(rules) if rule.scope != "model")
+    everyone = range(hf.moe.num_experts) if hf.moe is not None else range(0)
+    decoder, ahead = ([rule for rule in rules if rule.scope == scope] for scope in ("layer", "mtp"))
+    layers = [(decoder, layer) for layer in range(hf.num_layers)]
+    mtp_layers = [(ahead, hf.num_layers + i) for i in range(hf.mtp_layers)] if ahead else []
+    yield from (Part(rule) for rule in rules[:first])
+    for inside, layer in layers:
+        yield from _layer_parts(inside, hf, layer, experts=None)
+        yield from _layer_parts(inside, hf, layer, experts=everyone)
+    yield from (Part(rule) for rule in rules[first:] if rule.scope == "model")
+    for inside, layer in mtp_layers:
+        yield from _layer_parts(inside, hf, layer, experts=None)
+        yield from _layer_parts(inside, hf, layer, experts=everyone)
+
+
+def _stage_layers(sharding: Sharding, pp_rank: int, vp_stage: int) -> Iterator[tuple[list[Rule], int]]:
+    """(rules, layer) of every layer of one stage; multi-token prediction layers are on the last."""
+    hf = sharding.hf
+    rules = rules_of(hf, sharding.head)
+    inside = [rule for rule in rules if rule.scope == "layer"]
+    yield from ((inside, layer) for layer in sharding.layout.layers_of(pp_rank, hf.num_layers, vp_stage))
+    ahead = [rule for rule in rules if rule.scope == "mtp"]
+    if ahead and _is_last(sharding.layout, pp_rank, vp_stage):
+        yield from ((ahead, layer) for layer in range(hf.num_layers, hf.num_layers + hf.mtp_layers))
+
+
+def stage_parts(sharding: Sharding, pp_rank: int, vp_stage: int) -> Iterator[Part]:
+    """Every parameter that one stage holds, experts aside."""
+    first, last = (pp_rank, vp_stage) == (0, 0), _is_last(sharding.layout, pp_rank, vp_stage)
+    mtp = "mtp" in sharding.hf.switches
+    for rule in rules_of(sharding.hf, sharding.head):
+        if rule.scope != "model":
+            continue
+        if rule.param.startswith("embedding."):
+            # Multi-token prediction embeds tokens too, with a copy of the embedding where it is not at hand.
+            if first or (last and mtp):
+                yield Part(rule)
+        elif last and (rule.sources or not (first or mtp)):
+            # Megatron-Core gives a tied model an output layer of its own only where the embedding is not at hand.
+            yield Part(rule)
+    for rules, layer in _stage_layers(sharding, pp_rank, vp_stage):
+        yield from _layer_parts(rules, sharding.hf, layer, experts=None)
+
+
+def stage_experts(sharding: Sharding, pp_rank: int, vp_stage: int, held: range) -> Iterator[Part]:
+    """These experts of every layer of one stage."""
+    for rules, layer in _stage_layers(sharding, pp_rank, vp_stage):
+        yield from _layer_parts(rules, sharding.hf, layer, experts=held)
+
+
+def _is_last(layout: ParallelLayout, pp_rank: int, vp_stage: int) -> bool:
+    return (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1)

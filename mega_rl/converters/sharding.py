@@ -1,0 +1,93 @@
+"""A model and how it is cut: what every plan starts from, and when a model cannot be cut so. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.errors import UserErrors
+from mega_rl.parallel.layout import ParallelLayout
+
+Head = Literal["lm", "value"]
+
+
+Spec = Literal["local", "te"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model and how it is cut: everything that a plan depends on but the rank."""
+
+    hf: HFConfig
+    layout: ParallelLayout = ParallelLayout()  # noqa: RUF009  immutable
+    spec: Spec = "local"  # whose parameter names the live chunks have
+    head: Head = "lm"
+    padded_vocab: int | None = None  # rows of the embedding; None: the smallest multiple of tp
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding over all ranks."""
+        if self.padded_vocab is not None:
+            return self.padded_vocab
+        return padded_vocab_size(self.hf.vocab_size, self.layout.tp)
+
+    def check(self) -> None:
+        """Raises UserErrors with every reason why the model cannot be cut this way."""
+        problems = check_layout(self.hf, self.layout, padded_vocab=self.padded_vocab)
+        if problems:
+            raise UserErrors(problems)
+
+
+def padded_vocab_size(vocab: int, tp: int) -> int:
+    """The smallest multiple of `tp` that holds `vocab` rows."""
+    return -(-vocab // tp) * tp
+
+
+def check_layout(hf: HFConfig, layout: ParallelLayout, *, padded_vocab: int | None = None) -> list[str]:
+    """The reasons, one line each, why a model cannot be cut this way; empty when it can."""
+    tp = layout.tp
+    vocab = padded_vocab_size(hf.vocab_size, tp) if padded_vocab is None else padded_vocab
+    problems = []
+    sizes = {"num_attention_heads": hf.num_heads, "padded vocabulary": vocab}
+    if hf.moe is None or not all(hf.moe.layers):
+        sizes["intermediate_size"] = hf.ffn_hidden_size
+    if hf.moe is not None and hf.moe.shared_ffn_hidden_size:
+        sizes["the shared experts' intermediate size"] = hf.moe.shared_ffn_hidden_size
+    if "mtp" in hf.switches:
+        sizes["hidden_size"] = hf.hidden_size  # rows of the projection of multi-token prediction
+    problems += [f"tp={tp} does not divide {name}={size}" for name, size in sizes.items() if size % tp]
+    if hf.mla is None:
+        if hf.num_kv_heads % tp and tp % hf.num_kv_heads:
+            problems.append(f"tp={tp} must divide num_key_value_heads={hf.num_kv_heads} or be a multiple of it")
+        if hf.qk_norm_joint and hf.num_kv_heads % tp:
+            problems.append(f"tp={tp} does not divide num_key_value_heads={hf.num_kv_heads}, normed all together")
+        qkv_rows = hf.dims["q"] + 2 * hf.dims["kv"]
+        if qkv_rows % tp:
+            problems.append(f"tp={tp} does not divide the {qkv_rows} rows of q, k and v")
+    problems += _check_experts(hf, layout)
+    try:
+        layout.layers_of(0, hf.num_layers)
+    except ValueError:
+        if layout.pipeline is None:
+            stages = f"pp*vpp={layout.pp}*{layout.vpp}={layout.num_stages}"
+            problems.append(f"{stages} does not divide num_hidden_layers={hf.num_layers}")
+        else:
+            split = f"pipeline {'+'.join(map(str, layout.pipeline))}={sum(layout.pipeline)}"
+            problems.append(f"{split} must be num_hidden_layers={hf.num_layers}")
+    if vocab < hf.vocab_size:
+        problems.append(f"padded vocabulary {vocab} is smaller than vocab_size={hf.vocab_size}")
+    return problems
+
+
+def _check_experts(hf: HFConfig, layout: ParallelLayout) -> list[str]:
+    if hf.moe is None:
+        return [f"ep={layout.ep}: model_type={hf.model_type} has no experts"] if layout.ep > 1 else []
+    problems = []
+    if hf.moe.num_experts % layout.ep:
+        problems.append(f"ep={layout.ep} does not divide the number of experts {hf.moe.num_experts}")
+    if hf.moe.ffn_hidden_size % layout.etp:
+        problems.append(f"etp={layout.etp} does not divide the experts' intermediate size {hf.moe.ffn_hidden_size}")
+    if layout.etp > 1 and hf.linear_bias:
+        problems.append(f"etp={layout.etp}: Megatron-Core does not cut experts that have biases; set etp to 1")
+    return problems
