@@ -39,7 +39,6 @@ app = typer.Typer(
     help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
 )
 
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]

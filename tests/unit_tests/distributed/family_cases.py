@@ -108,6 +108,7 @@ CASES: dict[str, Case] = {
     "llama-linear": rotary(rope_type="linear", factor=4.0),
     "llama-yarn": rotary(**YARN),
     "llama-biases": dense("llama", attention_bias=True, mlp_bias=True, vocab_size=ODD),
+    "llama-biases-one-kv-head": dense("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     "mistral": dense("mistral"),
     "mistral-window": dense("mistral", unlike="mistral", sliding_window=8),
     "glm4": dense("glm4", vocab_size=ODD),
@@ -136,6 +137,8 @@ CASES: dict[str, Case] = {
     "glm4_moe": experts("glm4_moe"),
     "glm4_moe-groups": experts("glm4_moe", use_qk_norm=False, unlike="", **GROUPS),
     "gpt_oss": experts("gpt_oss", etp=False, vocab_size=ODD),
+    # As many inputs as outputs: a matrix the wrong way round would fit.
+    "gpt_oss-square": experts("gpt_oss", etp=False, intermediate_size=32),
     "gpt_oss-no-window": experts("gpt_oss", etp=False, unlike="gpt_oss", vocab_size=ODD,
                                  layer_types=["full_attention"] * 4),
 }  # fmt: skip
