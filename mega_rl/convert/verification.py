@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 from mega_rl.converters.checkpoints import Checkpoint, open_checkpoint
+from mega_rl.converters.companions import config_changes
 from mega_rl.converters.compare import Comparison, compare, compare_configs, merge
 from mega_rl.converters.describe import describe
 from mega_rl.converters.offline import Progress
@@ -81,7 +82,9 @@ def compare_checkpoints(
         progress.start(sum(sizes) // world.size, "comparing")
         found = _compare_shares(a, b, allowed, world, progress)
     if a.kind == b.kind == "hf":
-        found = replace(found, config=compare_configs(first, second, intended=allow_missing))
+        # 8-bit blocks leave as bfloat16, and config.json says so.
+        intended = [*allow_missing, *config_changes(a.hf)]
+        found = replace(found, config=compare_configs(first, second, intended=intended))
     return found
 
 

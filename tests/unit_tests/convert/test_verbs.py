@@ -146,6 +146,24 @@ def test_logits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("equal\n")
 
 
+def test_8_bit_blocks_become_bfloat16(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There and back the values are equal; that config.json no longer speaks of 8 bits is intended."""
+    with CheckpointReader(models / "qwen3") as reader:
+        tensors = {name: reader.read(name).bfloat16() for name in reader.tensors}
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+        tensors[name + "_scale_inv"] = torch.full((1, 1), 0.25)
+        tensors[name] = (tensors[name].float() / 0.25).to(torch.float8_e4m3fn)
+    config = json.loads((models / "qwen3" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    Path("config.json").write_text(json.dumps(config))
+    write_checkpoint("eight", tensors.items(), files={"config.json": Path("config.json")})
+    assert run(capsys, "import", "eight", "ckpt", "--tp", 2)[0] == 0
+    assert run(capsys, "export", "ckpt", "out", "--hf", "eight")[0] == 0
+    assert facts(capsys, "verify", "eight", "out")["equal"]
+    assert "quantization_config" not in json.loads(Path("out/config.json").read_text())
+    assert set(facts(capsys, "inspect", "out")["dtypes"]) == {"bfloat16"}
+
+
 def test_differences_have_exit_code_1(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`diff` and `verify` name the tensor and the size of the change."""
     with CheckpointReader(models / "qwen3") as reader:
