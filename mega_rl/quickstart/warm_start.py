@@ -66,6 +66,7 @@ def warm_start(
             coordinates=groups.coordinates,
             tp_group=groups.tp,
             pp_group=groups.pp,
+            expert_group=groups.experts,
         )
 
 
