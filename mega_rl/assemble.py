@@ -31,7 +31,7 @@ from mega_rl.models.build import DTYPES
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
-from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
 from mega_rl.protocols import Engine, Learner, Scored
 from mega_rl.rollout.hf import HFRolloutEngine
 from mega_rl.rollout.weight_sync import EmbeddedWeightSync
@@ -52,6 +52,16 @@ log = logging.getLogger(__name__)
 def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
     """The parallel layout of a run over `world_size` ranks."""
     parallel = config.parallel
+    pipeline = None
+    if parallel.pipeline:
+        pipeline = parse_pipeline(parallel.pipeline)
+    elif parallel.first_stage_layers or parallel.last_stage_layers:
+        pipeline = uneven_pipeline(
+            read_hf_config(config.model.path).num_layers,
+            parallel.pp * parallel.vpp,
+            first=parallel.first_stage_layers,
+            last=parallel.last_stage_layers,
+        )
     return ParallelLayout(
         world_size=world_size,
         tp=parallel.tp,
@@ -59,7 +69,9 @@ def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
         vpp=parallel.vpp,
         cp=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
-        etp=parallel.tp,  # experts are cut as the rest is; no other optimizer is needed for them then
+        ep=parallel.ep,
+        etp=parallel.etp or parallel.tp,
+        pipeline=pipeline,
     )
 
 
@@ -80,7 +92,12 @@ def run(config: Config, accelerator: Accelerator) -> int:
 def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
     """The process groups of a run, taken down at the end."""
     layout = layout_of(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=config.trainer.timeout_s)
+    groups = process_groups.initialize(
+        layout,
+        accelerator=accelerator,
+        timeout_s=config.trainer.timeout_s,
+        optimizer_instances=config.ddp.optimizer_instances,
+    )
     try:
         process_groups.seed_model_parallel(config.trainer.seed, groups)
         yield groups

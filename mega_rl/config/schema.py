@@ -43,8 +43,20 @@ class ModelConfig:
     )
     recompute: str = setting(
         "none",
-        "Activations recomputed in the backward: none, core attention only, or whole layers.",
+        "Activations recomputed in the backward: none, the modules of recompute_modules, or whole layers.",
         choices=("none", "selective", "full"),
+    )
+    recompute_modules: list[str] = setting(
+        ["core_attn"],
+        "What selective recompute runs again: core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, shared_experts.",
+    )
+    recompute_layers: int = setting(
+        0, "Layers of each chunk that full recompute runs again, from the first on; 0 is all.", unit="layers", min=0
+    )
+    frozen: list[str] = setting(
+        [],
+        "Weights that do not train: shell patterns of Megatron-Core's parameter names, as embedding.* or "
+        "decoder.layers.0.*; layers are numbered over the whole model.",
     )
 
 
@@ -57,7 +69,78 @@ class ParallelConfig:
     pp: int = setting(1, "Pipeline-parallel size.", unit="ranks", min=1)
     vpp: int = setting(1, "Model chunks per pipeline rank (interleaved schedule when above 1).", unit="chunks", min=1)
     overlap_p2p: bool = setting(False, "Overlap pipeline sends with compute (interleaved schedule only).")
-    cp: int = setting(1, "Context-parallel size.", unit="ranks", min=1)
+    pipeline: str = setting(
+        "",
+        "Layers of each stage in Megatron-Core's notation, as Ett|ttt|ttL (E embedding, t layer, L loss); "
+        "empty splits evenly.",
+    )
+    first_stage_layers: int = setting(
+        0, "Layers of the first pipeline stage, the rest split evenly; 0 gives it as many.", unit="layers", min=0
+    )
+    last_stage_layers: int = setting(
+        0, "Layers of the last pipeline stage, the rest split evenly; 0 gives it as many.", unit="layers", min=0
+    )
+    cp: int = setting(1, "Context-parallel size: ranks that share every sequence.", unit="ranks", min=1)
+    ep: int = setting(1, "Expert-parallel size: ranks that share the experts of a layer.", unit="ranks", min=1)
+    etp: int = setting(0, "Tensor-parallel size of each expert; 0 takes tp.", unit="ranks", min=0)
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Mixtures of experts in training."""
+
+    dispatcher: str = setting(
+        "alltoall",
+        "How tokens reach their experts: sent to the ranks that have them, or gathered on all.",
+        choices=("alltoall", "allgather"),
+    )
+    grouped_experts: bool = setting(
+        True, "A rank's experts in one grouped matrix product where the layers have one; false: one after the other."
+    )
+    aux_loss_coef: float = setting(
+        0.0, "Weight of the load-balancing loss; 0 leaves it out, as reinforcement learning does.", min=0.0
+    )
+    expert_bias_update_rate: float = setting(
+        0.0, "Step of the router's expert bias against the load after each update; 0 freezes it.", min=0.0
+    )
+    routing_replay: bool = setting(
+        False, "Routes every token in the updates as the pass that computed its old log-prob did."
+    )
+
+
+@dataclass(frozen=True)
+class DdpConfig:
+    """Data parallelism: who holds what, and how gradients are added up."""
+
+    implementation: str = setting(
+        "ddp",
+        "Megatron-Core's DDP, Megatron FSDP, or PyTorch's FSDP2 around Megatron-Core's modules.",
+        choices=("ddp", "megatron_fsdp", "torch_fsdp2"),
+    )
+    fsdp_sharding: str = setting(
+        "optim_grads_params",
+        "What Megatron FSDP shards: optimizer state, and gradients, and parameters.",
+        choices=("optim", "optim_grads", "optim_grads_params"),
+    )
+    bucket_size: int = setting(
+        0,
+        "Parameters of a bucket when reduction overlaps with the backward; 0: 40 million, or 1 million per "
+        "data-parallel rank if that is more.",
+        unit="parameters",
+        min=0,
+    )
+    overlap_grad_reduce: bool = setting(False, "Overlap gradient reduction with the backward.")
+    overlap_param_gather: bool = setting(False, "Overlap the gathering of updated parameters with the forward.")
+    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
+    reduce_scatter_fp32_accumulation: bool = setting(
+        False, "Send bf16 gradients and add them in FP32; needs grad_reduce_in_fp32=false."
+    )
+    average_in_collective: bool = setting(
+        False, "Let the collective average instead of adding; the result is the same up to rounding."
+    )
+    optimizer_instances: int = setting(
+        1, "Copies of the sharded optimizer state over data parallel (hybrid sharding).", unit="copies", min=1
+    )
 
 
 @dataclass(frozen=True)
@@ -75,8 +158,13 @@ class OptimConfig:
     warmup_steps: int = setting(0, "Linear warm-up from zero.", unit="trainer steps", min=0)
     min_lr_ratio: float = setting(0.0, "Final learning rate as a fraction of the peak.", min=0.0, max=1.0)
     distributed_optimizer: bool = setting(True, "Shard optimizer state and FP32 main parameters over data parallel.")
-    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
-    overlap_grad_reduce: bool = setting(False, "Overlap gradient reduction with the backward.")
+    cpu_offload: float = setting(
+        0.0, "Share of the optimizer state that stays in host memory and steps there.", min=0.0, max=1.0
+    )
+    precision_aware: bool = setting(
+        False, "Transformer Engine's Adam with moments of moment_dtype and no FP32 copy beyond bf16 remainders."
+    )
+    moment_dtype: str = setting("fp32", "Type of Adam's moments (precision_aware only).", choices=("fp32", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -216,6 +304,7 @@ class TrainerConfig:
         0, "Validate (greedy) each so many steps, before the first and after the last; 0 never.", unit="steps", min=0
     )
     device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
+    deterministic: bool = setting(False, "Only algorithms that give the same bits twice, where there are such.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)
 
 
@@ -225,6 +314,8 @@ class Config:
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
+    moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

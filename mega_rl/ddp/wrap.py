@@ -11,14 +11,15 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
-from mega_rl.config.schema import OptimConfig
+from mega_rl.config.schema import DdpConfig
 
 
 def wrap_chunks(
     chunks: Sequence[MegatronModule],
     *,
     config: TransformerConfig,
-    optim: OptimConfig,
+    ddp: DdpConfig,
+    distributed_optimizer: bool,
     collection: ProcessGroupCollection,
 ) -> list[DistributedDataParallel]:
     """The chunks in DDP, with gradient finalisation and synchronisation hooked into `config`.
@@ -30,10 +31,13 @@ def wrap_chunks(
     mean (`config.calculate_per_token_loss`).
     """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=optim.grad_reduce_in_fp32,
-        overlap_grad_reduce=optim.overlap_grad_reduce,
-        use_distributed_optimizer=optim.distributed_optimizer,
-        average_in_collective=False,
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        use_distributed_optimizer=distributed_optimizer,
+        num_distributed_optimizer_instances=ddp.optimizer_instances,
+        bucket_size=ddp.bucket_size or None,
+        average_in_collective=ddp.average_in_collective,
     )
     wrapped = [
         DistributedDataParallel(

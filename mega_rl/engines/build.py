@@ -12,6 +12,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
 from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.ddp.frozen import freeze
 from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.megatron import MegatronEngine
@@ -41,12 +42,7 @@ def build_engine(
     layout = groups.layout
     impl = choose_transformer_impl(config.model.transformer_impl, device_type=accelerator.device.type)
     model_config = transformer_config(
-        hf,
-        layout=layout,
-        dtype=config.model.dtype,
-        recompute=config.model.recompute,
-        overlap_p2p=config.parallel.overlap_p2p,
-        device_overrides=accelerator.transformer_config_overrides(),
+        hf, layout=layout, settings=config, device_overrides=accelerator.transformer_config_overrides()
     )
     sharding = Sharding(hf, layout, spec=impl, head=head)
     chunks = build_chunks(
@@ -62,7 +58,14 @@ def build_engine(
     log.info("%s: %s (%s spec, %s, %s): %s", name, path, impl, config.model.dtype, layout, report)
     optimizer: MegatronOptimizer | None = None
     if trainable:
-        chunks = wrap_chunks(chunks, config=model_config, optim=config.optim, collection=groups.collection)
+        freeze(chunks, config.model.frozen)
+        chunks = wrap_chunks(
+            chunks,
+            config=model_config,
+            ddp=config.ddp,
+            distributed_optimizer=config.optim.distributed_optimizer,
+            collection=groups.collection,
+        )
         optimizer = build_optimizer(
             chunks, optim=config.optim, bf16=config.model.dtype == "bf16", collection=groups.collection
         )
@@ -78,7 +81,7 @@ def build_engine(
             packing=trainer.packing,
             max_tokens=trainer.max_tokens_per_microbatch,
             micro_batch_size=trainer.micro_batch_size,
-            pad_to_multiple=layout.tp if layout.sequence_parallel else 1,
+            pad_to_multiple=(layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1),
             count_multiple=layout.pp if layout.vpp > 1 else 1,
         ),
         device=accelerator.device,

@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from mega_rl.config.schema import Config, ModelConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.model_config import (
     extra_config_attributes,
@@ -35,27 +36,20 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 
 
 def transformer_config(
     hf: HFConfig,
     *,
     layout: ParallelLayout,
-    dtype: str,
+    settings: Config,
     device_overrides: Mapping[str, Any],
-    recompute: str = "none",
-    overlap_p2p: bool = False,
 ) -> TransformerConfig:
-    """Megatron-Core's config of this model, layout and device.
+    """Megatron-Core's config of this model, layout and device; of `settings` it reads how models are built.
 
-    `dtype` is a key of `DTYPES`, `recompute` one of `RECOMPUTE`. `calculate_per_token_loss` gives the schedules and DDP
-    sum semantics: nothing is divided by the number of micro-batches or of data-parallel ranks, because every token's
-    loss already carries its global weight.
+    `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
+    micro-batches or of data-parallel ranks, because every token's loss already carries its global weight. Only
+    `ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
 
     Raises:
         UserError: experts or latent attention under tensor parallelism without sequence parallelism, or experts with
@@ -72,7 +66,8 @@ def transformer_config(
             f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of "
             f"model_type={hf.model_type} have; use 1 rank of expert tensor parallelism (in training: parallel.tp=1)"
         )
-    kind = DTYPES[dtype]
+    kind = DTYPES[settings.model.dtype]
+    overlap_p2p = settings.parallel.overlap_p2p
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
         "tensor_model_parallel_size": layout.tp,
@@ -86,15 +81,16 @@ def transformer_config(
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p,
         "variable_seq_lengths": layout.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
+        "moe_token_dispatcher_type": _dispatcher(hf, layout, settings),
         "pipeline_dtype": kind,
         "params_dtype": kind,
         "bf16": kind is torch.bfloat16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "calculate_per_token_loss": True,
+        "calculate_per_token_loss": not settings.ddp.average_in_collective,
+        "deterministic_mode": settings.trainer.deterministic,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
-        **RECOMPUTE[recompute],
+        **_recompute(settings.model),
         **device_overrides,
         **unfused(hf),
     }
@@ -102,6 +98,23 @@ def transformer_config(
     for name, value in extra_config_attributes(hf).items():
         setattr(config, name, value)
     return config
+
+
+def _recompute(model: ModelConfig) -> dict[str, Any]:
+    """Activation recomputation in Megatron-Core's words."""
+    if model.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
+    if model.recompute == "full" and model.recompute_layers:
+        layers = model.recompute_layers
+        return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+    if model.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {}
+
+
+def _dispatcher(hf: HFConfig, layout: ParallelLayout, settings: Config) -> str:
+    """The token dispatcher; Megatron-Core's default refuses variable lengths, in dense models too."""
+    return settings.moe.dispatcher if hf.moe is not None else "alltoall"
 
 
 def _pipeline(layout: ParallelLayout, *, mtp_layers: int) -> str | None:

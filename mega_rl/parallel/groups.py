@@ -34,6 +34,8 @@ class Groups:
     tp: ProcessGroup
     pp: ProcessGroup
     dp: ProcessGroup  # the replicas' ranks that hold the same part of the model and of the sequences
+    cp: ProcessGroup  # the ranks that hold the same part of the model and share each sequence
+    dp_cp: ProcessGroup  # dp x cp: the ranks that hold the same part of the model; gradients are summed over them
     experts: ProcessGroup  # ep x etp, etp fastest: the ranks of a pipeline rank that hold all experts between them
     replica: ProcessGroup  # tp x cp x pp: the ranks that hold one copy of the model, tp fastest and pp slowest
     world: ProcessGroup
@@ -53,11 +55,13 @@ def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
     return next(rendezvous("env://", timeout=timeout))
 
 
-def initialize(layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: float) -> Groups:
+def initialize(
+    layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: float, optimizer_instances: int = 1
+) -> Groups:
     """Groups of this rank; collective over the world, once until `destroy`.
 
     Joins the world first unless somebody has. Every group fails a collective that does not end within `timeout_s`
-    seconds.
+    seconds. `optimizer_instances` sharded copies of the optimizer state split each data-parallel group.
 
     Raises:
         UserError: the world has not `layout.world_size` ranks, or the timeout is not positive.
@@ -79,6 +83,7 @@ def initialize(layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: f
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=optimizer_instances,
         distributed_timeout_minutes=timeout_s / 60,  # a timedelta is made of it: fractions are welcome
         create_gloo_process_groups=False,  # Megatron-Core refuses them next to a ProcessGroupCollection
     )
@@ -90,6 +95,8 @@ def initialize(layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: f
         tp=collection.tp,
         pp=collection.pp,
         dp=collection.dp,
+        cp=collection.cp,
+        dp_cp=collection.dp_cp,
         experts=collection.tp_ep,
         replica=_replica_group(layout, collection, timeout=timeout),
         world=world,

@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
+from mega_rl.config.schema import Config, ModelConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
 from mega_rl.converters.sharding import Sharding, Spec
@@ -99,7 +100,10 @@ def load_model(
     """
     hf = replace(read_hf_config(path), mtp=mtp)
     config = transformer_config(
-        hf, layout=groups.layout, dtype=dtype, device_overrides=accelerator.transformer_config_overrides()
+        hf,
+        layout=groups.layout,
+        settings=Config(model=ModelConfig(dtype=dtype)),
+        device_overrides=accelerator.transformer_config_overrides(),
     )
     sharding = Sharding(hf, groups.layout, spec=impl)
     chunks = build_chunks(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.parallel.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
@@ -205,7 +206,7 @@ def differing_fields(_: int) -> dict[str, dict[str, Any]]:
 
     found = {}
     for name, raw in TINY.items():
-        config = transformer_config(parse_hf_config(raw), layout=LAYOUT, dtype="bf16", device_overrides={})
+        config = transformer_config(parse_hf_config(raw), layout=LAYOUT, settings=Config(), device_overrides={})
         found[name] = {"class": type(config).__name__}
         for field in fields(config):
             made = field.default_factory() if field.default_factory is not MISSING else None

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import OptimConfig
+from mega_rl.config.schema import Config, ModelConfig, OptimConfig
 from mega_rl.errors import UserError
 from tests.helpers.engines import exported_gradients, make_config, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
 from tests.unit_tests.models.attention_cases import attention_cases
 
+FP32 = Config(model=ModelConfig(dtype="fp32"))
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -147,7 +148,7 @@ def refusal_cases(folder: Path) -> dict[str, str]:
     def config(family: str, **sizes: Any) -> str:
         layout = ParallelLayout(world_size=2, **sizes)
         hf = read_hf_config(folder / family)
-        return outcome(lambda: str(transformer_config(hf, layout=layout, dtype="fp32", device_overrides={}).bf16))
+        return outcome(lambda: str(transformer_config(hf, layout=layout, settings=FP32, device_overrides={}).bf16))
 
     def spec(impl: Any, family: str) -> str:
         hf, groups = read_hf_config(folder / family), SimpleNamespace(tp=None)
