@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.accelerator import Accelerator
+from mega_rl.accelerator.determinism import deterministic
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from mega_rl.checkpoint.store import DistCheckpointStore
 from mega_rl.config.render import resolved_yaml
@@ -92,17 +93,18 @@ def run(config: Config, accelerator: Accelerator) -> int:
 def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
     """The process groups of a run, taken down at the end."""
     layout = layout_of(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    groups = process_groups.initialize(
-        layout,
-        accelerator=accelerator,
-        timeout_s=config.trainer.timeout_s,
-        optimizer_instances=config.ddp.optimizer_instances,
-    )
-    try:
-        process_groups.seed_model_parallel(config.trainer.seed, groups)
-        yield groups
-    finally:
-        process_groups.destroy()
+    with deterministic(config.trainer.deterministic):
+        groups = process_groups.initialize(
+            layout,
+            accelerator=accelerator,
+            timeout_s=config.trainer.timeout_s,
+            optimizer_instances=config.ddp.optimizer_instances,
+        )
+        try:
+            process_groups.seed_model_parallel(config.trainer.seed, groups)
+            yield groups
+        finally:
+            process_groups.destroy()
 
 
 def build_trainer(

@@ -9,18 +9,29 @@ import ast
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mega_rl.config.facts import ModelFacts
 from mega_rl.config.loader import load
-from mega_rl.config.rules import ModelFacts, check
+from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
+from mega_rl.parity.known_bugs import known_bug
 
-TRAINED = ("llama", "qwen2", "qwen3")  # families whose training is tested against transformers
+# Families whose gradients are tested on every layout and whose rollouts are tested against transformers.
+TRAINED = (
+    "deepseek_v2", "deepseek_v3", "gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe",
+)  # fmt: skip
+NOT_SAMPLED = {
+    "gpt_oss": "the embedded rollout engine has no attention sinks",
+    "kimi_k2": "transformers, whose model the embedded rollout engine samples from, does not know it",
+}
 REWARD_FUNCTIONS = ("exact_match", "math_verify")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -39,7 +50,7 @@ def preflight(recipe: Path | None, overrides: Sequence[str] = (), *, world_size:
         world_size=launched_world_size() if world_size is None else world_size,
         models={key: _facts(checkpoint) for key, checkpoint in checkpoints.items()},
     )
-    found += [*problems, *_vocabularies(config, checkpoints), *_packages(config)]
+    found += [*problems, *_pipeline(config, checkpoints), *_vocabularies(config, checkpoints), *_packages(config)]
     found += [*_data(config.data), *_reward(config.reward.function), *_folders(config)]
     if found:
         raise UserErrors(found)
@@ -82,23 +93,20 @@ def _checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
 
 def _untrained(hf: HFConfig) -> Iterator[str]:
     """What can be converted, but has not been shown to train as a single rank of transformers does."""
-    if hf.family not in TRAINED:
+    if hf.family in NOT_SAMPLED:
         yield (
-            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet; "
+            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet: {NOT_SAMPLED[hf.family]}; "
             f"trained are {', '.join(TRAINED)}"
         )
-    elif hf.window is not None:
-        yield (
-            f"sliding_window={hf.window.size}: training with sliding windows is not supported yet; "
-            "set use_sliding_window to false if sequences stay shorter than the window"
-        )
-    elif hf.rope.kind == "yarn":
-        yield "rope_type=yarn: training with YaRN is not supported yet; remove it for sequences of the original length"
+    bug = known_bug(hf)
+    if bug is not None:
+        yield f"model_type={hf.family} cannot be trained: rollouts would come from another model, since {bug.what}"
     if hf.quantization is not None:
         yield f"quantization_config: {hf.quantization} weights can be converted but not trained yet"
 
 
 def _facts(checkpoint: HFConfig) -> ModelFacts:
+    moe = checkpoint.moe
     return ModelFacts(
         num_layers=checkpoint.num_layers,
         num_heads=checkpoint.num_heads,
@@ -106,7 +114,32 @@ def _facts(checkpoint: HFConfig) -> ModelFacts:
         ffn_hidden_size=checkpoint.ffn_hidden_size,
         vocab_size=checkpoint.vocab_size,
         max_position_embeddings=checkpoint.max_position_embeddings,
+        multi_latent_attention=checkpoint.mla is not None,
+        num_experts=0 if moe is None else moe.num_experts,
+        expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
+        expert_biases=moe is not None and checkpoint.linear_bias,
     )
+
+
+def _pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """What is wrong with uneven stages: their notation, their number, or the sum of their layers."""
+    par = config.parallel
+    stages = par.pp * par.vpp
+    if par.pp == 1:
+        return  # said to be without effect
+    for key, checkpoint in checkpoints.items():
+        try:
+            if par.pipeline:
+                pipeline = parse_pipeline(par.pipeline)
+                ParallelLayout(world_size=par.pp, pp=par.pp, vpp=par.vpp, pipeline=pipeline).layers_of(
+                    0, checkpoint.num_layers
+                )
+            elif par.first_stage_layers or par.last_stage_layers:
+                first, last = par.first_stage_layers, par.last_stage_layers
+                uneven_pipeline(checkpoint.num_layers, stages, first=first, last=last)
+        except ValueError as error:
+            setting = "parallel.pipeline" if par.pipeline else "parallel.first_stage_layers/last_stage_layers"
+            yield f"{setting}: {key}: {error}"
 
 
 def _weight_files(directory: Path) -> Iterator[str]:

@@ -214,6 +214,36 @@ def _uneven_reduce_scatter(module: ModuleType) -> None:
     vars(module).update(_reduce_scatter_along_first_dim=reduce_scatter)
 
 
+@_patch(
+    "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
+    sha256="51fa1b3c95a6e80f15284138519d7f239dd3364611305215a4e5c406cae24a8c",
+)
+def _positions_unpinned(module: ModuleType) -> None:
+    """Upstream pins the memory of two numbers to copy them to a GPU, which torch refuses where there is none."""
+
+    def positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        rank, size = cp_group.rank(), cp_group.size()
+        chunks = pos_emb.unflatten(seq_dim, (2 * size, -1))
+        held = [chunks.select(seq_dim, chunk) for chunk in (rank, 2 * size - 1 - rank)]
+        return torch.cat(held, dim=seq_dim)
+
+    vars(module).update(get_pos_emb_on_this_cp_rank=positions)
+
+
+@_patch(
+    "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+    sha256="5726f63f0566bb09f2c5d7702d5181087bd3d730a4c08e432ff97b1d718210f3",
+)
+def _recompute_without_fp8(module: ModuleType) -> None:
+    """Upstream takes `fp8=False` for fp8 and reaches for Transformer Engine, which is not here: it means no fp8."""
+    original = module.CheckpointWithoutOutput.__init__
+
+    def initialise(self: Any, fp8: Any = False) -> None:
+        original(self, fp8 or None)
+
+    module.CheckpointWithoutOutput.__init__ = initialise
+
+
 def patches() -> tuple[Patch, ...]:
     """Every patch that `prepare` installs on a machine without CUDA."""
     return tuple(_PATCHES)

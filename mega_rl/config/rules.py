@@ -9,23 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mega_rl.config import parallel_rules
+from mega_rl.config.facts import ModelFacts, divisors, listed
 from mega_rl.config.schema import Config
-
-MAX_LISTED = 12  # legal values that one line repeats
-MAX_CANDIDATE = 4096  # largest divisor that is looked for
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the rules need to know of a checkpoint."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_hidden_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    multi_latent_attention: bool = False
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -34,29 +20,12 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     `models` maps the config key that names a checkpoint ("model.path", "model.critic_path", ...) to its facts; rules
     that need the facts of a model not given are left out.
     """
-    problems = [*_layout(config, world_size), *_batches(config, world_size), *_schedule(config), *_algorithm(config)]
+    problems = [*parallel_rules.layout(config, world_size), *_batches(config, world_size), *_schedule(config)]
+    problems += [*_algorithm(config), *parallel_rules.recompute(config)]
+    problems += parallel_rules.data_parallel(config, world_size)
     for key, facts in (models or {}).items():
-        problems += _fits_model(config, key, facts)
+        problems += [*parallel_rules.fits_model(config, key, facts), *_fits_model(config, key, facts)]
     return [*problems, *_without_effect(config)]
-
-
-def _layout(config: Config, world_size: int) -> Iterator[str]:
-    par = config.parallel
-    size = par.tp * par.pp * par.cp
-    if world_size % size:
-        yield (
-            f"world size {world_size} is not a multiple of parallel.tp*pp*cp={par.tp}*{par.pp}*{par.cp}={size}; "
-            f"start a multiple of {size} ranks, or choose sizes whose product divides {world_size}"
-        )
-    if par.cp > 1:
-        yield f"parallel.cp={par.cp}: context parallelism is not in this release; legal: 1"
-    if par.sequence_parallel and par.tp == 1:
-        yield "parallel.sequence_parallel=true needs parallel.tp above 1; there is nothing to shard over with tp=1"
-    if par.vpp > 1 and par.pp == 1:
-        yield f"parallel.vpp={par.vpp} needs parallel.pp above 1; set vpp=1"
-    if par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
-        # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
-        yield f"parallel.vpp={par.vpp} with pp=2 needs parallel.overlap_p2p=true; without it gradients are wrong"
 
 
 def _batches(config: Config, world_size: int) -> Iterator[str]:
@@ -65,7 +34,7 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
     if prompts % minibatch:
         yield (
             f"trainer.minibatch_size={minibatch} does not divide trainer.prompts_per_step={prompts}; "
-            f"legal: {_listed(_divisors(prompts))}"
+            f"legal: {listed(divisors(prompts))}"
         )
     size = par.tp * par.pp * par.cp
     dp = world_size // size
@@ -117,19 +86,6 @@ def _algorithm(config: Config) -> Iterator[str]:
 
 
 def _fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
-    par = config.parallel
-    legal = _listed([tp for tp in _divisors(facts.num_heads) if not _cut_problems(tp, facts)])
-    for problem in _cut_problems(par.tp, facts):
-        yield f"parallel.tp={par.tp} {problem} of {key}; legal: {legal}"
-    stages = par.pp * par.vpp
-    if facts.num_layers % stages:
-        yield (
-            f"parallel.pp*vpp={par.pp}*{par.vpp}={stages} does not divide the {facts.num_layers} layers of {key}; "
-            f"legal products: {_listed(_divisors(facts.num_layers))}"
-        )
-    if facts.multi_latent_attention and par.tp > 1 and not par.sequence_parallel:
-        # Without it Megatron-Core sums the gradient of the latent norms over tp once too often.
-        yield f"{key} has multi-latent attention: parallel.tp={par.tp} needs parallel.sequence_parallel=true"
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > facts.max_position_embeddings:
         yield (
@@ -139,17 +95,6 @@ def _fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < facts.vocab_size]
     if outside and key == "model.path":
         yield f"rollout.stop_token_ids={outside}: legal: 0 to {facts.vocab_size - 1}, the vocabulary of {key}"
-
-
-def _cut_problems(tp: int, facts: ModelFacts) -> list[str]:
-    problems = []
-    if facts.num_heads % tp:
-        problems.append(f"does not divide the {facts.num_heads} attention heads")
-    if facts.num_kv_heads % tp and tp % facts.num_kv_heads:
-        problems.append(f"neither divides nor is a multiple of the {facts.num_kv_heads} key-value heads")
-    if facts.ffn_hidden_size % tp:
-        problems.append(f"does not divide the feed-forward size {facts.ffn_hidden_size}")
-    return problems
 
 
 @dataclass(frozen=True)
@@ -192,6 +137,25 @@ _NEEDS = (
     ),
     _Needs(("parallel.overlap_p2p",), "parallel.vpp above 1", lambda config: config.parallel.vpp > 1),
     _Needs(
+        ("parallel.pipeline", "parallel.first_stage_layers", "parallel.last_stage_layers"),
+        "parallel.pp above 1",
+        lambda config: config.parallel.pp > 1,
+    ),
+    _Needs(("model.recompute_modules",), "model.recompute=selective", lambda c: c.model.recompute == "selective"),
+    _Needs(("model.recompute_layers",), "model.recompute=full", lambda config: config.model.recompute == "full"),
+    _Needs(
+        ("ddp.fsdp_sharding",),
+        "ddp.implementation=megatron_fsdp",
+        lambda config: config.ddp.implementation == "megatron_fsdp",
+    ),
+    _Needs(("ddp.bucket_size",), "ddp.overlap_grad_reduce=true", lambda config: config.ddp.overlap_grad_reduce),
+    _Needs(
+        ("ddp.optimizer_instances",),
+        "optim.distributed_optimizer=true",
+        lambda config: config.optim.distributed_optimizer,
+    ),
+    _Needs(("optim.moment_dtype",), "optim.precision_aware=true", lambda config: config.optim.precision_aware),
+    _Needs(
         ("optim.min_lr_ratio",),
         "optim.schedule=linear or cosine",
         lambda config: config.optim.schedule != "constant",
@@ -220,14 +184,3 @@ def flat(config: Config) -> dict[str, object]:
     """Every setting by its dotted key."""
     sections = dataclasses.asdict(config)
     return {f"{section}.{name}": value for section, entries in sections.items() for name, value in entries.items()}
-
-
-def _divisors(number: int) -> list[int]:
-    """Divisors up to MAX_CANDIDATE, and the number itself."""
-    small = [candidate for candidate in range(1, min(number, MAX_CANDIDATE + 1)) if number % candidate == 0]
-    return [*small, number]
-
-
-def _listed(values: list[int]) -> str:
-    words = [str(value) for value in values[:MAX_LISTED]]
-    return ", ".join(words) + (", ..." if len(values) > MAX_LISTED else "")

@@ -55,7 +55,8 @@ def export_hf(
     found = list(buckets(plan, bucket_bytes=bucket_bytes, itemsize=usual.itemsize))
     room = 0 if alone else max(_gathered_bytes(bucket, layout, usual) for bucket in found)
     # The same memory for every bucket: new memory would cost more time than the copy into it.
-    buffer = torch.empty(room, dtype=torch.uint8, device=next(iter(live[0].values())).device)
+    device = next(weight.device for params in live for weight in params.values())  # a chunk may have no weights
+    buffer = torch.empty(room, dtype=torch.uint8, device=device)
     for bucket in found:
         unit = bucket[0]
         wire = torch.float32 if unit.float32 else usual

@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.decoding import Decoded, DecodingLoop
+from mega_rl.rollout.disk_names import weights_on_disk
 from mega_rl.rollout.kv_cache import ATTENTION, make_cache
 from mega_rl.rollout.sampling import Sampler
 from mega_rl.rollout.weight_sync import checksum
@@ -70,8 +71,7 @@ class HFRolloutEngine:
         self._max_positions: int = config.max_position_embeddings
         stop_ids = sorted({*_end_of_sequence_ids(Path(model_path), config), *stop_token_ids})
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
-        # A tied head and the embedding are one storage under two names.
-        self._weights: dict[str, Tensor] = self._model.state_dict(keep_vars=False)
+        self._weights = weights_on_disk(self._model)
         self._written: set[int] = set()
         self._weight_version: int | None = None
 

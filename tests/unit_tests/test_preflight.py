@@ -11,6 +11,7 @@ import pytest
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.preflight import REWARD_FUNCTIONS, launched_world_size, preflight
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
+from tests.unit_tests.converters.tiny_configs import TINY, YARN
 
 BASE = ("model.path=m", "data.train_files=[d.jsonl]")
 
@@ -186,29 +187,62 @@ def test_no_chat_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("config", "line"),
     [
         (
-            {"model_type": "mistral", "sliding_window": None},
-            "model.path: m: model_type=mistral can be converted (mega-rl convert) but not trained yet",
+            {"model_type": "gpt_oss", **TINY["gpt_oss"]},
+            "model.path: m: model_type=gpt_oss can be converted (mega-rl convert) but not trained yet: the embedded "
+            "rollout engine has no attention sinks; ",
         ),
         (
-            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
-            "model.path: m: sliding_window=16: training with sliding windows is not supported yet",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
-            "model.path: m: rope_type=yarn: training with YaRN is not supported yet",
+            {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": {**YARN, "mscale_all_dim": 1.0}},
+            "model.path: m: model_type=deepseek_v2 cannot be trained: rollouts would come from another model",
         ),
     ],
 )
-def test_what_converts_but_does_not_train_yet(changes: dict[str, object], line: str) -> None:
-    """Families and features of the converter that no test has trained are refused before a run starts."""
-    config = {**qwen3_config(), **changes}
-    if "rope_scaling" in changes:
-        config.pop("rope_parameters", None)
+def test_what_converts_but_does_not_train_yet(config: dict[str, object], line: str) -> None:
+    """What no rollout engine samples from rightly is refused before a run starts."""
     Path("m/config.json").write_text(json.dumps(config))
     assert any(problem.startswith(line) for problem in problems()), problems()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    ],
+)
+def test_windows_and_yarn_train(changes: dict[str, object]) -> None:
+    Path("m/config.json").write_text(json.dumps({**qwen3_config(), **changes}))
+    assert preflight(None, BASE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("parallel.pp=2", "parallel.pipeline=Ett|ttL"),
+            "parallel.pipeline: model.path: pipeline=[2, 2] holds 4 layers, the model has 28",
+        ),
+        (
+            ("parallel.pp=2", "parallel.pipeline=tt|ttL"),
+            "parallel.pipeline: model.path: pipeline layout 'tt|ttL': must ",
+        ),
+        (
+            ("parallel.pp=2", "parallel.pipeline=Ett|tt|ttL"),
+            "parallel.pipeline: model.path: pipeline=[2, 2, 2]: must be pp*vpp=2 numbers of layers, none negative",
+        ),
+        (
+            ("parallel.pp=4", "parallel.first_stage_layers=3"),
+            "parallel.first_stage_layers/last_stage_layers: model.path: 28 layers with 3 in the first and an even share "
+            "in the last of 4 stages: 25 layers do not spread evenly over the other 3",
+        ),
+    ],
+)
+def test_uneven_stages_that_do_not_come_out(overrides: tuple[str, ...], line: str) -> None:
+    (found,) = problems(*overrides, world_size=4 if "parallel.pp=4" in overrides else 2)
+    assert found.startswith(line), found
 
 
 def test_reference_and_critic_are_checked_too() -> None:

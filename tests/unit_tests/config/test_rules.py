@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from mega_rl.config.facts import ModelFacts
 from mega_rl.config.loader import load
-from mega_rl.config.rules import ModelFacts, check, flat
+from mega_rl.config.rules import check, flat
 from mega_rl.config.schema import Config
 
 FACTS = ModelFacts(
@@ -28,6 +29,13 @@ def broken(*overrides: str, world_size: int = 1, facts: ModelFacts = FACTS) -> l
         (8, ("parallel.pp=4",)),
         (4, ("parallel.pp=4", "parallel.vpp=3")),
         (2, ("parallel.pp=2", "parallel.vpp=2", "parallel.overlap_p2p=true")),
+        (2, ("parallel.cp=2",)),
+        (5, ("parallel.pp=5", "parallel.pipeline=Ett|tttt|tt|tt|ttL", "trainer.prompts_per_step=64")),
+        (8, ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true", "ddp.bucket_size=1000")),
+        (8, ("ddp.optimizer_instances=4",)),
+        (8, ("ddp.reduce_scatter_fp32_accumulation=true", "ddp.grad_reduce_in_fp32=false")),
+        (1, ("model.recompute=selective", "model.recompute_modules=[mlp,layernorm]")),
+        (1, ("model.recompute=full", "model.recompute_layers=2")),
         (16, ("parallel.tp=16",)),  # more ranks than key-value heads: each is held twice
         (64, ()),
         (64, ("trainer.minibatch_size=16", "rollout.n=4")),  # one sequence for each rank
@@ -53,7 +61,6 @@ RULES = [
         "world size 3 is not a multiple of parallel.tp*pp*cp=2*1*1=2; "
         "start a multiple of 2 ranks, or choose sizes whose product divides 3",
     ),
-    (2, "parallel.cp=2", "parallel.cp=2: context parallelism is not in this release; legal: 1"),
     (
         1,
         "parallel.sequence_parallel=true",
@@ -94,6 +101,41 @@ RULES = [
         "trainer.max_tokens_per_microbatch=1279 cannot hold one sequence of "
         "data.max_prompt_tokens+rollout.max_new_tokens=1280; make it at least 1280",
     ),
+    (
+        2,
+        "parallel.pp=2 parallel.pipeline=Ett|ttL parallel.first_stage_layers=2",
+        "parallel.pipeline=Ett|ttL says how many layers each stage has; "
+        "remove parallel.first_stage_layers and parallel.last_stage_layers",
+    ),
+    (
+        1,
+        "model.recompute=selective model.recompute_modules=[mlp,attention]",
+        "model.recompute_modules=['attention']: legal: core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, "
+        "shared_experts",
+    ),
+    (
+        2,
+        "ddp.overlap_param_gather=true",
+        "ddp.overlap_param_gather=true needs ddp.overlap_grad_reduce=true and optim.distributed_optimizer=true: "
+        "what is gathered is what the sharded optimizer updated",
+    ),
+    (
+        2,
+        "ddp.reduce_scatter_fp32_accumulation=true",
+        "ddp.reduce_scatter_fp32_accumulation=true with ddp.grad_reduce_in_fp32=true and model.dtype=bf16: it sends "
+        "bf16 gradients; set grad_reduce_in_fp32=false, dtype=bf16",
+    ),
+    (
+        2,
+        "ddp.reduce_scatter_fp32_accumulation=true ddp.grad_reduce_in_fp32=false optim.distributed_optimizer=false",
+        "ddp.reduce_scatter_fp32_accumulation=true needs optim.distributed_optimizer=true: nothing is scattered",
+    ),
+    (
+        8,
+        "ddp.optimizer_instances=3",
+        "ddp.optimizer_instances=3 does not divide the 8 ranks that hold the same part of the model (dp*cp); "
+        "legal: 1, 2, 4, 8",
+    ),
     (1, "optim.warmup_steps=100", "optim.warmup_steps=100 must be below trainer.steps=100"),
     (
         1,
@@ -125,7 +167,8 @@ RULES = [
     (
         5,
         "parallel.pp=5",
-        "parallel.pp*vpp=5*1=5 does not divide the 12 layers of model.path; legal products: 1, 2, 3, 4, 6, 12",
+        "parallel.pp*vpp=5*1=5 does not divide the 12 layers of model.path; legal products: 1, 2, 3, 4, 6, 12, "
+        "or uneven stages: parallel.pipeline",
     ),
     (
         1,
@@ -148,7 +191,7 @@ def test_broken_rules(world_size: int, overrides: str, line: str) -> None:
 
 def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> None:
     more = {index for index, (world, text, _) in enumerate(RULES) if len(broken(*text.split(), world_size=world)) > 1}
-    assert more == {16}  # tp=3 breaks two rules of the heads
+    assert more == {21}  # tp=3 breaks two rules of the heads
 
 
 @pytest.mark.parametrize(
@@ -217,6 +260,56 @@ def test_latent_attention_with_tp_needs_sequence_parallel() -> None:
     ]
     assert broken("parallel.tp=2", "parallel.sequence_parallel=true", world_size=2, facts=facts) == []
     assert broken(facts=facts) == []
+
+
+EXPERTS = ModelFacts(**{**vars(FACTS), "num_experts": 8, "expert_ffn_hidden_size": 48})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "line"),
+    [
+        (
+            2,
+            "parallel.tp=2",
+            "model.path has experts: parallel.tp=2 needs parallel.sequence_parallel=true",
+        ),
+        (
+            3,
+            "parallel.ep=3 trainer.prompts_per_step=63 trainer.minibatch_size=63",
+            "parallel.ep=3 does not divide the 8 experts of model.path; legal: 1, 2, 4, 8",
+        ),
+        (
+            4,
+            "parallel.ep=8",
+            "parallel.ep*etp=8*1=8 does not divide the 4 ranks of a pipeline stage (world size 4 / pp 1); "
+            "legal products: 1, 2, 4",
+        ),
+        (
+            32,
+            "parallel.etp=32",
+            "parallel.etp=32 does not divide the feed-forward size 48 of an expert of model.path; "
+            "legal: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48",
+        ),
+    ],
+)
+def test_experts_set_limits(world_size: int, overrides: str, line: str) -> None:
+    assert broken(*overrides.split(), world_size=world_size, facts=EXPERTS) == [line]
+
+
+def test_experts_with_biases_are_not_cut() -> None:
+    facts = ModelFacts(**{**vars(EXPERTS), "expert_biases": True})
+    cut = ("parallel.tp=2", "parallel.sequence_parallel=true")
+    assert broken(*cut, world_size=2, facts=facts) == [
+        "parallel.etp=2: the experts of model.path have biases, which Megatron-Core does not cut; set parallel.etp=1"
+    ]
+    assert broken(*cut, "parallel.etp=1", world_size=2, facts=facts) == []
+
+
+def test_settings_of_experts_have_no_effect_on_a_dense_model() -> None:
+    assert broken("parallel.ep=2", "moe.routing_replay=true", world_size=2) == [
+        "parallel.ep=2: model.path has no experts; remove parallel.ep",
+        "moe.routing_replay has no effect: model.path has no experts; remove moe.routing_replay",
+    ]
 
 
 def test_every_model_is_checked_and_named() -> None:

@@ -1,0 +1,136 @@
+"""Rules of the parallel layout: among its sizes, with the model, and of how data parallelism adds gradients up.
+
+As in `mega_rl.config.rules`, each line names the values, the rule and what is legal; nothing is raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from mega_rl.config.facts import ModelFacts, divisors, listed
+from mega_rl.config.schema import Config
+
+RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
+
+
+def layout(config: Config, world_size: int) -> Iterator[str]:
+    """Sizes that do not go together on `world_size` ranks."""
+    par = config.parallel
+    size = par.tp * par.pp * par.cp
+    if world_size % size:
+        yield (
+            f"world size {world_size} is not a multiple of parallel.tp*pp*cp={par.tp}*{par.pp}*{par.cp}={size}; "
+            f"start a multiple of {size} ranks, or choose sizes whose product divides {world_size}"
+        )
+    etp = par.etp or par.tp
+    stage = world_size // par.pp
+    if par.ep * etp > 1 and world_size % size == 0 and stage % (par.ep * etp):
+        yield (
+            f"parallel.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline stage "
+            f"(world size {world_size} / pp {par.pp}); legal products: {listed(divisors(stage))}"
+        )
+    if par.sequence_parallel and par.tp == 1:
+        yield "parallel.sequence_parallel=true needs parallel.tp above 1; there is nothing to shard over with tp=1"
+    if par.vpp > 1 and par.pp == 1:
+        yield f"parallel.vpp={par.vpp} needs parallel.pp above 1; set vpp=1"
+    if par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
+        # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
+        yield f"parallel.vpp={par.vpp} with pp=2 needs parallel.overlap_p2p=true; without it gradients are wrong"
+    if par.pipeline and (par.first_stage_layers or par.last_stage_layers):
+        yield (
+            f"parallel.pipeline={par.pipeline} says how many layers each stage has; "
+            "remove parallel.first_stage_layers and parallel.last_stage_layers"
+        )
+
+
+def fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
+    """What of the layout a model cannot be cut by; `key` is the setting that names its checkpoint."""
+    par = config.parallel
+    legal = listed([tp for tp in divisors(facts.num_heads) if not _cut_problems(tp, facts)])
+    for problem in _cut_problems(par.tp, facts):
+        yield f"parallel.tp={par.tp} {problem} of {key}; legal: {legal}"
+    stages = par.pp * par.vpp
+    even = not (par.pipeline or par.first_stage_layers or par.last_stage_layers)
+    if even and facts.num_layers % stages:
+        yield (
+            f"parallel.pp*vpp={par.pp}*{par.vpp}={stages} does not divide the {facts.num_layers} layers of {key}; "
+            f"legal products: {listed(divisors(facts.num_layers))}, or uneven stages: parallel.pipeline"
+        )
+    if par.tp > 1 and not par.sequence_parallel and (facts.multi_latent_attention or facts.num_experts):
+        # Without it Megatron-Core sums the gradient of the latent norms over tp once too often, and experts that are
+        # not cut as the rest is see some tokens twice.
+        has = "multi-latent attention" if facts.multi_latent_attention else "experts"
+        yield f"{key} has {has}: parallel.tp={par.tp} needs parallel.sequence_parallel=true"
+    yield from _fits_experts(config, key, facts)
+
+
+def _fits_experts(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
+    par = config.parallel
+    etp = par.etp or par.tp
+    if not facts.num_experts:
+        for name in ("ep", "etp"):
+            if getattr(par, name) > 1:
+                yield f"parallel.{name}={getattr(par, name)}: {key} has no experts; remove parallel.{name}"
+        for entry in dataclasses.fields(config.moe):
+            if getattr(config.moe, entry.name) != entry.default:
+                yield f"moe.{entry.name} has no effect: {key} has no experts; remove moe.{entry.name}"
+        return
+    if facts.num_experts % par.ep:
+        yield (
+            f"parallel.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
+            f"legal: {listed(divisors(facts.num_experts))}"
+        )
+    if facts.expert_ffn_hidden_size % etp:
+        yield (
+            f"parallel.etp={etp} does not divide the feed-forward size {facts.expert_ffn_hidden_size} of an expert of "
+            f"{key}; legal: {listed(divisors(facts.expert_ffn_hidden_size))}"
+        )
+    if facts.expert_biases and etp > 1:
+        yield (
+            f"parallel.etp={etp}: the experts of {key} have biases, which Megatron-Core does not cut; "
+            "set parallel.etp=1"
+        )
+
+
+def _cut_problems(tp: int, facts: ModelFacts) -> list[str]:
+    problems = []
+    if facts.num_heads % tp:
+        problems.append(f"does not divide the {facts.num_heads} attention heads")
+    if facts.num_kv_heads % tp and tp % facts.num_kv_heads:
+        problems.append(f"neither divides nor is a multiple of the {facts.num_kv_heads} key-value heads")
+    if facts.ffn_hidden_size % tp:
+        problems.append(f"does not divide the feed-forward size {facts.ffn_hidden_size}")
+    return problems
+
+
+def recompute(config: Config) -> Iterator[str]:
+    """Modules that selective recompute does not know."""
+    unknown = [name for name in config.model.recompute_modules if name not in RECOMPUTABLE]
+    if unknown:
+        yield f"model.recompute_modules={unknown}: legal: {', '.join(RECOMPUTABLE)}"
+
+
+def data_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """Ways of adding gradients up that do not go together."""
+    ddp, optim = config.ddp, config.optim
+    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and optim.distributed_optimizer):
+        yield (
+            "ddp.overlap_param_gather=true needs ddp.overlap_grad_reduce=true and optim.distributed_optimizer=true: "
+            "what is gathered is what the sharded optimizer updated"
+        )
+    if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
+        in_fp32 = str(ddp.grad_reduce_in_fp32).lower()
+        yield (
+            f"ddp.reduce_scatter_fp32_accumulation=true with ddp.grad_reduce_in_fp32={in_fp32} and "
+            f"model.dtype={config.model.dtype}: it sends bf16 gradients; set grad_reduce_in_fp32=false, dtype=bf16"
+        )
+    if ddp.reduce_scatter_fp32_accumulation and not optim.distributed_optimizer:
+        yield "ddp.reduce_scatter_fp32_accumulation=true needs optim.distributed_optimizer=true: nothing is scattered"
+    par = config.parallel
+    replicas = world_size // (par.tp * par.pp)
+    if ddp.optimizer_instances > 1 and replicas % ddp.optimizer_instances:
+        yield (
+            f"ddp.optimizer_instances={ddp.optimizer_instances} does not divide the {replicas} ranks that hold the "
+            f"same part of the model (dp*cp); legal: {listed(divisors(replicas))}"
+        )
