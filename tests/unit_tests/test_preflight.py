@@ -13,6 +13,7 @@ from mega_rl.preflight import REWARD_FUNCTIONS, launched_world_size, preflight
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
 
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 BASE = ("model.path=m", "data.train_files=[d.jsonl]")
 
 
@@ -195,7 +196,7 @@ def test_no_chat_template() -> None:
             "rollout engine has no attention sinks; ",
         ),
         (
-            {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": {**YARN, "mscale_all_dim": 1.0}},
+            {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": {**YARN, **MSCALE}},
             "model.path: m: model_type=deepseek_v2 cannot be trained: rollouts would come from another model",
         ),
     ],
@@ -235,8 +236,8 @@ def test_windows_and_yarn_train(changes: dict[str, object]) -> None:
         ),
         (
             ("parallel.pp=4", "parallel.first_stage_layers=3"),
-            "parallel.first_stage_layers/last_stage_layers: model.path: 28 layers with 3 in the first and an even share "
-            "in the last of 4 stages: 25 layers do not spread evenly over the other 3",
+            "parallel.first_stage_layers/last_stage_layers: model.path: 28 layers with 3 in the first and an even "
+            "share in the last of 4 stages: 25 layers do not spread evenly over the other 3",
         ),
     ],
 )
