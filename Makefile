@@ -13,7 +13,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; \
 	else $(BIN)/python -m pip install -qq -c constraints.txt -e '$(1)'; fi
 
 .DELETE_ON_ERROR:
-.PHONY: setup quickstart test check bench bench-converters parity docs
+.PHONY: setup quickstart test check bench bench-converters bench-ddp parity docs
 
 setup: $(STAMP)
 	@:
@@ -51,6 +51,9 @@ parity: setup
 
 bench-converters: $(BENCH_STAMP)
 	@$(BIN)/python benchmarks/converters.py
+
+bench-ddp: setup
+	@$(BIN)/python benchmarks/ddp.py
 
 docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md

@@ -15,6 +15,7 @@ import typer
 
 from mega_rl.convert import verbs as convert
 from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.verify import verbs as verify
 
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(convert.app)
+app.add_typer(verify.app)
 
 
 @app.callback()

@@ -100,12 +100,12 @@ class Engine(Protocol):
         """Read what `save` wrote; collective."""
         ...
 
-    def offload(self) -> int:
+    def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
         """Give back the memory of parameters, gradients and optimizer state; returns the bytes."""
         ...
 
-    def onload(self) -> None:
-        """Undo `offload`."""
+    def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        """Undo `offload` of these parts."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Batches that travel through one training step.
 
-Shape letters: B sequences of this data-parallel rank, S padded length, T packed tokens, V vocabulary, H hidden.
+Shape letters: B sequences of this data-parallel rank, S padded length, T packed tokens, V vocabulary, H hidden,
+L mixtures of experts, K experts that a token goes to.
 
 Alignment: every per-token tensor is aligned to the token it speaks of. `old_logprobs[b, t]` is the log-probability of
 `tokens[b, t]` given `tokens[b, :t]`, and `values[b, t]` is the value predicted just before `tokens[b, t]` is emitted.
@@ -40,6 +41,7 @@ class Rollout:
     prompt_index: Tensor  # [B] int64, position of the prompt in the step's global batch (0 .. prompts_per_step-1)
     sample_index: Tensor  # [B] int64, number of the sample of its prompt (0 .. n-1)
     weight_version: Tensor  # [B] int64, version of the weights that sampled it
+    routing: Tensor | None = None  # [B, S, L, K] int16 from an engine that reports it; as in `Experience`
 
 
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass
@@ -60,6 +62,9 @@ class Experience:
     returns: Tensor  # [B, S] float32, value targets; 0 off the mask
     loss_weights: Tensor  # [B, S] float32, share of each token in its global mini-batch's loss; algorithms.aggregation
     token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: the weights of metric means
+    # [B, S, L, K] int16, the K experts that each of L mixtures gave the token when it was the input, prompts included;
+    # -1 where unknown; None: every pass chooses for itself. It goes with the input, so it is not shifted.
+    routing: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class TokenOutputs:
     logprobs: Tensor | None = None  # [B, S] float32
     entropy: Tensor | None = None  # [B, S] float32, nats, of the distribution that predicts the token
     values: Tensor | None = None  # [B, S] float32
+    routing: Tensor | None = None  # [B, S, L, K] int16, as in `Experience`; not masked
 
 
 Metrics = dict[str, float]  # "area/metric_unit" -> value

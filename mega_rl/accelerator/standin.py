@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -111,9 +111,8 @@ def _the_stream(*args: object, **kwargs: object) -> Stream:
     return _STREAM
 
 
-@contextlib.contextmanager
-def _stream_context(stream: Stream | None) -> Iterator[None]:
-    yield
+def _stream_context(stream: Stream | None) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()  # which may be entered again, as DDP does with several optimizer instances
 
 
 def resident_bytes() -> int:

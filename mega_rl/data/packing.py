@@ -20,19 +20,21 @@ from mega_rl.types import Experience, Rollout
 class MicroBatch:
     """Rows of a batch as one forward pass takes them; packed [1, T] (THD) or padded [b, S].
 
-    Packed: sequences lie one after another; when T is padded, one more sequence of zeros stands at the end, counted in
-    `cu_seqlens` and in no row. Padded: each row is followed by zeros. Without rows there is a single dummy sequence, so
-    that a rank with fewer rows than its neighbours can still take part in every collective.
+    Packed: sequences lie one after another, each followed by the zeros that its length is rounded up with; when T is
+    padded, one more sequence of zeros stands at the end, counted in `cu_seqlens` and in no row. Padded: each row is
+    followed by zeros. Without rows there is a single dummy sequence, so that a rank with fewer rows than its neighbours
+    can still take part in every collective. Under context parallelism a rank has the columns `held` of all this.
     """
 
     tokens: Tensor  # [1, T] or [b, S] int64
     position_ids: Tensor  # like tokens, int64, from 0 in every sequence
     targets: Tensor  # like tokens, int64: the token that position i predicts; 0 at sequence ends and on padding
-    cu_seqlens: Tensor | None  # [num_sequences + 1] int32, where packed sequences begin; None when padded
-    max_seqlen: int  # longest sequence, a trailing dummy included
+    cu_seqlens: Tensor | None  # [num_sequences + 1] int32, where packed sequences begin, zeros counted; None if padded
+    max_seqlen: int  # longest sequence, its zeros and a trailing dummy included
     rows: tuple[int, ...]  # rows of the batch, in order
-    lengths: tuple[int, ...]  # their lengths, in tokens
+    lengths: tuple[int, ...]  # their lengths, in tokens, without zeros
     fields: dict[str, Tensor]  # like tokens: the batch's value of token i + 1 at position i; 0 as in targets
+    held: Tensor | None = None  # [T / cp] or [S / cp] int64, columns of the whole that this rank has; None: all
 
     @property
     def packed(self) -> bool:
@@ -50,26 +52,34 @@ class _Cells:
 
 
 def pack(
-    batch: Rollout | Experience, rows: Sequence[int], *, field_names: Iterable[str] = (), pad_to_multiple: int = 1
+    batch: Rollout | Experience,
+    rows: Sequence[int],
+    *,
+    field_names: Iterable[str] = (),
+    pad_to_multiple: int = 1,
+    sequence_multiple: int = 1,
 ) -> MicroBatch:
-    """Rows of the batch one after another, without padding between them.
+    """Rows of the batch one after another, without padding between them unless `sequence_multiple` asks for it.
 
-    `field_names` are the batch's per-token tensors ([B, S]) that the loss needs. T is rounded up to `pad_to_multiple`
-    by one dummy sequence of token 0 whose fields are 0. No rows give a micro-batch of `pad_to_multiple` dummy tokens.
+    `field_names` are the batch's per-token tensors ([B, S]) that the loss needs. Every sequence is rounded up to
+    `sequence_multiple` by tokens 0 at its end, and T to `pad_to_multiple`, a multiple of it, by one dummy sequence of
+    token 0; the fields of all these are 0. No rows give a micro-batch of `pad_to_multiple` dummy tokens.
     """
+    assert pad_to_multiple % sequence_multiple == 0, f"{pad_to_multiple} is no multiple of {sequence_multiple}"
     lengths = _lengths(batch, rows)
-    total = sum(lengths)
+    sequence_lengths = [_round_up(length, sequence_multiple) for length in lengths]
+    total = sum(sequence_lengths)
     size = _round_up(max(total, 1), pad_to_multiple)
-    dummy = size - total
-    sequence_lengths = [*lengths, dummy] if dummy else list(lengths)
+    if size > total:
+        sequence_lengths.append(size - total)
     device = batch.tokens.device
     starts = torch.tensor([0, *sequence_lengths], dtype=torch.int64).cumsum(0)
     cu_seqlens = starts.to(torch.int32).to(device)
     cells = _cells(rows, lengths, starts[: len(lengths)], device=device)
-    ends = torch.arange(dummy, device=device)
+    places = _cells(range(len(sequence_lengths)), sequence_lengths, starts[:-1], device=device)
     return MicroBatch(
         tokens=_gather(batch.tokens, cells, size).unsqueeze(0),
-        position_ids=torch.cat([cells.column, ends]).unsqueeze(0),
+        position_ids=places.column.unsqueeze(0),
         cu_seqlens=cu_seqlens,
         max_seqlen=max(sequence_lengths),
         rows=tuple(rows),
@@ -106,15 +116,37 @@ def scatter_back(values: Tensor, micro: MicroBatch, out: Tensor) -> None:
     """Write a model's outputs for one micro-batch into a padded batch, each at the token it speaks of; in place.
 
     values: like micro.tokens, any floating dtype (converted to out's); out [B, S]. Of each row the tokens
-    1 .. length - 1 are written; the first token, which nothing predicts, and the padding keep what they held.
+    1 .. length - 1 are written, as far as the micro-batch has the positions that predict them; the first token, which
+    nothing predicts, and the padding keep what they held.
     """
     assert values.shape == micro.tokens.shape, f"values are {tuple(values.shape)}, tokens {tuple(micro.tokens.shape)}"
-    if micro.cu_seqlens is None:
-        starts = torch.arange(len(micro.rows), dtype=torch.int64) * micro.tokens.shape[1]
-    else:
-        starts = torch.tensor([0, *micro.lengths], dtype=torch.int64).cumsum(0)[:-1]
+    starts, width = _starts(micro)
     cells = _predicted(micro.rows, micro.lengths, starts, device=values.device)
+    if micro.held is not None:
+        cells = _among(cells, micro.held.to(values.device), width=width)
     out[cells.row, cells.column] = values.reshape(-1)[cells.flat].to(out.dtype)
+
+
+def token_places(micro: MicroBatch, *, width: int) -> Tensor:
+    """Like micro.tokens, int64: where the token at each position stands in a flattened [B, width] batch; -1 on padding.
+
+    Of the tokens themselves, so without the shift of `fields`.
+    """
+    starts, columns = _starts(micro)
+    cells = _cells(micro.rows, micro.lengths, starts, device=micro.tokens.device)
+    if micro.held is not None:
+        cells = _among(cells, micro.held.to(micro.tokens.device), width=columns)
+    places = torch.full_like(micro.tokens, -1)
+    places.view(-1)[cells.flat] = cells.row * width + cells.column
+    return places
+
+
+def _starts(micro: MicroBatch) -> tuple[Tensor, int]:
+    """([rows] int64 flat position of each row's first token, columns) in the whole micro-batch, on the host."""
+    if micro.cu_seqlens is None:
+        return torch.arange(len(micro.rows), dtype=torch.int64) * micro.max_seqlen, micro.max_seqlen
+    bounds = micro.cu_seqlens.to("cpu", torch.int64)
+    return bounds[: len(micro.rows)], int(bounds[-1])
 
 
 def _lengths(batch: Rollout | Experience, rows: Sequence[int]) -> tuple[int, ...]:
@@ -141,6 +173,16 @@ def _predicted(rows: Sequence[int], lengths: Sequence[int], starts: Tensor, *, d
     """Positions whose output speaks of a token of the same sequence, and that token's place in the batch."""
     cells = _cells(rows, [length - 1 for length in lengths], starts, device=device)
     return _Cells(flat=cells.flat, row=cells.row, column=cells.column + 1)
+
+
+def _among(cells: _Cells, held: Tensor, *, width: int) -> _Cells:
+    """The cells in the columns `held` of a micro-batch of so many columns, flat in these columns alone."""
+    place = torch.full((width,), -1, dtype=torch.int64, device=held.device)
+    place[held] = torch.arange(len(held), device=held.device)
+    column = place[cells.flat % width]
+    kept = column >= 0
+    flat = (cells.flat // width * len(held) + column)[kept]
+    return _Cells(flat=flat, row=cells.row[kept], column=cells.column[kept])
 
 
 def _gather(source: Tensor, cells: _Cells, size: int) -> Tensor:

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule
 
 from mega_rl.config.schema import OptimConfig
+from mega_rl.ddp.host_adam import HostAdamW
+from mega_rl.errors import UserErrors
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], *, optim: OptimConfig, bf16: bool, collection: ProcessGroupCollection
+    chunks: Sequence[MegatronModule],
+    *,
+    optim: OptimConfig,
+    bf16: bool,
+    collection: ProcessGroupCollection,
+    implementation: str = "ddp",
 ) -> MegatronOptimizer:
     """Megatron-Core's optimizer of these chunks; FP32 main parameters, clipping by the true global norm.
 
-    Weight decay is decoupled (AdamW) and spares tensors of one dimension: norms and biases.
+    Weight decay is decoupled (AdamW) and spares tensors of one dimension: norms and biases. `implementation` is
+    `ddp.implementation`: under FSDP the optimizer state is sharded by nature, and parameters of torch_fsdp2 are the
+    FP32 main parameters themselves.
+
+    Raises:
+        UserErrors: combinations of settings, and a missing package.
     """
+    _check(optim, implementation)
+    fsdp2 = implementation == "torch_fsdp2"
+    moments = torch.bfloat16 if optim.moment_dtype == "bf16" else torch.float32
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -28,12 +44,41 @@ def build_optimizer(
         adam_beta2=optim.beta2,
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
-        bf16=bf16,
-        use_distributed_optimizer=optim.distributed_optimizer,
+        bf16=bf16 and not fsdp2,
+        use_distributed_optimizer=implementation == "megatron_fsdp" or (optim.distributed_optimizer and not fsdp2),
+        use_precision_aware_optimizer=optim.precision_aware,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=collection)
+    if optim.cpu_offload > 0.0:
+        for part in _parts(optimizer):
+            if part.optimizer is not None:
+                part.optimizer = HostAdamW(part.optimizer.param_groups, share=optim.cpu_offload)
     apply_settings(optimizer)
     return optimizer
+
+
+def _check(optim: OptimConfig, implementation: str) -> None:
+    """Refuse what the optimizers here cannot do."""
+    problems = []
+    if optim.precision_aware and importlib.util.find_spec("transformer_engine") is None:
+        problems.append(
+            "optim.precision_aware=true: needs Transformer Engine's FusedAdam, which is not installed; pip install "
+            "mega_rl[gpu] or set optim.precision_aware=false"
+        )
+    if optim.precision_aware and not optim.distributed_optimizer:
+        problems.append("optim.precision_aware=true needs optim.distributed_optimizer=true")
+    for name, value in (("cpu_offload", optim.cpu_offload), ("precision_aware", optim.precision_aware)):
+        if value and implementation != "ddp":
+            problems.append(f"optim.{name}={str(value).lower()} needs ddp.implementation=ddp, not {implementation}")
+    if optim.precision_aware and optim.cpu_offload:
+        problems.append(
+            f"optim.cpu_offload={optim.cpu_offload} with optim.precision_aware=true: the host's Adam has FP32 "
+            "moments; use one of the two"
+        )
+    if problems:
+        raise UserErrors(problems)
 
 
 def apply_settings(optimizer: MegatronOptimizer) -> None:
@@ -52,8 +97,12 @@ def apply_settings(optimizer: MegatronOptimizer) -> None:
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron-Core's wrappers (none on a rank without trainable parameters)."""
-    inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [o.optimizer for o in inner if o.optimizer is not None]
+    return [part.optimizer for part in _parts(optimizer) if part.optimizer is not None]
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """What a chain links, one for experts on expert-parallel ranks and one for the rest; or the one that there is."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def separate_step_counters(optimizer: MegatronOptimizer) -> None:

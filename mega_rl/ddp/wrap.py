@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
 from mega_rl.config.schema import DdpConfig
+from mega_rl.ddp import megatron_fsdp, torch_fsdp2
+from mega_rl.ddp.bucket_groups import gather_outdated, use_summing_groups
+from mega_rl.ddp.finalize import finalize_sums
+from mega_rl.ddp.fsdp_limits import check_fsdp
+from mega_rl.ddp.reduce_scatter import RoundingError, Scratch
+from mega_rl.errors import UserError
 
 
 def wrap_chunks(
@@ -28,38 +34,84 @@ def wrap_chunks(
     also spares its fp32 copy of the logits.
 
     Gradients are summed over data parallel, not averaged: every token's loss already carries its weight in the global
-    mean (`config.calculate_per_token_loss`).
+    mean (`config.calculate_per_token_loss`). With `ddp.average_in_collective` DDP divides by dp x cp and the schedule
+    by the number of micro-batches; the engine multiplies every loss by both.
+
+    Raises:
+        UserError: FP32 accumulation of gradients that travel in FP32.
     """
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
-        overlap_grad_reduce=ddp.overlap_grad_reduce,
-        overlap_param_gather=ddp.overlap_param_gather,
-        use_distributed_optimizer=distributed_optimizer,
-        num_distributed_optimizer_instances=ddp.optimizer_instances,
-        bucket_size=ddp.bucket_size or None,
-        average_in_collective=ddp.average_in_collective,
-    )
+    if ddp.implementation != "ddp":
+        check_fsdp(ddp, chunks=chunks, collection=collection)
+        shard = torch_fsdp2.shard_chunks if ddp.implementation == "torch_fsdp2" else megatron_fsdp.shard_chunks
+        device = next(chunks[0].parameters()).device
+        return list(shard(chunks, config=config, ddp=ddp, collection=collection, device=device))
+    if ddp.reduce_scatter_fp32_accumulation and ddp.grad_reduce_in_fp32:
+        raise UserError(
+            "ddp.reduce_scatter_fp32_accumulation=true: gradients are added in FP32 from bf16 messages, but "
+            "ddp.grad_reduce_in_fp32=true sends FP32; set ddp.grad_reduce_in_fp32=false or leave the former out"
+        )
     wrapped = [
         DistributedDataParallel(
             config,
-            ddp_config,
+            _ddp_config(ddp, distributed_optimizer=distributed_optimizer, interleaved=len(chunks) > 1),
             chunk,
             disable_bucketing=stage > 0,
             pg_collection=collection,
         )
         for stage, chunk in enumerate(chunks)
     ]
-    config.finalize_model_grads_func = finalize_sums
-    config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    _choose_collectives(wrapped, ddp)
+    _hook_into_schedule(config, wrapped, ddp)
     return wrapped
 
 
-def finalize_sums(
-    model: list[torch.nn.Module],
-    num_tokens: torch.Tensor | None = None,
-    pg_collection: ProcessGroupCollection | None = None,
-    force_all_reduce: bool | None = False,
-) -> None:
-    """Megatron-Core's `finalize_model_grads` without its division by a token count: our weights are global already."""
-    kwargs: dict[str, Any] = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
-    finalize_model_grads(model, None, **kwargs)
+def _ddp_config(ddp: DdpConfig, *, distributed_optimizer: bool, interleaved: bool) -> DistributedDataParallelConfig:
+    """Megatron-Core's settings of one chunk; it writes into them."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+        overlap_grad_reduce=ddp.overlap_grad_reduce,
+        overlap_param_gather=ddp.overlap_param_gather,
+        align_param_gather=ddp.overlap_param_gather and interleaved,
+        use_distributed_optimizer=distributed_optimizer,
+        num_distributed_optimizer_instances=ddp.optimizer_instances,
+        bucket_size=ddp.bucket_size or None,
+        average_in_collective=ddp.average_in_collective,
+    )
+
+
+def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
+    """Sums in FP32 and rank order where asked for, and on gloo, where they are faster than its reduce-scatter."""
+    buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    if ddp.reduce_scatter_fp32_accumulation:
+        if buffers and all(buffer.grad_dtype == torch.float32 for buffer in buffers):
+            raise UserError(
+                "ddp.reduce_scatter_fp32_accumulation=true: this model's gradients are FP32 and travel as such; "
+                "set model.dtype=bf16 or ddp.reduce_scatter_fp32_accumulation=false"
+            )
+    elif not all(
+        buffer.ddp_config.use_distributed_optimizer
+        and buffer.grad_dtype == torch.float32
+        and dist.get_backend(buffer.data_parallel_group) == "gloo"
+        for buffer in buffers
+    ):
+        return
+    sizes = [bucket.grad_data.nbytes for buffer in buffers for bucket in buffer.buckets]
+    error = RoundingError() if ddp.reduce_scatter_fp32_accumulation else None
+    scratch = Scratch(max(sizes, default=0), error=error)
+    for chunk in wrapped:
+        use_summing_groups(chunk, scratch=scratch)
+
+
+def _hook_into_schedule(config: TransformerConfig, wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
+    """When gradients are finalised, when their reduction waits, and, interleaved, when each chunk's traffic starts."""
+    config.finalize_model_grads_func = finalize_sums
+    if len(wrapped) == 1:
+        config.no_sync_func = wrapped[0].no_sync
+        return
+    config.no_sync_func = [chunk.no_sync for chunk in wrapped]
+    # All stages start a chunk's collectives at the same point of the schedule: on a slow link the ranks of one stage
+    # would otherwise hold up the others' pipeline messages.
+    if ddp.overlap_grad_reduce:
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    if ddp.overlap_param_gather:
+        config.param_sync_func = [partial(gather_outdated, chunk) for chunk in wrapped]

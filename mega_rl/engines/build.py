@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.core.optimizer import MegatronOptimizer
 
 from mega_rl.accelerator import Accelerator
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, MoeConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
 from mega_rl.converters.sharding import Head, Sharding
@@ -18,7 +18,9 @@ from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.engines.microbatches import Batching
 from mega_rl.models.build import build_chunks, transformer_config
-from mega_rl.models.specs import choose_transformer_impl
+from mega_rl.models.routing import Routing
+from mega_rl.models.specs import check_experts, choose_transformer_impl
+from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ def build_engine(
     hf = read_hf_config(path)
     layout = groups.layout
     impl = choose_transformer_impl(config.model.transformer_impl, device_type=accelerator.device.type)
+    check_experts(impl, hf, config)
     model_config = transformer_config(
         hf, layout=layout, settings=config, device_overrides=accelerator.transformer_config_overrides()
     )
@@ -56,9 +59,15 @@ def build_engine(
     )
     report = load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
     log.info("%s: %s (%s spec, %s, %s): %s", name, path, impl, config.model.dtype, layout, report)
+    routing: Routing | None = None
+    if hf.moe is not None:
+        # Choices are the actor's: a critic has other weights, and of a reference nothing is learnt.
+        record = config.moe.routing_replay and trainable and head == "lm"
+        settings = config.moe if trainable else MoeConfig()
+        routing = Routing(chunks, hf.moe, settings=settings, record=record, groups=groups)
     optimizer: MegatronOptimizer | None = None
     if trainable:
-        freeze(chunks, config.model.frozen)
+        freeze(chunks, config.model.frozen, everyone=GroupRanks(groups.world))
         chunks = wrap_chunks(
             chunks,
             config=model_config,
@@ -67,7 +76,11 @@ def build_engine(
             collection=groups.collection,
         )
         optimizer = build_optimizer(
-            chunks, optim=config.optim, bf16=config.model.dtype == "bf16", collection=groups.collection
+            chunks,
+            optim=config.optim,
+            bf16=config.model.dtype == "bf16",
+            collection=groups.collection,
+            implementation=config.ddp.implementation,
         )
     trainer = config.trainer
     return MegatronEngine(
@@ -83,8 +96,12 @@ def build_engine(
             micro_batch_size=trainer.micro_batch_size,
             pad_to_multiple=(layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1),
             count_multiple=layout.pp if layout.vpp > 1 else 1,
+            cp_rank=groups.coordinates.cp_rank,
+            cp_size=layout.cp,
         ),
         device=accelerator.device,
         temperature=config.rollout.temperature,
         export_bucket_bytes=config.rollout.bucket_mib << 20,
+        routing=routing,
+        partly_frozen=trainable and bool(config.model.frozen),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -23,11 +24,22 @@ from torch import Tensor
 from mega_rl.converters.export import export_hf
 from mega_rl.converters.sharding import Sharding
 from mega_rl.data.packing import MicroBatch, scatter_back
+from mega_rl.ddp.access import (
+    exportable,
+    finish_traffic,
+    gradient_tensors,
+    optimizer_tensors,
+    parameter_tensors,
+    unwrapped,
+)
+from mega_rl.ddp.bucket_groups import finish_param_sync, rounding_errors, scratches
 from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, torch_optimizers
+from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.microbatches import Batching, to_device
-from mega_rl.engines.offload import StorageOffload
-from mega_rl.errors import RunError
+from mega_rl.engines.offload import PartsOffload
+from mega_rl.errors import RunError, UserError
 from mega_rl.models.attention import packed_sequences
+from mega_rl.models.routing import Routing
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
@@ -52,12 +64,12 @@ class NonFiniteGradientError(RunError):
 class MegatronEngine:
     """One model, cut over `groups`, that evaluates tokens and (with an optimizer) learns. See `protocols.Engine`.
 
-    `chunks` are GPTModels, wrapped in DDP when there is an optimizer. `temperature` divides
+    `chunks` are GPTModels, wrapped in DDP or FSDP when there is an optimizer. `temperature` divides
     the logits of every log-prob and entropy, so that they speak of the distribution that was sampled.
     """
 
     name: str
-    chunks: Sequence[GPTModel | DistributedDataParallel]
+    chunks: Sequence[GPTModel | DistributedDataParallel | FullyShardedDataParallel | TorchFsdp]
     optimizer: MegatronOptimizer | None
     config: TransformerConfig
     sharding: Sharding
@@ -66,14 +78,18 @@ class MegatronEngine:
     device: torch.device
     temperature: float = 1.0
     export_bucket_bytes: int = 256 << 20
+    routing: Routing | None = None  # of a mixture of experts
+    partly_frozen: bool = False  # some of the model's weights, on whatever rank, do not train
 
     def __post_init__(self) -> None:
         self.data_parallel = GroupRanks(self.groups.dp)
         self.replica = GroupRanks(self.groups.replica)
         self._pipeline = GroupRanks(self.groups.pp)
+        self._context = GroupRanks(self.groups.cp)
+        self._token_shares = GroupRanks(self.groups.dp_cp)  # the ranks that have different tokens
         self._pp_size, self._pp_rank = self.groups.layout.pp, self.groups.coordinates.pp_rank
         self._is_last = self._pp_rank == self._pp_size - 1
-        self._offload = StorageOffload()
+        self._offload = PartsOffload(("parameters", "gradients", "optimizer"))
 
     def forward(self, batch: Rollout | Experience) -> TokenOutputs:
         """Log-probs and entropy ([B, S] float32, head "lm") or values ("value"), 0 off the loss mask.
@@ -81,8 +97,13 @@ class MegatronEngine:
         `batch` holds this data-parallel rank's rows, on the host, equal on all ranks of the replica; so is the result.
         """
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
+        if self.routing is not None:
+            self.routing.begin(micros, width=batch.tokens.size(1), routing=batch.routing, training=False)
         with torch.no_grad():
-            return self._collect(self._run_schedule(micros, loss=None), batch)
+            outputs = self._collect(self._run_schedule(micros, loss=None), batch)
+        if self.routing is None:
+            return outputs
+        return replace(outputs, routing=self.routing.finish_forward(len(batch.tokens)))
 
     def train_minibatch(
         self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
@@ -102,19 +123,33 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.routing is not None:
+            self.routing.begin(
+                micros,
+                width=minibatch.tokens.size(1),
+                routing=minibatch.routing,
+                training=True,
+                sequences=int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens)))),
+                averaged=not self.config.calculate_per_token_loss,
+            )
         finished = self._run_schedule(micros, loss=loss)
-        metrics = self._reduce([done.loss for done in finished if done.loss is not None])
+        metrics = self._reduce([done.loss for done in finished if done.loss is not None]) | self._rounding_error()
         if inspect is not None:
             metrics |= inspect(minibatch, self._collect(finished, minibatch))
+        if self.routing is not None:
+            metrics |= self.routing.finish_training()
         metrics["grad_norm"] = self._apply_gradients(lr)
+        if self.routing is not None:
+            self.routing.update_biases()
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
         return metrics
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in training dtype) of every weight, on all ranks of a replica; collective."""
+        finish_param_sync(self.chunks)
         return export_hf(
-            self.models,
+            [exportable(chunk) for chunk in self.chunks],
             sharding=self.sharding,
             coordinates=self.groups.coordinates,
             tp_group=self.groups.tp,
@@ -125,16 +160,22 @@ class MegatronEngine:
 
     @property
     def models(self) -> list[GPTModel]:
-        """The chunks without their DDP wrappers."""
-        return [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in self.chunks]
+        """The chunks without their wrappers for data parallelism."""
+        return [unwrapped(chunk) for chunk in self.chunks]
 
     def save(self, directory: Path) -> None:
-        """Write model and optimizer state as a Megatron-Core distributed checkpoint; collective."""
+        """Write model and optimizer state as a Megatron-Core distributed checkpoint; collective.
+
+        Raises:
+            UserError: the model is in FSDP; here and in `load`.
+        """
+        self._check_checkpoints()
         directory.mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(self._sharded_state(is_loading=False), str(directory))
 
     def load(self, directory: Path) -> None:
         """Read what `save` wrote, under any layout; collective."""
+        self._check_checkpoints()
         loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
         for key, model in zip(self._chunk_keys(), self.models, strict=True):
             model.load_state_dict(loaded[key])
@@ -143,13 +184,37 @@ class MegatronEngine:
             separate_step_counters(self.optimizer)
             apply_settings(self.optimizer)
 
-    def offload(self) -> int:
-        """Give back the memory of parameters, gradients and optimizer state; returns the bytes."""
-        return self._offload.offload(self._state_tensors())
+    def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
+        """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective.
 
-    def onload(self) -> None:
-        """Undo `offload`, bit for bit."""
-        self._offload.onload()
+        FP32 main parameters are optimizer state, unless they share the parameters' memory.
+        """
+        chosen = self._parts(parameters=parameters, gradients=gradients, optimizer=optimizer)
+        finish_traffic(self.chunks)
+        freed = sum(scratch.release() for scratch in scratches(self.chunks)) if gradients else 0
+        inner = [] if self.optimizer is None else torch_optimizers(self.optimizer)
+        tensors = {
+            "parameters": parameter_tensors(self.chunks),
+            "gradients": gradient_tensors(self.chunks),
+            "optimizer": (tensor for each in inner for tensor in optimizer_tensors(each)),
+        }
+        # Some of the optimizer's state may be on the host already.
+        here = {part: [t for t in found if t.device.type == self.device.type] for part, found in tensors.items()}
+        return freed + self._offload.offload(here, chosen)
+
+    def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        """Undo `offload` of these parts, bit for bit."""
+        self._offload.onload(self._parts(parameters=parameters, gradients=gradients, optimizer=optimizer))
+
+    def _parts(self, **parts: bool) -> list[str]:
+        return [part for part, chosen in parts.items() if chosen]
+
+    def _check_checkpoints(self) -> None:
+        if any(isinstance(chunk, TorchFsdp | FullyShardedDataParallel) for chunk in self.chunks):
+            raise UserError(
+                f"{self.name}: checkpoints of models in FSDP are not supported; use ddp.implementation=ddp, or set "
+                "checkpoint.save_interval=0, checkpoint.save_final=false and checkpoint.resume=never"
+            )
 
     def _run_schedule(self, micros: list[MicroBatch], *, loss: TokenLoss | None) -> list[Finished]:
         """Megatron-Core's schedule over the micro-batches; one result each on the last stage, none elsewhere.
@@ -157,14 +222,17 @@ class MegatronEngine:
         With a loss: forward and backward, gradients finalised. Without: forward only.
         """
         pipelined = self._pp_size > 1
+        # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
+        scale = 1 if self.config.calculate_per_token_loss else len(micros) * self._token_shares.size
         vpp = self.groups.layout.vpp
         schedule = get_forward_backward_func(pp_size=self._pp_size, vp_size=vpp if vpp > 1 else None)
         results: list[Finished] = schedule(
-            forward_step_func=partial(self._forward_step, loss),
+            forward_step_func=partial(self._forward_step, loss, scale),
             data_iterator=[to_device(micros, self.device) for _ in self.chunks],
             model=list(self.chunks),
             num_microbatches=len(micros),
-            seq_length=max(micro.tokens.size(1) for micro in micros),
+            # Upstream divides by cp (and tp); where it matters, with a pipeline, shapes travel with the tensors.
+            seq_length=max(micro.tokens.size(1) for micro in micros) * self._context.size,
             micro_batch_size=micros[0].tokens.size(0),
             forward_only=loss is None,
             p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if pipelined else None,
@@ -173,16 +241,22 @@ class MegatronEngine:
         return results
 
     def _forward_step(
-        self, loss: TokenLoss | None, micros: Iterator[MicroBatch], model: torch.nn.Module
+        self, loss: TokenLoss | None, scale: int, micros: Iterator[MicroBatch], model: torch.nn.Module
     ) -> tuple[Tensor, Any]:
         """One micro-batch through one chunk: what the schedule calls."""
         micro = next(micros)
-        packed = None if micro.cu_seqlens is None else packed_sequences(micro.cu_seqlens, micro.max_seqlen)
+        if self.routing is not None:
+            self.routing.expect(next(i for i, chunk in enumerate(self.chunks) if chunk is model), self.device)
+        packed = None
+        if micro.cu_seqlens is not None:
+            packed = packed_sequences(
+                micro.cu_seqlens, micro.max_seqlen, cp_rank=self._context.rank, cp_size=self._context.size
+            )
         output = model(micro.tokens, micro.position_ids, None, packed_seq_params=packed)
-        return output, partial(self._finish_microbatch, loss, micro)
+        return output, partial(self._finish_microbatch, loss, scale, micro)
 
     def _finish_microbatch(
-        self, loss: TokenLoss | None, micro: MicroBatch, output: Tensor
+        self, loss: TokenLoss | None, scale: int, micro: MicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Finished]:
         """(loss, unused token count, result) of the last stage's output, as the schedule wants it."""
         no_count = torch.zeros([], dtype=torch.int, device=output.device)
@@ -196,7 +270,7 @@ class MegatronEngine:
             maxima={name: value.detach() for name, value in result.maxima.items()},
         )
         seen = {name: value.detach() for name, value in vars(outputs).items() if value is not None}
-        return result.loss, no_count, Finished(micro, TokenOutputs(**seen), detached)
+        return result.loss * scale, no_count, Finished(micro, TokenOutputs(**seen), detached)
 
     def _collect(self, finished: list[Finished], batch: Rollout | Experience) -> TokenOutputs:
         """The micro-batches' outputs, [B, S] float32 on the host of every rank of the replica, 0 off the loss mask."""
@@ -206,6 +280,8 @@ class MegatronEngine:
             for out, name in zip(full, names, strict=True):
                 scatter_back(getattr(done.outputs, name).cpu(), done.micro, out)
         full *= batch.loss_mask
+        if self._is_last and self._context.size > 1:
+            full = self._context.sum(full)  # each place holds one rank's number and zeros
         if self._pp_size > 1:
             full = self._pipeline.broadcast(full, source=self._pp_size - 1)
         return TokenOutputs(**dict(zip(names, full, strict=True)))
@@ -226,12 +302,12 @@ class MegatronEngine:
         return TokenOutputs(logprobs=logprobs.view(shape), entropy=entropy.view(shape))
 
     def _reduce(self, outputs: list[LossOutput]) -> Metrics:
-        """Loss metrics over micro-batches and data-parallel ranks, from the last stage to all."""
+        """Loss metrics over micro-batches and the ranks that share the tokens, from the last stage to all."""
         reduced: Metrics = {}
         if self._is_last:
             sums = {name: torch.stack([o.sums[name] for o in outputs]).sum() for name in outputs[0].sums}
             maxima = {name: torch.stack([o.maxima[name] for o in outputs]).max() for name in outputs[0].maxima}
-            for values, combine in ((sums, self.data_parallel.sum), (maxima, self.data_parallel.max)):
+            for values, combine in ((sums, self._token_shares.sum), (maxima, self._token_shares.max)):
                 if values:
                     stacked = combine(torch.stack(list(values.values())).double())
                     reduced.update(zip(values, stacked.tolist(), strict=True))
@@ -254,21 +330,39 @@ class MegatronEngine:
                 f"{self.name}: the gradient norm is {norm}; weights and optimizer state are unchanged"
             )
         limit = self.optimizer.config.clip_grad
-        parameters = self.optimizer.get_parameters()
+        # A chain has one optimizer for experts on expert-parallel ranks and one for everything else.
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        parameters = [parameter for part in parts for parameter in part.get_parameters()]
         if limit > 0.0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
+            decoupled = self.optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm, use_decoupled_grad=decoupled)
         self.optimizer.step_with_ready_grads()
         return norm
+
+    def _rounding_error(self) -> Metrics:
+        """`grad_reduce_bf16_error` where gradients travel in bf16 and are added in FP32; else nothing.
+
+        |g' - g| / |g| over the whole model's gradients g of this step, g' being what a reduce-scatter that rounds to
+        bf16 after every addition would have made of the same contributions.
+        """
+        metrics: Metrics = {}
+        for error in rounding_errors(self.chunks):
+            difference, reference = GroupRanks(self.groups.world).sum(error.take(self.device)).tolist()
+            metrics["grad_reduce_bf16_error"] = math.sqrt(difference / reference) if reference else 0.0
+        return metrics
 
     def _chunk_keys(self) -> list[str]:
         return ["model"] if len(self.chunks) == 1 else [f"model{stage}" for stage in range(len(self.chunks))]
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
         """Megatron-Core's sharded state dict of the chunks and the optimizer."""
+        finish_param_sync(self.chunks)
         metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
             "dp_cp_group": self.groups.collection.dp_cp,
+            # Layers are stored as one tensor each kind, unless some lack optimizer state: that would have holes.
+            "non_homogeneous_layers": self.partly_frozen,
         }
         state: dict[str, Any] = {}
         for key, model in zip(self._chunk_keys(), self.models, strict=True):
@@ -276,18 +370,3 @@ class MegatronEngine:
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         return state
-
-    def _state_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of parameters, gradients and optimizer state on this rank."""
-        for chunk in self.chunks:
-            yield from (parameter.data for parameter in chunk.parameters())
-            if isinstance(chunk, DistributedDataParallel):
-                for buffer in chunk.buffers:
-                    yield buffer.grad_data
-                    if buffer.param_data is not None:
-                        yield buffer.param_data
-        for optimizer in [] if self.optimizer is None else torch_optimizers(self.optimizer):
-            for group in optimizer.param_groups:
-                yield from (parameter.data for parameter in group["params"])
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mega_rl.data.balancing import minimum_microbatches, plan_microbatches
 from mega_rl.data.packing import MicroBatch, pack, pad
+from mega_rl.data.zigzag import cut
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Rollout
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows become micro-batches: packed up to a token budget, or padded in fixed numbers."""
+    """How rows become micro-batches: packed up to a token budget, or padded in fixed numbers.
+
+    Under context parallelism every rank makes the same whole micro-batches and keeps its part of each.
+    """
 
     packing: bool
-    max_tokens: int  # packed: tokens per micro-batch
+    max_tokens: int  # packed: tokens per micro-batch, padding inside it counted; of all context-parallel ranks together
     micro_batch_size: int  # padded: sequences per micro-batch
-    pad_to_multiple: int = 1  # tokens; the tensor-parallel size under sequence parallelism
+    pad_to_multiple: int = 1  # tokens; 2 * cp with context parallelism, times tp under sequence parallelism
     count_multiple: int = 1  # micro-batches; the pipeline size under the interleaved schedule
+    cp_rank: int = 0
+    cp_size: int = 1
 
     def split(self, batch: Rollout | Experience, *, data_parallel: Ranks) -> list[MicroBatch]:
         """The batch as micro-batches on the host, equally many on every data-parallel rank.
 
-        A rank with less work than the others ends with empty micro-batches, which cost next to nothing.
+        A rank with less work than the others ends with empty micro-batches, which cost next to nothing. `batch` is the
+        same on all context-parallel ranks, and each gets its part of every micro-batch.
         """
         lengths: list[int] = batch.lengths.tolist()
+        multiple = self.sequence_multiple
         if self.packing:
+            lengths = [-(-length // multiple) * multiple for length in lengths]
             needed = minimum_microbatches(lengths, self.max_tokens)
         else:
             needed = -(-len(lengths) // self.micro_batch_size)
@@ -42,9 +52,15 @@ class Batching:
             order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
             size = self.micro_batch_size
             plan = [sorted(order[i * size : (i + 1) * size]) for i in range(count)]
-        make = pack if self.packing else pad
+        make = partial(pack, sequence_multiple=multiple) if self.packing else pad
         names = token_fields(batch)
-        return [make(batch, rows, field_names=names, pad_to_multiple=self.pad_to_multiple) for rows in plan]
+        micros = [make(batch, rows, field_names=names, pad_to_multiple=self.pad_to_multiple) for rows in plan]
+        return [cut(micro, cp_rank=self.cp_rank, cp_size=self.cp_size) for micro in micros]
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of each packed sequence is rounded up to: tokens."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
 
 
 def token_fields(batch: Rollout | Experience) -> list[str]:

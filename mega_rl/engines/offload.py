@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ class StorageOffload:
         """
         if self._copies:
             raise RuntimeError("offload() called twice: call onload() first")
-        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
-        for storage in storages.values():
+        for storage in storages_of(tensors).values():
             self._copies.append((storage, storage.cpu() if storage.device.type != "cpu" else storage.clone()))
             storage.resize_(0)
         return sum(copy.nbytes() for _, copy in self._copies)
@@ -39,3 +38,52 @@ class StorageOffload:
             storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=False)
         self._copies.clear()
+
+
+class PartsOffload:
+    """The state of a model in parts that come and go one by one.
+
+    Memory that parts share goes with the first of them: FP32 main parameters that are views of the parameters, say,
+    are parameters.
+    """
+
+    def __init__(self, parts: Iterable[str]) -> None:
+        self._off: dict[str, StorageOffload | None] = dict.fromkeys(parts)
+
+    def offload(self, tensors: Mapping[str, Iterable[Tensor]], chosen: Iterable[str]) -> int:
+        """Empty the storages of the chosen parts; returns the bytes given back.
+
+        `tensors` holds every part, in the order in which shared memory is awarded.
+
+        Raises:
+            RuntimeError: a chosen part is off already.
+        """
+        chosen = list(chosen)
+        if any(self._off[part] is not None for part in chosen):
+            raise RuntimeError("offload() called twice: call onload() first")
+        taken: set[int] = set()
+        freed = 0
+        for part, members in tensors.items():
+            mine = [tensor for tensor in members if tensor.untyped_storage()._cdata not in taken]
+            taken |= {tensor.untyped_storage()._cdata for tensor in mine}
+            if part in chosen:
+                self._off[part] = StorageOffload()
+                freed += self._take(part).offload(mine)
+        return freed
+
+    def onload(self, chosen: Iterable[str]) -> None:
+        """Give the chosen parts back what they had; nothing happens to those that are not off."""
+        for part in chosen:
+            if self._off[part] is not None:
+                self._take(part).onload()
+                self._off[part] = None
+
+    def _take(self, part: str) -> StorageOffload:
+        storages = self._off[part]
+        assert storages is not None
+        return storages
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Each storage behind `tensors` that has memory, once."""
+    return {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}

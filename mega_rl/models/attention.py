@@ -14,7 +14,11 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from mega_rl.models.context_parallel import SharedSequences, attend_shared, shared_sequences
 
 SMALLEST_CLASS = 16  # tokens; shorter sequences share one length class
 
@@ -37,8 +41,15 @@ class PackedSequences(PackedSeqParams):
     filled: Tensor | None = None
 
 
-def packed_sequences(cu_seqlens: Tensor, max_seqlen: int) -> PackedSequences:
-    """Attention parameters of a packed micro-batch whose sequences end at `cu_seqlens` ([n+1] int32, from 0 to T)."""
+def packed_sequences(
+    cu_seqlens: Tensor, max_seqlen: int, *, cp_rank: int = 0, cp_size: int = 1
+) -> PackedSequences | SharedSequences:
+    """Attention parameters of a packed micro-batch whose sequences end at `cu_seqlens` ([n+1] int32, from 0 to T).
+
+    With context parallelism `cu_seqlens` speaks of whole sequences, of which rank `cp_rank` holds its two chunks.
+    """
+    if cp_size > 1:
+        return shared_sequences(cu_seqlens, max_seqlen, cp_rank=cp_rank, cp_size=cp_size)
     device = cu_seqlens.device
     bounds = cu_seqlens.to("cpu", torch.int64)
     starts, lengths = bounds[:-1], bounds.diff()
@@ -104,7 +115,7 @@ class _ToPacked(torch.autograd.Function):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Causal grouped-query attention of one tensor-parallel rank's heads; no dropout, no bias, no context parallelism.
+    """Causal grouped-query attention of one tensor-parallel rank's heads; no dropout, no bias.
 
     Takes the place of Transformer Engine's `DotProductAttention` in Megatron-Core's `SelfAttention` and
     `MLASelfAttention`; upstream's local `DotProductAttention` knows no packed input, no value heads of another size
@@ -113,6 +124,9 @@ class SDPACoreAttention(MegatronModule):
     `config.window_size` = (w - 1, 0) gives the layers that `config.window_attn_skip_freq` names a sliding window of w
     tokens. `config.softmax_type` "learnable" gives every head a sink: `softmax_offset` [heads of this rank] are logits
     that take part in the softmax and attend to nothing.
+
+    With `config.context_parallel_size` above 1 the tensors are this rank's slices of sequences that `pg_collection.cp`
+    shares (see `mega_rl.models.context_parallel`).
     """
 
     def __init__(
@@ -129,7 +143,6 @@ class SDPACoreAttention(MegatronModule):
         v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
-        assert config.context_parallel_size == 1, "SDPACoreAttention has no context parallelism"
         assert attn_mask_type == AttnMaskType.causal
         assert attention_type == "self"
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -139,6 +152,10 @@ class SDPACoreAttention(MegatronModule):
             assert after == 0, "a causal window ends at the token"
             self.window = before + 1
         self.tp_group = None if pg_collection is None else pg_collection.tp
+        self.cp_group: ProcessGroup | None = None
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None
+            self.cp_group = pg_collection.cp
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type != "vanilla":
             assert config.softmax_type == "learnable"
@@ -164,6 +181,17 @@ class SDPACoreAttention(MegatronModule):
         `PackedSequences`; tokens attend within their own sequence.
         """
         assert attention_bias is None
+        if self.cp_group is not None:
+            assert packed_seq_params is None or isinstance(packed_seq_params, SharedSequences)
+            return attend_shared(
+                self._attend,
+                query,
+                key,
+                value,
+                group=self.cp_group,
+                window=self.window,
+                sequences=packed_seq_params,
+            )
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
@@ -182,33 +210,41 @@ class SDPACoreAttention(MegatronModule):
         return _ToPacked.apply(context, index, packed_seq_params.slots, packed_seq_params.filled)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, heads, S, E] of causal attention; key and value have [B, groups, S, D or E]."""
+        """[B, heads, S, E] of causal attention of the last S of M tokens, whose keys [B, groups, M, D] and values are.
+
+        value: [B, groups, M, E].
+        """
         grouped = query.size(1) != key.size(1)
-        mask = self._mask(query.size(2), query)
+        queries, keys = query.size(2), key.size(2)
+        mask = self._mask(queries, keys, query)
+        causal = mask is None and queries == keys
+        if mask is None and not causal:
+            mask = causal_lower_right(queries, keys)  # kernels that know the pattern make no matrix of it
         if self.softmax_offset is not None:
             # The sink is one more key: of zeros, so that its logit is the mask's entry, and with a value of zeros.
             key, value = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.size(3))], dim=2) for x in (key, value))
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
         )
 
-    def _mask(self, length: int, like: Tensor) -> Tensor | None:
+    def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
         """What is added to the logits, or which of them count; None where plain causality says it all.
 
-        [S, S] bool of a window, [heads, S, S + 1] of the dtype of `like` with sinks.
+        [S, M] bool of a window, [heads, S, M + 1] of the dtype of `like` with sinks.
         """
-        windowed = self.window is not None and self.window < length
+        windowed = self.window is not None and self.window < keys
         if not windowed and self.softmax_offset is None:
             return None
-        seen = torch.ones(length, length, dtype=torch.bool, device=like.device).tril()
+        before = keys - queries
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(before)
         if windowed:
             assert self.window is not None
-            seen = seen.triu(1 - self.window)
+            seen = seen.triu(before + 1 - self.window)
         if self.softmax_offset is None:
             return seen
         heads = self.softmax_offset.numel()
         bias = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf).expand(heads, -1, -1)
-        sinks = self.softmax_offset.to(like.dtype)[:, None, None].expand(-1, length, 1)
+        sinks = self.softmax_offset.to(like.dtype)[:, None, None].expand(-1, queries, 1)
         return torch.cat([bias, sinks], dim=2)
 
     def sharded_state_dict(

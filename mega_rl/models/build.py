@@ -29,7 +29,7 @@ from mega_rl.converters.model_config import (
 from mega_rl.converters.sharding import Head, Spec
 from mega_rl.errors import UserError
 from mega_rl.models.heads import ValueHead
-from mega_rl.models.moe import ExpertRowParallelLinear
+from mega_rl.models.moe import ExpertRowParallelLinear, use_own_dispatchers
 from mega_rl.models.rope import set_llama3_frequencies
 from mega_rl.models.specs import decoder_spec, mtp_spec
 from mega_rl.parallel.groups import Groups
@@ -52,8 +52,8 @@ def transformer_config(
     `ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
 
     Raises:
-        UserError: experts or latent attention under tensor parallelism without sequence parallelism, or experts with
-            biases cut by tensor parallelism.
+        UserError: experts or latent attention under tensor parallelism without sequence parallelism, experts with
+            biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
     """
     if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
         # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
@@ -64,7 +64,14 @@ def transformer_config(
     if hf.moe is not None and hf.linear_bias and layout.etp > 1:
         raise UserError(
             f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of "
-            f"model_type={hf.model_type} have; use 1 rank of expert tensor parallelism (in training: parallel.tp=1)"
+            f"model_type={hf.model_type} have; use 1 rank of expert tensor parallelism (in training: parallel.etp=1)"
+        )
+    yarn = hf.rope.yarn
+    if layout.cp > 1 and yarn is not None and yarn.original_max_position_embeddings % (2 * layout.cp):
+        # Megatron-Core cuts a table of that many positions whenever it builds the model.
+        raise UserError(
+            f"parallel.cp={layout.cp}: 2*cp must divide the {yarn.original_max_position_embeddings} positions that "
+            f"model_type={hf.model_type} was trained on before its context was extended (yarn); choose a power of 2"
         )
     kind = DTYPES[settings.model.dtype]
     overlap_p2p = settings.parallel.overlap_p2p
@@ -81,7 +88,8 @@ def transformer_config(
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p,
         "variable_seq_lengths": layout.pp > 1,
-        "moe_token_dispatcher_type": _dispatcher(hf, layout, settings),
+        "moe_grouped_gemm": hf.moe is not None and settings.moe.grouped_experts,
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
         "pipeline_dtype": kind,
         "params_dtype": kind,
         "bf16": kind is torch.bfloat16,
@@ -94,9 +102,14 @@ def transformer_config(
         **device_overrides,
         **unfused(hf),
     }
+    if settings.ddp.implementation == "torch_fsdp2":
+        kwargs["gradient_accumulation_fusion"] = False  # its kernels add into main_grad, which FSDP2 does not have
     config = (MLATransformerConfig if uses_mla(hf) else TransformerConfig)(**kwargs)
     for name, value in extra_config_attributes(hf).items():
         setattr(config, name, value)
+    if hf.moe is not None:
+        # Not an argument: Megatron-Core's own gathering refuses variable lengths, and ours takes its place.
+        config.moe_token_dispatcher_type = settings.moe.dispatcher
     return config
 
 
@@ -110,11 +123,6 @@ def _recompute(model: ModelConfig) -> dict[str, Any]:
     if model.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {}
-
-
-def _dispatcher(hf: HFConfig, layout: ParallelLayout, settings: Config) -> str:
-    """The token dispatcher; Megatron-Core's default refuses variable lengths, in dense models too."""
-    return settings.moe.dispatcher if hf.moe is not None else "alltoall"
 
 
 def _pipeline(layout: ParallelLayout, *, mtp_layers: int) -> str | None:
@@ -171,6 +179,7 @@ def build_chunks(
             set_llama3_frequencies(chunk, hf)
         mark_tensor_parallel(chunk)
         mark_experts(chunk, layout)
+        use_own_dispatchers(chunk, groups.collection)
         chunks.append(chunk.to(device=device))
     return chunks
 
@@ -202,8 +211,15 @@ def mark_experts(model: torch.nn.Module, layout: ParallelLayout) -> None:
 
     Megatron-Core says so only under expert parallelism. But with tp above etp, too, ranks of one tensor-parallel group
     hold the same expert and give it different tokens, and their gradients must be added.
+
+    Of such experts everything counts in the gradient norm on every tensor-parallel rank, and nothing is summed over
+    tensor parallelism. Megatron-Core would count the bias of the second linear on the first rank alone, and add up the
+    biases of different experts under sequence parallelism.
     """
     apart = layout.ep > 1 or layout.etp != layout.tp
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = not apart  # type: ignore[attr-defined]
+            if apart:
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.sequence_parallel = False  # type: ignore[attr-defined]

@@ -58,7 +58,10 @@ class DecoderLayer(TransformerLayer):
         """(hidden states [S, B, H], context), as upstream; `rotary_pos_emb` [S, 1, 1, D] gives way to the own one."""
         if self.rotary_pos_emb is not None:
             packed = kwargs.get("packed_seq_params") is not None
-            kwargs["rotary_pos_emb"] = self.rotary_pos_emb(kwargs["rotary_pos_emb"].size(0), packed_seq=packed)
+            length = kwargs["rotary_pos_emb"].size(0)
+            if not packed:  # then upstream has cut the model's for this context-parallel rank
+                length *= self.pg_collection.cp.size()
+            kwargs["rotary_pos_emb"] = self.rotary_pos_emb(length, packed_seq=packed)
         return super().forward(*args, **kwargs)
 
 

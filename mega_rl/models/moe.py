@@ -1,30 +1,212 @@
-"""Parts of a mixture of experts in the local layer spec."""
+"""Parts of a mixture of experts: the router, and what Megatron-Core's experts and dispatcher need beside it."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 from torch.nn.functional import linear
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
+TopK = Callable[..., tuple[Tensor, Tensor]]
 
-class Router(TopKRouter):
-    """Megatron-Core's top-k router with a plain linear layer.
 
-    Upstream's goes through Transformer Engine's matrix product or, where that is not installed, through a name that
-    nobody has defined.
+@dataclass
+class RoutedTokens:
+    """The n tokens of one micro-batch that this rank's routers see, in their order.
+
+    `replay` and `chosen` are keyed by the number of the layer among the model's mixtures.
     """
 
+    real: Tensor  # [n] bool, False on padding
+    sequence: Tensor  # [n] int64, number of the token's row in the micro-batch; 0 on padding
+    lengths: Tensor  # [rows] float32, tokens of each whole row
+    training: bool  # a backward follows
+    balance_weight: float = 0.0  # what each row's balance loss counts; 0: there is none
+    replay: dict[int, Tensor] = field(default_factory=dict)  # [n, top_k] int16, -1 where the router is to choose
+    chosen: dict[int, Tensor] | None = None  # [n, top_k] int16, what the routers took; None: not asked for
+
+
+class Router(TopKRouter):
+    """Megatron-Core's top-k router that can replay choices, and counts and balances the real tokens alone.
+
+    Whoever runs the model says before each forward which tokens come (`expect`); without that it is upstream's router.
+    Upstream's own replay and counts know neither padding nor pipelines in which forwards run ahead of recomputation,
+    and its balance loss is scaled for gradients that are divided by a token count at the end.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.mixture = 0  # number of this layer among the model's mixtures
+        self.router_replay: _Choice | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every expected token, count and loss: a new mini-batch begins."""
+        self._expected: RoutedTokens | None = None
+        self._again: deque[RoutedTokens] = deque()
+        self.loads: Tensor | None = None  # [experts] int64, real tokens of this rank; None before the first
+        self.balance_loss: Tensor | None = None  # scalar float32, this rank's share
+
+    def expect(self, tokens: RoutedTokens | None) -> None:
+        """The tokens of the next forward pass."""
+        self._expected = tokens
+
     def gating(self, input: Tensor) -> Tensor:
-        """[..., experts] logits of `config.moe_router_dtype` from hidden states [..., H]."""
+        """[..., experts] logits of `config.moe_router_dtype` from hidden states [..., H].
+
+        Upstream's goes through Transformer Engine's matrix product or, where that is not installed, through a name that
+        nobody has defined.
+        """
+        if moe_utils.HAVE_TE:
+            logits: Tensor = super().gating(input)
+            return logits
         dtype = DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return linear(input.to(dtype), self.weight.to(dtype), bias)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(weights [n, experts], 0 off the chosen ones; chosen [n, experts] bool) of logits [S, B, experts]."""
+        tokens = self._tokens()
+        if tokens is None:
+            routed: tuple[Tensor, Tensor] = super().routing(logits)
+            return routed
+        assert len(tokens.real) == logits[..., 0].numel(), f"{len(tokens.real)} tokens expected, not {logits.shape}"
+        self.router_replay = _Choice(tokens, self.mixture)
+        probs, chosen = super().routing(logits)
+        self.router_replay = None
+        if not (tokens.training and torch.is_grad_enabled()):
+            return probs, chosen
+        real = chosen & tokens.real[:, None]
+        counts = real.sum(0)
+        self.loads = counts if self.loads is None else self.loads + counts
+        if not tokens.balance_weight:
+            return probs, chosen
+        loss = self._balance(logits.flatten(0, 1), real, tokens)
+        share = loss.detach()
+        self.balance_loss = share if self.balance_loss is None else self.balance_loss + share
+        return _WithLoss.apply(probs, loss), chosen
+
+    def _tokens(self) -> RoutedTokens | None:
+        """What was said of the tokens at hand.
+
+        The first pass over a layer that is recomputed runs without gradients. The backward comes back to it later, when
+        other micro-batches may have been expected meanwhile, but in the order of the first passes.
+        """
+        tokens = self._expected
+        if tokens is None or not tokens.training:
+            return tokens
+        if not torch.is_grad_enabled():
+            self._again.append(tokens)
+            return tokens
+        return self._again.popleft() if self._again else tokens
+
+    def _balance(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens) -> Tensor:
+        """This rank's share of the balance loss, weighted: a scalar float32.
+
+        Of a row of T tokens: E / (k T^2) sum_e count_e sum_t score_te, which is 1 where all E experts get alike
+        (DeepSeek-V3, arXiv:2412.19437, equations 17-20; `count` is of the experts in fact chosen).
+        """
+        if self.score_function == "softmax":
+            scores = logits.softmax(-1, dtype=torch.float32)
+        else:
+            raw = logits.float().sigmoid()
+            scores = raw / raw.sum(-1, keepdim=True)
+        counts = scores.new_zeros(len(tokens.lengths), self.num_experts)
+        counts.index_add_(0, tokens.sequence, chosen.float())
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        factor = tokens.balance_weight * self.num_experts / (self.topk * tokens.lengths.square())
+        per_token = (scores * (counts * factor[:, None])[tokens.sequence]).sum(-1)
+        return (per_token * tokens.real).sum()
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Nothing: `loads` are the counts, and the bias moves after the optimizer's step."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Which experts tokens go to: what Megatron-Core's routing calls in place of its top-k."""
+
+    tokens: RoutedTokens
+    mixture: int
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, top_k: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """(scores [n, k], experts [n, k] int64) of scores [n, experts]; gradients reach replayed experts' too."""
+        values, experts = top_k(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        replay = self.tokens.replay.get(self.mixture)
+        if replay is not None:
+            experts = torch.where(replay[:, :1] < 0, experts, replay.long())
+            values = scores.gather(1, experts)
+        if self.tokens.chosen is not None:
+            self.tokens.chosen[self.mixture] = experts.to(torch.int16)
+        return values, experts
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first tensor, whose backward starts one of the second too: a scalar loss of weight 1."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones((), dtype=torch.float32, device=grad.device)
+
+
+class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
+    """Megatron-Core's dispatcher by gathering, for ranks that have different numbers of tokens.
+
+    Expert-parallel ranks may be data-parallel ones, whose packed micro-batches are not equally long, and upstream's
+    gathering takes equal parts for granted. The shorter ranks add tokens that go to no expert.
+    """
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """(hidden states [n', H], weights [n', experts]), n' being the group's largest number of tokens."""
+        tokens, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self._held = tokens.size(0)
+        if self.tp_size * self.ep_size > 1:
+            most = torch.tensor(self._held, device=tokens.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
+            missing = int(most) - self._held
+            self.routing_map = _with_rows(routing_map, missing)
+            return _with_rows(tokens, missing), _with_rows(probs, missing)
+        return tokens, probs
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """[n, H] of this rank's own tokens, added up over the experts' ranks."""
+        combined: Tensor = super().token_combine(hidden_states)
+        return combined[: self._held]
+
+
+def _with_rows(tensor: Tensor, missing: int) -> Tensor:
+    """[n, ...] with so many rows of zeros (False) at its end."""
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def use_own_dispatchers(model: torch.nn.Module, collection: ProcessGroupCollection) -> None:
+    """Put `AllGatherDispatcher` in the place of Megatron-Core's in every mixture that dispatches by gathering."""
+    for module in model.modules():
+        if isinstance(module, MoELayer) and module.config.moe_token_dispatcher_type == "allgather":
+            module.token_dispatcher = AllGatherDispatcher(
+                module.num_local_experts, module.local_expert_indices, config=module.config, pg_collection=collection
+            )
 
 
 class ExpertRowParallelLinear(RowParallelLinear):

@@ -28,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig, Mla
 from mega_rl.converters.sharding import Spec
 from mega_rl.errors import UserError
@@ -62,12 +63,38 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
     return "te"
 
 
+def check_experts(impl: Spec, hf: HFConfig, settings: Config) -> None:
+    """Settings of experts that the layers `impl` ("te" or "local") cannot follow.
+
+    Raises:
+        UserError: experts one after the other in Transformer Engine's layers, or recomputation of grouped experts'
+            activation in local ones, which compute their experts one after the other.
+    """
+    if hf.moe is None:
+        return
+    if impl == "te" and not settings.moe.grouped_experts:
+        raise UserError(
+            "moe.grouped_experts=false: Transformer Engine's layers have their experts grouped; set it to true or "
+            "model.transformer_impl=local"
+        )
+    selective = settings.model.recompute == "selective"
+    if impl == "local" and selective and "moe_act" in settings.model.recompute_modules:
+        raise UserError(
+            "model.recompute_modules: moe_act is the activation of grouped experts, which Transformer Engine's layers "
+            "have; with model.transformer_impl=local recompute moe instead"
+        )
+
+
 def _has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def needs_local_spec(hf: HFConfig) -> list[str]:
-    """What of an architecture only the local spec's modules can do, in words."""
+def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
+    """What of an architecture only the local spec's modules can do, in words.
+
+    Transformer Engine passes keys round a ring of context-parallel ranks, and refuses windows and sinks there; its ways
+    of communicating that take them refuse packed sequences, in part of its versions.
+    """
     return [
         what
         for what, there in {
@@ -75,6 +102,8 @@ def needs_local_spec(hf: HFConfig) -> list[str]:
             "a RoPE base of its own in sliding-window layers": hf.rope.local_theta is not None,
             "query and key norms over all heads together": hf.qk_norm_joint,
             "an epsilon of its own in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
+            "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
+            "attention sinks over context parallelism": cp_size > 1 and hf.sinks,
         }.items()
         if there
     ]
@@ -96,7 +125,7 @@ def decoder_spec(
             )
         specs = [_local_layer(hf, layer, pg_collection) for layer in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
-    lacking = needs_local_spec(hf)
+    lacking = needs_local_spec(hf, cp_size=pg_collection.cp.size())
     if lacking:
         raise UserError(
             f"model.transformer_impl: Megatron-Core's Transformer Engine layers lack what {hf.model_type} has "
@@ -137,13 +166,17 @@ def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection)
 
 
 def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
-    """One of upstream's Transformer Engine layers; experts are grouped."""
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=hf.moe.num_experts if hf.moe is not None and hf.is_moe(layer) else None,
+    """One of upstream's Transformer Engine layers with our router; experts are grouped."""
+    moe = hf.moe is not None and hf.is_moe(layer)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=hf.moe.num_experts if hf.moe is not None and moe else None,
         moe_grouped_gemm=True,
         qk_layernorm=hf.qk_norm or hf.mla is not None,
         multi_latent_attention=hf.mla is not None,
     )
+    if moe:
+        spec.submodules.mlp.submodules.router = Router
+    return spec
 
 
 def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection) -> ModuleSpec:

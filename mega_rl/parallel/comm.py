@@ -116,11 +116,11 @@ class GroupRanks:
 
     def _send(self, rows: Tensor, counts: list[int], received_counts: list[int]) -> Tensor:
         sent = rows.to(self._device).contiguous()
-        flags = sent.dtype == torch.bool
-        sent = sent.view(torch.uint8) if flags else sent  # not every backend carries bool
+        as_bytes = sent.dtype in (torch.bool, torch.int16)  # not every backend carries these
+        sent = sent.view(torch.uint8) if as_bytes else sent
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
         dist.all_to_all_single(received, sent, received_counts, counts, group=self._group)
-        return received.view(torch.bool) if flags else received
+        return received.view(rows.dtype) if as_bytes else received
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = self._travelling(tensor)
@@ -133,8 +133,8 @@ class GroupRanks:
 
 
 def _fields(rows: Any) -> dict[str, Tensor]:
-    """The tensors of a tensorclass, by name."""
-    return dict(rows.items())
+    """The tensors of a tensorclass, by name; optional ones that it lacks left out."""
+    return {name: field for name, field in rows.items() if field is not None}
 
 
 def _like(rows: Batch, fields: dict[str, Tensor], *, count: int) -> Batch:

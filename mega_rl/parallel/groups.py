@@ -5,6 +5,7 @@ The only file that reads `megatron.core.parallel_state`.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ def destroy() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A group's threads and sockets live as long as an object that knows it, and models are full of cycles.
+    gc.collect()
 
 
 def seed_model_parallel(seed: int, groups: Groups) -> None:

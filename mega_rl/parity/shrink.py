@@ -1,7 +1,8 @@
 """A shrunk twin: a few layers, experts and vocabulary rows of a checkpoint, with its own weights, as a checkpoint.
 
 The twin has every kind of layer that the model has, the first and the last among them, and every setting of its
-config, so what is wrong with the conversion of a large model shows on a laptop.
+config, so what is wrong with the conversion of a large model shows on a laptop. A twin with random weights needs a
+config.json only, and may be narrowed besides: its widths are halved until the model is small.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig, Moe
@@ -24,6 +27,18 @@ from mega_rl.converters.safetensors_writer import write_checkpoint
 from mega_rl.errors import UserError
 
 MAX_LAYERS, MAX_VOCAB = 4, 4096
+# Widths of a narrowed twin: halved until they are at most this. Numbers of heads and experts stay what they are.
+NARROW = {
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+NARROW_HIDDEN, NARROW_HEAD = 512, 32
 
 
 @dataclass(frozen=True)
@@ -35,12 +50,16 @@ class Twin:
     layers: tuple[int, ...]  # of the original
 
 
-def shrink(hf: HFConfig, *, where: str = "config.json") -> Twin:
+def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narrow: bool = False) -> Twin:
     """At most `MAX_LAYERS` layers, just enough experts for the router to choose among, `MAX_VOCAB` tokens.
 
-    Raises UserError when the fields that say which layer is of which kind cannot be cut down to the chosen layers.
+    `multiple`: the number of layers must be one of it, and be above `MAX_LAYERS` where that takes more. `narrow` halves
+    widths too, as only a twin with random weights may.
+
+    Raises UserError when the fields that say which layer is of which kind cannot be cut down to the chosen layers, or
+    the model has too few.
     """
-    layers = _layers(hf)
+    layers = _layers(hf, multiple, where)
     raw = dict(hf.raw)
     for name in ("quantization_config", "auto_map", "num_nextn_predict_layers"):
         raw.pop(name, None)
@@ -55,23 +74,55 @@ def shrink(hf: HFConfig, *, where: str = "config.json") -> Twin:
         raw["layer_types"] = [kinds[hf.window.layers[layer]] for layer in layers]
     if hf.moe is not None:
         _shrink_experts(raw, hf.moe, layers)
+    if narrow:
+        _narrow(raw, hf)
     twin = Twin(raw, parse_hf_config(raw, where=f"{where} of the shrunk twin"), layers)
     if not _same_kinds(hf, twin):
-        raise UserError(f"{where}: its layers cannot be cut down to {list(layers)}; leave --logits out")
+        raise UserError(f"{where}: its layers cannot be cut down to {list(layers)}; leave --logits or --twin out")
     return twin
 
 
-def write_twin(source: Path, target: Path) -> Twin:
+def write_twin(source: Path, target: Path, *, multiple: int = 1) -> Twin:
     """Writes the twin of a checkpoint's model, with the checkpoint's weights, to `target`."""
     with CheckpointReader(source) as reader:
         original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
-        twin = shrink(original, where=str(source / "config.json"))
+        twin = shrink(original, where=str(source / "config.json"), multiple=multiple)
         spelled = as_on_disk(twin.hf, {name: (0,) for name in reader.tensors})
         config = target.with_name(f"{target.name}.config.json")
         config.write_text(json.dumps(twin.raw, indent=2))
         write_checkpoint(target, _tensors(reader, twin, spelled), files={"config.json": config})
         config.unlink()
     return twin
+
+
+def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: bool = False, seed: int = 0) -> Twin:
+    """Writes the twin of the model that `source`/config.json describes, with random weights, to `target`."""
+    twin = shrink(read_hf_config(source), where=str(source / "config.json"), multiple=multiple, narrow=narrow)
+    config = target.with_name(f"{target.name}.config.json")
+    config.write_text(json.dumps(twin.raw, indent=2))
+    write_checkpoint(target, random_tensors(twin.hf, seed=seed), files={"config.json": config})
+    config.unlink()
+    return twin
+
+
+def random_tensors(hf: HFConfig, *, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 tensor) of every weight, of a size with which each layer changes what passes it.
+
+    Norms are near 1, biases near 0, neither at its neutral value; a matrix keeps the size of what it multiplies.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, (shape, _, _) in hf_tensors(hf, head="lm").items():
+        values = torch.randn(shape, generator=generator)
+        if len(shape) > 1 and not name.endswith("bias"):
+            yield name, values / shape[-1] ** 0.5
+        else:
+            neutral = 0.0 if hf.zero_centered_norm or "norm" not in name else 1.0
+            yield name, neutral + 0.1 * values
+
+
+def num_elements(hf: HFConfig) -> int:
+    """Elements of all weights."""
+    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
 
 
 def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterator[tuple[str, Tensor]]:
@@ -86,14 +137,46 @@ def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterato
         yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
 
 
-def _layers(hf: HFConfig) -> tuple[int, ...]:
-    """The first layer, the last, and the first of each kind between them."""
+def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
+    """The first layer, the last, and the first of each kind between them, and others as far as it takes `multiple`."""
     kinds: dict[tuple[bool, bool], int] = {}
     for layer in range(hf.num_layers):
         windowed = hf.window is not None and hf.window.layers[layer]
         kinds.setdefault((hf.is_moe(layer), windowed), layer)
     chosen = {0, hf.num_layers - 1, *list(kinds.values())[: MAX_LAYERS - 1]}
+    wanted = -(-len(chosen) // multiple) * multiple
+    if wanted > hf.num_layers:
+        raise UserError(
+            f"{where}: a twin that {multiple} pipeline stages split evenly needs {wanted} layers, "
+            f"num_hidden_layers={hf.num_layers}; ask for fewer stages"
+        )
+    while len(chosen) < wanted:  # from the middle of the widest gap
+        inside = sorted(chosen)
+        low, high = max(pairwise(inside), key=lambda gap: gap[1] - gap[0])
+        chosen.add((low + high + 1) // 2)
     return tuple(sorted(chosen))
+
+
+def _narrow(raw: dict[str, Any], hf: HFConfig) -> None:
+    """Halves widths; those that are cut with the heads stay multiples of their number."""
+    for name, limit in NARROW.items():
+        if raw.get(name):
+            raw[name] = _halved(raw[name], limit)
+    head = _halved(hf.head_dim, NARROW_HEAD)
+    if hf.mla is not None:
+        raw["hidden_size"] = _halved(hf.hidden_size, NARROW_HIDDEN)
+        raw.pop("head_dim", None)
+    elif raw.get("head_dim") or hf.head_dim * hf.num_heads != hf.hidden_size:
+        raw |= {"hidden_size": _halved(hf.hidden_size, NARROW_HIDDEN), "head_dim": head}
+    else:
+        raw["hidden_size"] = hf.num_heads * head
+
+
+def _halved(size: int, limit: int) -> int:
+    """`size` halved until it is at most `limit`, or odd."""
+    while size > limit and size % 2 == 0:
+        size //= 2
+    return size
 
 
 def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> None:

@@ -87,6 +87,7 @@ def build_experience(
         returns=blank,
         loss_weights=blank,
         token_weights=blank,
+        routing=rollout.routing if old.routing is None else old.routing,
         batch_size=[rollout.tokens.size(0)],  # type: ignore[call-arg]
     )
     experience.advantages, experience.returns = estimator(experience, rewards, sum_over_ranks)

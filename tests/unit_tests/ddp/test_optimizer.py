@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from mega_rl.config.schema import OptimConfig
 from mega_rl.types import Experience, TokenOutputs
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import exported, make_config, own_rows, running_engine
+from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses
 
@@ -24,6 +25,24 @@ CASES: dict[str, dict[str, Any]] = {
     "dp2, not sharded": {"layout": "dp2", "distributed_optimizer": False},
     "tp2-sp": {"layout": "tp2-sp"},
     "pp2": {"layout": "pp2"},
+}
+# (model, layout, dtype, optimizer sharded); each with all, some and none of its state on the host
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "fp32": {"layout": "dp2"},
+    "fp32, not sharded": {"layout": "dp2", "distributed_optimizer": False},
+    "bf16": {"layout": "dp2", "dtype": "bf16"},
+    "bf16, not sharded": {"layout": "dp2", "dtype": "bf16", "distributed_optimizer": False},
+}
+SHARES = (0.0, 0.5, 1.0)
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ep2": {},
+    "ep2, not sharded": {"distributed_optimizer": False},
+    "ep2, on the host": {"cpu_offload": 1.0},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "not sharded": ({"precision_aware": True, "distributed_optimizer": False}, "ddp", "needs optim.distributed_opt"),
+    "both": ({"precision_aware": True, "cpu_offload": 0.5}, "ddp", "use one of the two"),
+    "fsdp": ({"cpu_offload": 0.5}, "torch_fsdp2", "optim.cpu_offload=0.5 needs ddp.implementation=ddp"),
 }
 SCHEDULES = {
     "constant": OptimConfig(),
@@ -47,9 +66,43 @@ def run_cases(rank: int, checkpoint: str) -> dict[str, Any]:
         name: [learning_rate(step, peak=2.0, optim=optim, total_steps=10) for step in range(12)]
         for name, optim in SCHEDULES.items()
     }
+    for name, case in OFFLOADS.items():
+        for share in SHARES:
+            results[f"{name} {share}"] = run_engine(Path(checkpoint), **case, cpu_offload=share)
+    results["refused"] = {name: refusal(optim, how) for name, (optim, how, _) in REFUSED.items()}
+    results["without TE"] = refusal({"precision_aware": True}, "ddp")
+    results["experts"] = {name: run_experts(f"{checkpoint}_routed", ep=2, **optim) for name, optim in EXPERTS.items()}
     if rank == 0:
         results["reference"] = run_reference(Path(checkpoint))
     return results
+
+
+def run_one_rank(rank: int, checkpoint: str) -> dict[str, Any]:
+    """The mixture of experts without expert parallelism."""
+    return run_experts(f"{checkpoint}_routed", ep=1)
+
+
+def run_experts(checkpoint: str, *, ep: int, **optim: Any) -> dict[str, Any]:
+    """Norms and weights of three clipped steps of a mixture of experts."""
+    config = make_config(Path(checkpoint), optim=OptimConfig(**(vars(OPTIM) | {"eps": 1e-2} | optim)))
+    with running_engine(replaced(config, "parallel", ep=ep)) as engine:
+        from mega_rl.ddp.optimizer import torch_optimizers
+
+        rows = own_rows(random_experience(), engine)
+        norms = [engine.train_minibatch(rows, losses("lm"), lr=rate)["grad_norm"] for rate in RATES]
+        return {"norms": norms, "weights": exported(engine), "optimizers": len(torch_optimizers(engine.optimizer))}
+
+
+def refusal(optim: dict[str, Any], implementation: str) -> str:
+    """What the optimizer says to settings that it cannot have."""
+    from mega_rl.ddp.optimizer import build_optimizer
+    from mega_rl.errors import UserError
+
+    try:
+        build_optimizer([], optim=OptimConfig(**optim), bf16=True, collection=None, implementation=implementation)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def run_engine(checkpoint: Path, layout: str, *, dtype: str = "fp32", **optim: Any) -> dict[str, Any]:
@@ -63,7 +116,11 @@ def run_engine(checkpoint: Path, layout: str, *, dtype: str = "fp32", **optim: A
         norms = [engine.train_minibatch(rows, losses("lm"), lr=rate)["grad_norm"] for rate in RATES]
         inner = torch_optimizers(engine.optimizer)
         groups = [group for optimizer in inner for group in optimizer.param_groups]
+        state = [value for optimizer in inner for p in optimizer.state for value in optimizer.state[p].values()]
         return {
+            "state": [value.clone() for value in state],
+            "on host": sum(len(getattr(optimizer, "_on_host", ())) for optimizer in inner),
+            "parameters": sum(len(group["params"]) for group in groups),
             "start": start,
             "weights": exported(engine),
             "norms": norms,
@@ -111,7 +168,10 @@ def reference_loss(model: torch.nn.Module, batch: Experience) -> torch.Tensor:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # Qwen2 has biases beside norms and matrices.
     checkpoint = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), family="qwen2", tied=True)
-    return dict(run_ranks(2, run_cases, str(checkpoint), device="cpu")[0])
+    write_tiny_checkpoint(Path(f"{checkpoint}_routed"), family="qwen3_moe", tied=False)
+    results = dict(run_ranks(2, run_cases, str(checkpoint), device="cpu", timeout_s=300)[0])
+    results["one rank"] = run_ranks(1, run_one_rank, str(checkpoint), device="cpu")[0]
+    return results
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -140,6 +200,43 @@ def test_adam_is_fused(results: dict[str, Any]) -> None:
     for case in CASES:
         assert results[case]["classes"] == ["AdamW"]
         assert results[case]["fused"] == [True, True]
+
+
+@pytest.mark.parametrize("share", SHARES[1:])
+@pytest.mark.parametrize("case", list(OFFLOADS))
+def test_state_on_the_host_changes_no_bit(results: dict[str, Any], case: str, share: float) -> None:
+    """Norms, weights and moments after three steps; the share of the parameters is on the host, and steps there."""
+    here, there = results[f"{case} 0.0"], results[f"{case} {share}"]
+    assert there["norms"] == here["norms"]
+    assert all(torch.equal(there["weights"][name], expected) for name, expected in here["weights"].items())
+    assert sorted(float(s.double().sum()) for s in there["state"]) == sorted(
+        float(s.double().sum()) for s in here["state"]
+    )
+    assert here["on host"] == 0
+    assert there["classes"] == ["HostAdamW"]
+    if share == 1.0:
+        assert there["on host"] == there["parameters"]
+    else:
+        assert 0 < there["on host"] < there["parameters"]
+
+
+@pytest.mark.parametrize("case", list(EXPERTS))
+def test_experts_share_the_norm_and_the_clipping(results: dict[str, Any], case: str) -> None:
+    """Two optimizers, one for experts that are spread over ranks: the steps are those of one optimizer on one rank."""
+    one, many = results["one rank"], results["experts"][case]
+    assert (one["optimizers"], many["optimizers"]) == (1, 2)
+    assert many["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert min(one["norms"]) > 4 * OPTIM.clip_grad
+    for name, expected in one["weights"].items():
+        assert (many["weights"][name] - expected).abs().max() <= 1e-6, name
+
+
+def test_refusals(results: dict[str, Any]) -> None:
+    """Combinations that no optimizer has, and a package that is not there."""
+    for name, (_, _, message) in REFUSED.items():
+        assert message in results["refused"][name], name
+    if importlib.util.find_spec("transformer_engine") is None:
+        assert "optim.precision_aware=true: needs Transformer Engine's FusedAdam" in results["without TE"]
 
 
 def test_schedules(results: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The heart of the project: a whole PPO run does not depend on the layout it runs on.
 
-Five steps of PPO and of GRPO at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2 and on four ranks, with one seed,
-in fp32 at temperature 1: the same rollouts token for token, and the same metrics to 1e-4 of their size.
+Five steps of PPO and of GRPO at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2, CP2 and on four ranks, with one
+seed, in fp32 at temperature 1: the same rollouts token for token, and the same metrics to 1e-4 of their size. A mixture
+of experts likewise, over expert parallelism, with its routing replayed.
 
 Why the tolerance: fp32 sums in another order differ by 1e-7 to 1e-6, and Adam carries that from step to step. Tokens
 are drawn by inverting a distribution at one uniform number each, so such a difference moves a draw only if the number
@@ -24,17 +25,25 @@ from mega_rl.config.schema import (
     Config,
     DataConfig,
     MetricsConfig,
+    MoeConfig,
     RewardConfig,
     RolloutConfig,
     TrainerConfig,
 )
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import LAYOUTS, make_config
+from tests.helpers.engines import LAYOUTS, make_config, replaced
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
 
 STEPS = 5
+# Layouts of the mixture: "experts 1" is what the others are compared with.
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts 1": (1, {}),
+    "experts ep2": (2, {"ep": 2}),
+    "experts tp2-sp-ep2": (2, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}),
+}
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
     "ppo": AlgorithmConfig(
@@ -75,8 +84,9 @@ class RecordingRollout:
 
 def write_inputs(folder: Path) -> Path:
     """A checkpoint with a tokenizer, prompts and a reward function."""
-    write_tiny_checkpoint(folder / "model", family="qwen3", tied=True)
-    write_digit_tokenizer(folder / "model", vocab_size=50)
+    for name, family in (("model", "qwen3"), ("experts", "qwen3_moe")):
+        write_tiny_checkpoint(folder / name, family=family, tied=True)
+        write_digit_tokenizer(folder / name, vocab_size=50)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(0, 100, 9)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
@@ -85,9 +95,10 @@ def write_inputs(folder: Path) -> Path:
 
 def run_config(folder: Path, layout: str, algorithm: str) -> Config:
     """Eight prompts, four samples each; PPO in two mini-batches twice over, GRPO in a single on-policy update."""
-    return make_config(
-        folder / "model",
-        layout=layout,
+    experts = layout in EXPERT_LAYOUTS
+    config = make_config(
+        folder / ("experts" if experts else "model"),
+        moe=MoeConfig(routing_replay=experts),
         algorithm=(ALGORITHMS | {"grpo recomputed": RECOMPUTED})[algorithm],
         data=DataConfig(train_files=[str(folder / "train.jsonl")], max_prompt_tokens=8),
         rollout=RolloutConfig(n=4, max_new_tokens=8, verify_interval=1),
@@ -102,6 +113,7 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             timeout_s=60.0,
         ),
     )
+    return replaced(config, "parallel", **ALL_LAYOUTS[layout][1])
 
 
 def run_layouts(rank: int, folder: str, layouts: list[str]) -> dict[str, Any] | None:
@@ -129,17 +141,18 @@ def run_layouts(rank: int, folder: str, layouts: list[str]) -> dict[str, Any] | 
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
     found: dict[str, Any] = {}
-    for world_size in sorted({size for size, _ in LAYOUTS.values()}):
-        layouts = [name for name, (size, _) in LAYOUTS.items() if size == world_size]
+    for world_size in sorted({size for size, _ in ALL_LAYOUTS.values()}):
+        layouts = [name for name, (size, _) in ALL_LAYOUTS.items() if size == world_size]
         found |= run_ranks(world_size, run_layouts, str(folder), layouts, timeout_s=280)[0]
     return found
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1"])
+@pytest.mark.parametrize("layout", [name for name in ALL_LAYOUTS if name not in ("1", "experts 1")])
 def test_runs_do_not_depend_on_the_layout(runs: dict[str, Any], layout: str, algorithm: str) -> None:
     """Same tokens in every rollout, same metrics in every step."""
-    one, many = runs[f"1 {algorithm}"], runs[f"{layout} {algorithm}"]
+    alone = "experts 1" if layout in EXPERT_LAYOUTS else "1"
+    one, many = runs[f"{alone} {algorithm}"], runs[f"{layout} {algorithm}"]
     for step, (expected, found) in enumerate(zip(one["tokens"], many["tokens"], strict=True)):
         assert torch.equal(found, expected), f"rollouts of step {step}"
     for step, (expected, found) in enumerate(zip(one["metrics"], many["metrics"], strict=True)):

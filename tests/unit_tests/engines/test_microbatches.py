@@ -87,6 +87,33 @@ def test_token_counts_are_multiples(packing: bool) -> None:
     assert all(micro.tokens.size(1) % 4 == 0 for micro in micros)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_context_parallel_ranks_share_every_micro_batch(packing: bool) -> None:
+    """The same rows and boundaries on all, a quarter of the tokens on each; room for the padding of every sequence."""
+    batch = batch_of([21, 21, 6])
+    ranks = [
+        batching(packing=packing, pad_to_multiple=16, cp_rank=rank, cp_size=4).split(batch, data_parallel=SingleRank())
+        for rank in range(4)
+    ]
+    # 48 tokens would fit; with lengths rounded up to 8 they are 56.
+    assert [len(micros) for micros in ranks] == [2 if packing else 1] * 4
+    for shares in zip(*ranks, strict=True):
+        assert len({share.rows for share in shares}) == 1
+        assert all(share.tokens.shape == shares[0].tokens.shape for share in shares)
+        width = 4 * shares[0].tokens.size(1)
+        assert width % 16 == 0
+        whole = torch.zeros(shares[0].tokens.size(0), width, dtype=torch.int64)
+        for share in shares:
+            assert share.held is not None
+            whole[:, share.held] = share.tokens
+            if packing:
+                assert share.cu_seqlens is not None
+                assert int(share.cu_seqlens[-1]) == width <= 48
+                assert not (share.cu_seqlens % 8).any()
+        inside = torch.cat([batch.tokens[row, : batch.lengths[row]] for row in shares[0].rows])
+        assert sorted(whole[whole > 0].tolist()) == sorted(inside[inside > 0].tolist())
+
+
 def test_fields() -> None:
     """Every per-token tensor travels, the tokens apart; a rollout's and an experience's."""
     batch = random_experience()

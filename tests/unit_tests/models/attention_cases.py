@@ -45,8 +45,13 @@ VARIANTS = {
 }
 
 
-def core_attention(variant: Variant = PLAIN, *, layer: int = 1, dtype: torch.dtype = torch.float64) -> Any:
-    """The module under test; 4 heads of 8. Only odd layers have the variant's window."""
+def core_attention(
+    variant: Variant = PLAIN, *, layer: int = 1, dtype: torch.dtype = torch.float64, collection: Any = None
+) -> Any:
+    """The module under test; 4 heads of 8. Only odd layers have the variant's window.
+
+    With a `collection` of groups it has the slices of `collection.cp`.
+    """
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -61,9 +66,16 @@ def core_attention(variant: Variant = PLAIN, *, layer: int = 1, dtype: torch.dty
         window_size=None if variant.window is None else (variant.window - 1, 0),
         window_attn_skip_freq=[1, 0],
         softmax_type="learnable" if variant.sinks else "vanilla",
+        context_parallel_size=1 if collection is None else collection.cp.size(),
     )
     module = SDPACoreAttention(
-        config, layer, AttnMaskType.causal, "self", softmax_scale=variant.scale, v_channels=variant.value_dim
+        config,
+        layer,
+        AttnMaskType.causal,
+        "self",
+        softmax_scale=variant.scale,
+        pg_collection=collection,
+        v_channels=variant.value_dim,
     )
     if module.softmax_offset is not None:
         offsets = torch.linspace(-1, 2, HEADS, dtype=torch.float64).to(dtype)

@@ -124,7 +124,13 @@ def te_layer_cases(folder: Path) -> dict[str, Any]:
 
     asked: list[dict[str, Any]] = []
     original = specs.get_gpt_layer_with_transformer_engine_spec
-    specs.get_gpt_layer_with_transformer_engine_spec = lambda **kwargs: asked.append(kwargs)
+
+    def asking(**kwargs: Any) -> Any:
+        asked.append(kwargs)
+        mixture = SimpleNamespace(submodules=SimpleNamespace(router=None))
+        return SimpleNamespace(submodules=SimpleNamespace(mlp=mixture))
+
+    specs.get_gpt_layer_with_transformer_engine_spec = asking
     found = {}
     for family in ("qwen3", "deepseek_v3", "gemma3_text", "glm4", "olmoe"):
         hf = read_hf_config(folder / family)
@@ -145,13 +151,13 @@ def refusal_cases(folder: Path) -> dict[str, str]:
     from mega_rl.models.specs import decoder_spec
     from mega_rl.parallel.layout import ParallelLayout
 
-    def config(family: str, **sizes: Any) -> str:
-        layout = ParallelLayout(world_size=2, **sizes)
+    def config(family: str, *, world_size: int = 2, **sizes: Any) -> str:
+        layout = ParallelLayout(world_size=world_size, **sizes)
         hf = read_hf_config(folder / family)
         return outcome(lambda: str(transformer_config(hf, layout=layout, settings=FP32, device_overrides={}).bf16))
 
-    def spec(impl: Any, family: str) -> str:
-        hf, groups = read_hf_config(folder / family), SimpleNamespace(tp=None)
+    def spec(impl: Any, family: str, *, cp: int = 1) -> str:
+        hf, groups = read_hf_config(folder / family), SimpleNamespace(tp=None, cp=SimpleNamespace(size=lambda: cp))
         return outcome(lambda: str(len(decoder_spec(impl, hf, layers=range(4), pg_collection=groups).layer_specs)))
 
     found = {
@@ -161,7 +167,10 @@ def refusal_cases(folder: Path) -> dict[str, str]:
         "with sp": config("olmoe", tp=2, sequence_parallel=True, etp=2),
         "biases": config("gpt_oss", tp=2, sequence_parallel=True, etp=2),
         "biases whole": config("gpt_oss", tp=2, sequence_parallel=True),
+        "yarn": config("gpt_oss", world_size=3, cp=3),
+        "yarn cut": config("gpt_oss", world_size=4, cp=4),
         "te": spec("te", "gemma3_text"),
+        "te cp": spec("te", "gpt_oss", cp=2),
         "local": spec("local", "gemma3_text"),
     }
     multi_latent_attention.HAVE_TE = True  # what upstream believes wherever our patches are not

@@ -113,6 +113,8 @@ def test_models_and_layouts_that_do_not_go_together(found: dict[str, Any]) -> No
     assert "does not cut experts that have biases" in told["biases"]
     assert "use model.transformer_impl=local" in told["te"]
     assert "norms on the outputs of attention and MLP" in told["te"]
+    assert "sliding windows over context parallelism, attention sinks over context parallelism" in told["te cp"]
+    assert "2*cp must divide the 4096 positions" in told["yarn"]
     assert "needs Transformer Engine to be installed" in told["latent on cuda"]
-    fine = ("dense", "with sp", "biases whole", "local", "latent on cpu")
-    assert [told[case] for case in fine] == ["False", "False", "False", "4", "4"]
+    fine = ("dense", "with sp", "biases whole", "yarn cut", "local", "latent on cpu")
+    assert [told[case] for case in fine] == ["False", "False", "False", "False", "4", "4"]

@@ -1,0 +1,122 @@
+"""What an engine needs of a model's chunks however data parallelism wraps them: models, weights and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mega_rl.ddp import megatron_fsdp
+from mega_rl.ddp.bucket_groups import finish_param_sync
+from mega_rl.ddp.torch_fsdp2 import TorchFsdp
+
+
+class Whole:
+    """A sharded parameter, gathered when its value is asked for; shape and dtype are the whole's; collective."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, gather: Callable[[], Tensor]) -> None:
+        self.shape, self.dtype, self.device = like.shape, dtype, like.device
+        self._gather = gather
+
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return self.shape.numel()
+
+    def detach(self) -> Tensor:
+        """The whole parameter as a new tensor."""
+        return self._gather()
+
+
+class WholeChunk(torch.nn.Module):
+    """A sharded chunk as the exporter sees it: its names, and whole parameters one after the other."""
+
+    def __init__(self, model: GPTModel, parameters: dict[str, Whole]) -> None:
+        super().__init__()
+        self._model = [model]  # in a list: no submodule
+        self._whole = parameters
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """(name, whole parameter)."""
+        yield from self._whole.items()
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The model's: buffers are whole everywhere."""
+        yield from self._model[0].named_buffers()
+
+
+def unwrapped(chunk: torch.nn.Module) -> GPTModel:
+    """The model inside every wrapper."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def exportable(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The chunk with whole parameters in the dtype it computes in."""
+    if isinstance(chunk, TorchFsdp):
+        whole = {name: _of_dtensor(p, chunk.dtypes[name]) for name, p in chunk.module.named_parameters()}
+        return WholeChunk(chunk.module, whole)
+    if isinstance(chunk, FullyShardedDataParallel):
+        whole = {name: Whole(p, p.dtype, read) for name, p, read in megatron_fsdp.whole_parameters(chunk)}
+        return WholeChunk(unwrapped(chunk), whole)
+    return unwrapped(chunk)
+
+
+def finish_traffic(chunks: Sequence[torch.nn.Module]) -> None:
+    """Wait until no message is on its way into the memory of parameters; collective."""
+    finish_param_sync(chunks)
+    for chunk in chunks:
+        if isinstance(chunk, FullyShardedDataParallel):
+            megatron_fsdp.finish_gathering(chunk)
+
+
+def parameter_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+    """This rank's tensors of every parameter; several may share their memory."""
+    for chunk in chunks:
+        if isinstance(chunk, FullyShardedDataParallel):
+            yield from megatron_fsdp.parameter_buffers(chunk)
+        yield from (_local(parameter) for parameter in chunk.parameters())
+        if isinstance(chunk, DistributedDataParallel):
+            buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+            yield from (buffer.param_data for buffer in buffers if buffer.param_data is not None)
+
+
+def gradient_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+    """This rank's gradients."""
+    for chunk in chunks:
+        if isinstance(chunk, FullyShardedDataParallel):
+            yield from megatron_fsdp.gradient_buffers(chunk)
+        if isinstance(chunk, DistributedDataParallel):
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        yield from (_local(p.grad) for p in chunk.parameters() if p.grad is not None)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """This rank's main parameters, their gradients, and what the optimizer keeps of each of them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield _local(parameter)
+            if parameter.grad is not None:
+                yield _local(parameter.grad)
+    for state in optimizer.state.values():
+        yield from (_local(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+def _of_dtensor(parameter: DTensor, dtype: torch.dtype) -> Whole:
+    def gather() -> Tensor:
+        shard = parameter.detach().to(dtype)
+        assert isinstance(shard, DTensor)
+        return shard.full_tensor()
+
+    return Whole(parameter, dtype, gather)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached

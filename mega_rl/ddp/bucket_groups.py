@@ -1,0 +1,188 @@
+"""Megatron-Core's bucket groups with collectives of our own: FP32 sums, and what is fast on gloo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import (
+    _ParamAndGradBucket,
+    _ParamAndGradBucketGroup,
+    shard_buffer,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mega_rl.ddp.reduce_scatter import (
+    Reduction,
+    RoundingError,
+    Scratch,
+    Works,
+    all_reduce_fp32,
+    broadcast_shards,
+    reduce_scatter_fp32,
+)
+
+
+class SummingBucketGroup(_ParamAndGradBucketGroup):
+    """A bucket group whose gradients are added up in FP32 and rank order, whatever dtype its buckets have.
+
+    Megatron-Core has this for one bucket per group, sums, and one optimizer instance, by replacing a function of the
+    process; here it belongs to the group. Sums or means; several buckets; several optimizer instances; on gloo also
+    for FP32 buckets and for the gathering of parameters, where its own collectives are slow.
+    """
+
+    def __init__(self, replaced: _ParamAndGradBucketGroup, *, scratch: Scratch) -> None:
+        config = replaced.ddp_config
+        sharded = config.use_distributed_optimizer
+        group: ProcessGroup = (
+            replaced.intra_distributed_optimizer_instance_group if sharded else replaced.data_parallel_group
+        )
+        super().__init__(replaced.buckets, config, group, group.size())
+        self.group = group
+        self.across: ProcessGroup | None = None
+        if config.num_distributed_optimizer_instances > 1:
+            self.across = replaced.inter_distributed_optimizer_instance_group
+            self.inter_distributed_optimizer_instance_group = self.across
+        self.scratch = scratch
+        self.fast_gather = dist.get_backend(group) == "gloo"
+        self.grad_reduce_handle: list[Reduction] | None = None
+        self.param_gather_handle: Any = None
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Start (without overlap: do) the reduction of every bucket."""
+        if self.grad_reduce_handle is not None:
+            assert self.is_first_batch, "gradients are still travelling: finish_grad_sync comes first"
+            return  # until the first step is over, both the schedule and finish_grad_sync ask for it
+        config = self.ddp_config
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            self.check_grads(config.check_for_nan_in_grad, config.check_for_large_grads)
+        whole = bool(force_all_reduce) or not config.use_distributed_optimizer
+        reductions = [self._reduce(bucket, whole=whole) for bucket in self.buckets]
+        if config.overlap_grad_reduce:
+            self.grad_reduce_handle = reductions
+        else:
+            wait(reductions)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Return when every bucket is reduced; with overlap, all its gradients must have been ready."""
+        self.param_gather_dispatched = False
+        if not self.ddp_config.overlap_grad_reduce:
+            self.start_grad_sync(force_all_reduce=force_all_reduce)
+            return
+        if self.is_first_batch:
+            self.start_grad_sync(force_all_reduce=force_all_reduce)
+        assert self.grad_reduce_handle is not None, (
+            f"the reduction of a bucket has not started: {len(self.per_param_grad_ready_counts)} of "
+            f"{len(self.params)} parameters have their gradient"
+        )
+        wait(self.grad_reduce_handle)
+        self.grad_reduce_handle = None
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather every bucket's parameters from the ranks that updated them."""
+        if not self.fast_gather:
+            super().start_param_sync(force_sync=force_sync)
+            return
+        if self.param_gather_handle is not None:
+            assert force_sync, "parameters are still travelling: finish_param_sync comes first"
+            self.param_gather_handle.wait()
+            self.param_gather_handle = None
+            return
+        works = Works([work for bucket in self.buckets for work in self._broadcast(bucket).works])
+        self.param_gather_dispatched = True
+        if self.ddp_config.overlap_param_gather and not force_sync:
+            self.param_gather_handle = works
+        else:
+            works.wait()
+
+    def exchanges(self, bucket: _ParamAndGradBucket) -> int:
+        """All-to-alls (and reductions over instances) that a bucket takes: one per buffer of `Scratch`."""
+        ranks = self.group.size()
+        step = self.scratch.step(ranks=ranks, dtype=bucket.grad_data.dtype)
+        longest = math.ceil(bucket.grad_data.numel() / ranks)
+        return math.ceil(longest / step)
+
+    def _reduce(self, bucket: _ParamAndGradBucket, *, whole: bool) -> Reduction:
+        """One bucket, scaled and under way: to this rank's shard, or whole to every rank."""
+        gradients: Tensor = bucket.grad_data
+        if bucket.gradient_scaling_factor != 1.0:
+            gradients *= bucket.gradient_scaling_factor
+        op = dist.ReduceOp.AVG if self.ddp_config.average_in_collective else dist.ReduceOp.SUM
+        if whole:
+            reduction = all_reduce_fp32(
+                gradients, group=self.group, op=op, across=self.across, async_op=True, scratch=self.scratch
+            )
+        else:
+            own = shard_buffer(gradients, self.group.size())[self.group.rank()]
+            reduction = reduce_scatter_fp32(
+                own, gradients, group=self.group, op=op, across=self.across, async_op=True, scratch=self.scratch
+            )
+        assert reduction is not None
+        return reduction
+
+    def _broadcast(self, bucket: _ParamAndGradBucket) -> Works:
+        return broadcast_shards(shard_buffer(bucket.param_data, self.group.size()), group=self.group)
+
+
+def wait(reductions: Sequence[Reduction]) -> None:
+    """Return when all are done."""
+    for reduction in reductions:
+        reduction.wait()
+
+
+def use_summing_groups(ddp: DistributedDataParallel, *, scratch: Scratch) -> None:
+    """Replace a fresh DDP's bucket groups by `SummingBucketGroup`s of the same buckets.
+
+    Backward and forward hooks look their group up in `param_to_bucket_group` whenever they run, and groups find the
+    next to gather in `next_param_gather_bucket_group`: those are the only two references to groups besides the lists.
+    """
+    replacements = {group: SummingBucketGroup(group, scratch=scratch) for group in bucket_groups(ddp)}
+    for group, replacement in replacements.items():
+        following = group.next_param_gather_bucket_group
+        replacement.next_param_gather_bucket_group = None if following is None else replacements[following]
+    ddp.bucket_groups = [replacements[group] for group in ddp.bucket_groups]
+    ddp.expert_parallel_bucket_groups = [replacements[group] for group in ddp.expert_parallel_bucket_groups]
+    ddp.param_to_bucket_group = {p: replacements[group] for p, group in ddp.param_to_bucket_group.items()}
+
+
+def bucket_groups(ddp: DistributedDataParallel) -> Iterator[_ParamAndGradBucketGroup]:
+    """Dense groups, then experts'."""
+    yield from ddp.bucket_groups
+    yield from ddp.expert_parallel_bucket_groups
+
+
+def gather_outdated(ddp: DistributedDataParallel, *_: object) -> None:
+    """Start gathering what a step has updated and nobody has gathered since; for `param_sync_func`."""
+    for group in bucket_groups(ddp):
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+
+
+def finish_param_sync(chunks: Sequence[object]) -> None:
+    """Complete the parameters on every rank of data parallel; collective.
+
+    With `overlap_param_gather` a step leaves each rank with its own shard updated, and the modules gather the rest
+    when they next run: whatever else reads parameters calls this first. Chunks that are not in DDP are complete.
+    """
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel) or not chunk.ddp_config.overlap_param_gather:
+            continue
+        for group in bucket_groups(chunk):
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
+
+
+def scratches(chunks: Sequence[object]) -> list[Scratch]:
+    """The message buffers behind these chunks."""
+    groups = [group for chunk in chunks if isinstance(chunk, DistributedDataParallel) for group in bucket_groups(chunk)]
+    found = {id(group.scratch): group.scratch for group in groups if isinstance(group, SummingBucketGroup)}
+    return list(found.values())
+
+
+def rounding_errors(chunks: Sequence[object]) -> list[RoundingError]:
+    """What the chunks' reductions have measured since it was reset; empty where nothing is measured."""
+    return [scratch.error for scratch in scratches(chunks) if scratch.error is not None]

@@ -1,0 +1,305 @@
+"""Gradients reduced in FP32 whatever travels: every rank adds up its own shard, in rank order.
+
+An all-to-all brings each rank the other ranks' contributions to its shard in the buckets' dtype; the sum runs in FP32
+and is rounded once, at the end. A ring reduce-scatter of bf16 rounds after every addition instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+BLOCK = 1 << 16  # elements that the sum on CPU takes at a time: their FP32 total stays in the second-level cache
+PIECE_BYTES = 256 << 20  # largest message buffer; a bucket beyond it is exchanged in pieces
+
+
+@dataclass(eq=False)
+class RoundingError:
+    """What rounding after every addition would have changed, summed over this rank's shards since `take`.
+
+    A bf16 ring passes partial sums on, so it rounds after each addition. Its order of ranks differs from shard to
+    shard; here it is that of the ranks. With two ranks there is one addition, and nothing to change. Rounding in the
+    sum over optimizer instances is not counted.
+    """
+
+    squares: Tensor | None = None  # [2] float64: |rounded after every addition - delivered|^2, |delivered|^2
+
+    def take(self, device: torch.device) -> Tensor:
+        """The sums so far, which start afresh: `squares`, zeros where nothing was reduced."""
+        squares, self.squares = self.squares, None
+        return torch.zeros(2, dtype=torch.float64, device=device) if squares is None else squares
+
+    def add(self, rows: Tensor, delivered: Tensor) -> None:
+        """Count one shard or block of it; rows [ranks, n] in the dtype that travelled, delivered [n] likewise."""
+        rounded = rows[0]
+        for row in rows[1:]:
+            rounded = rounded + row
+        reference = delivered.float()
+        difference = rounded.float() - reference
+        squares = torch.stack([difference.dot(difference), reference.dot(reference)]).double()
+        self.squares = squares if self.squares is None else self.squares + squares
+
+
+@dataclass(eq=False)
+class Scratch:
+    """The buffers that messages arrive in, for at most `slots` exchanges at a time.
+
+    When all are lent, the oldest exchange is finished first, so memory is bounded whatever the number of buckets in
+    flight. Every rank starts its exchanges in the same order, so this cannot make two ranks wait for each other.
+    """
+
+    largest: int  # bytes of the largest bucket to come
+    slots: int = 2
+    error: RoundingError | None = None  # measured where given
+    _free: list[Tensor] = field(default_factory=list)
+    _lent: list[Tensor] = field(default_factory=list)  # to the exchange that is being started
+    _pending: list[_Piece] = field(default_factory=list)
+
+    def step(self, *, ranks: int, dtype: torch.dtype) -> int:
+        """Elements per rank that one exchange may carry."""
+        return -(-min(PIECE_BYTES, self.largest) // dtype.itemsize // ranks)
+
+    def lend(self, numel: int, *, like: Tensor) -> Tensor:
+        """[numel] for one exchange, lent until its `_Piece` is finished."""
+        while len(self._pending) >= self.slots:
+            self._pending[0].finish()
+        size = numel * like.element_size()
+        buffer = self._free.pop() if self._free else like.new_empty(0, dtype=torch.uint8)
+        if buffer.numel() < size:
+            # No larger one will be needed, so all are of one size; the ends of a bucket may be uneven by some bytes.
+            buffer = like.new_empty(max(size, min(PIECE_BYTES, self.largest) + 4096), dtype=torch.uint8)
+        self._lent.append(buffer)
+        return buffer[:size].view(like.dtype)
+
+    def start(self, piece: _Piece) -> None:
+        """Keep account of an exchange under way, with what was lent to it."""
+        piece.buffers, self._lent = self._lent, []
+        self._pending.append(piece)
+
+    def give_back(self, piece: _Piece) -> None:
+        """Its exchange is over."""
+        self._pending.remove(piece)
+        self._free += piece.buffers
+        piece.buffers = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held now, in bytes."""
+        return sum(buffer.nbytes for buffer in [*self._free, *(b for piece in self._pending for b in piece.buffers)])
+
+    def release(self) -> int:
+        """Free the memory until the next exchange; returns the bytes."""
+        assert not self._pending, "gradients are still travelling"
+        size = self.nbytes
+        self._free.clear()
+        return size
+
+
+@dataclass(eq=False)
+class _Piece:
+    """One all-to-all and the sum that follows it."""
+
+    work: dist.Work | None
+    rows: Tensor  # [ranks, n] contributions, complete after `work`
+    out: Tensor  # [n] this rank's part of the result
+    divisor: int
+    across: ProcessGroup | None
+    scratch: Scratch
+    buffers: list[Tensor] = field(default_factory=list)
+    done: bool = False
+
+    def finish(self) -> None:
+        """Wait for the exchange and write the sum; a no-op the second time."""
+        if self.done:
+            return
+        self.done = True
+        if self.work is not None:
+            self.work.wait()
+        if self.out.numel():
+            if self.across is None:
+                sum_rows(self.rows, self.out, divisor=self.divisor, error=self.scratch.error)
+            else:
+                self._finish_across(self.across)
+        self.scratch.give_back(self)
+
+    def _finish_across(self, group: ProcessGroup) -> None:
+        """The sum over instances too: FP32 sums are exchanged, so that it is rounded once here as well."""
+        partial = torch.empty(self.out.shape, dtype=torch.float32, device=self.out.device)
+        sum_rows(self.rows, partial, error=self.scratch.error)
+        dist.all_reduce(partial, group=group)
+        self.out.copy_(partial.div_(self.divisor))
+
+
+@dataclass(eq=False)
+class Reduction:
+    """The handle of a reduction under way."""
+
+    pieces: list[_Piece]
+    shards: Sequence[Tensor] | None = None  # where every rank wants the whole: each rank's part of it
+    group: ProcessGroup | None = None
+
+    def wait(self) -> None:
+        """Return when the result is there (on CUDA: in the stream's order)."""
+        for piece in self.pieces:
+            piece.finish()
+        if self.shards is not None and self.group is not None:
+            broadcast_shards(self.shards, group=self.group).wait()
+
+
+@dataclass(eq=False)
+class Works:
+    """Several asynchronous operations as one handle."""
+
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        """Return when all are done."""
+        for work in self.works:
+            work.wait()
+
+
+def sum_rows(rows: Tensor, out: Tensor, *, divisor: int = 1, error: RoundingError | None = None) -> None:
+    """out = (rows[0] + rows[1] + ...) / divisor, computed in FP32 and rounded once to `out`'s dtype.
+
+    rows [ranks, n] of any floating dtype; out [n], may be one of the rows. On CPU the additions go in the order of
+    rows; on CUDA in that of `torch.sum`, which is one kernel.
+    """
+    if len(rows) == 1 and rows.data_ptr() == out.data_ptr():
+        return  # a group of one, in place
+    if out.device.type != "cpu":
+        out_f32 = torch.sum(rows, dim=0, dtype=torch.float32)
+        out.copy_(out_f32.div_(divisor) if divisor > 1 else out_f32)
+        if error is not None:
+            error.add(rows, out)
+        return
+    total = torch.empty(min(BLOCK, out.numel()))
+    for start in range(0, out.numel(), BLOCK):
+        block = rows[:, start : start + BLOCK]
+        sum_block(block, out[start : start + BLOCK], total[: block.size(1)], divisor=divisor)
+        if error is not None:
+            error.add(block, out[start : start + BLOCK])
+
+
+def sum_block(rows: Tensor, out: Tensor, total: Tensor, *, divisor: int) -> None:
+    """`sum_rows` of a few elements, with `total` [n] float32 to add in."""
+    if len(rows) == 2 and divisor == 1 and out.dtype == rows.dtype:
+        torch.add(rows[0], rows[1], out=out)  # one addition is rounded once in any case
+        return
+    total.copy_(rows[0])
+    for row in rows[1:]:
+        total.add_(row)
+    out.copy_(total.div_(divisor) if divisor > 1 else total)
+
+
+def reduce_scatter_fp32(
+    output: Tensor,
+    input: Tensor,
+    *,
+    group: ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    across: ProcessGroup | None = None,
+    async_op: bool = False,
+    scratch: Scratch | None = None,
+) -> Reduction | None:
+    """Reduce-scatter with FP32 sums: `output` gets this rank's part of the sum (AVG: mean) of all ranks' `input`.
+
+    input [ranks * n], output [n], contiguous and of one dtype, which is what travels; output may be this rank's part
+    of `input`. `across` is a second group that the result is summed over. The sum over `group` goes in rank order.
+    Returns a handle when `async_op`, else None when the result is there.
+    """
+    ranks = group.size()
+    assert input.numel() == ranks * output.numel(), f"{input.numel()} elements for {ranks} parts of {output.numel()}"
+    shards = input.chunk(ranks) if ranks > 1 else (input,)
+    reduction = Reduction(_exchange(output, input, shards, group=group, op=op, across=across, scratch=scratch))
+    if async_op:
+        return reduction
+    reduction.wait()
+    return None
+
+
+def all_reduce_fp32(
+    tensor: Tensor,
+    *,
+    group: ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    across: ProcessGroup | None = None,
+    async_op: bool = False,
+    scratch: Scratch | None = None,
+) -> Reduction | None:
+    """All-reduce in place with FP32 sums: what `reduce_scatter_fp32` gives, on every rank; any number of elements."""
+    ranks, count = group.size(), tensor.numel()
+    size = -(-count // ranks)
+    shards = [tensor[min(rank * size, count) : min((rank + 1) * size, count)] for rank in range(ranks)]
+    own = shards[group.rank()]
+    pieces = _exchange(own, tensor, shards, group=group, op=op, across=across, scratch=scratch)
+    reduction = Reduction(pieces, shards, group)
+    if async_op:
+        return reduction
+    reduction.wait()
+    return None
+
+
+def broadcast_shards(shards: Sequence[Tensor], *, group: ProcessGroup) -> Works:
+    """Every rank's shard to all, in place: an all-gather for shards of different sizes, and a faster one on gloo."""
+    works = [
+        dist.broadcast(shard, group_src=rank, group=group, async_op=True)
+        for rank, shard in enumerate(shards)
+        if shard.numel()
+    ]
+    return Works([work for work in works if work is not None])
+
+
+def _exchange(
+    output: Tensor,
+    input: Tensor,
+    shards: Sequence[Tensor],
+    *,
+    group: ProcessGroup,
+    op: dist.ReduceOp.RedOpType,
+    across: ProcessGroup | None,
+    scratch: Scratch | None,
+) -> list[_Piece]:
+    """Start every all-to-all of a reduction; `shards` are the parts of `input` in rank order."""
+    assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), f"{op}: only sums and means"
+    ranks = group.size()
+    scratch = scratch or Scratch(input.nbytes)
+    divisor = ranks * (across.size() if across is not None else 1) if op == dist.ReduceOp.AVG else 1
+    longest = max(shard.numel() for shard in shards)
+    step = scratch.step(ranks=ranks, dtype=input.dtype)
+    pieces = []
+    for start in range(0, longest, step):
+        parts = [shard[start : start + step] for shard in shards]
+        out = output[start : start + step]
+        packed = step < longest  # one exchange of a whole bucket needs no copy
+        piece = _post(parts, input, out, packed=packed, group=group, scratch=scratch, divisor=divisor, across=across)
+        scratch.start(piece)
+        pieces.append(piece)
+    return pieces
+
+
+def _post(
+    parts: Sequence[Tensor],
+    input: Tensor,
+    out: Tensor,
+    *,
+    packed: bool,
+    group: ProcessGroup,
+    scratch: Scratch,
+    divisor: int,
+    across: ProcessGroup | None,
+) -> _Piece:
+    """Send each rank its part and receive [ranks, n] contributions to this rank's."""
+    ranks, count = group.size(), out.numel()
+    if ranks == 1:
+        return _Piece(None, parts[0].unsqueeze(0), out, divisor, across, scratch)
+    sizes = [part.numel() for part in parts]
+    received = scratch.lend(ranks * count, like=input)
+    if packed:
+        input = torch.cat(list(parts), out=scratch.lend(sum(sizes), like=input))
+    work = dist.all_to_all_single(received, input, [count] * ranks, sizes, group=group, async_op=True)
+    return _Piece(work, received.view(ranks, count), out, divisor, across, scratch)

@@ -1,0 +1,267 @@
+"""What each rank of a verification does: measure layouts one after the other, and compare them with one rank.
+
+The ranks run the engine that trains, with the loss that trains. Gradients are read where the optimizer reads them, and
+leave under Hugging Face's names by the way that weights leave. `mega_rl.accelerator.prepare` must have run before this
+module is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.algorithms.kl import FixedKL
+from mega_rl.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+from mega_rl.ddp.frozen import named_parameters
+from mega_rl.engines.build import build_engine
+from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.parallel import groups as process_groups
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.types import Experience
+from mega_rl.verify.batch import TOKENS_PER_MICROBATCH, own_rows, random_batch, with_old_logprobs
+from mega_rl.verify.layouts import Layout
+from mega_rl.verify.plan import REFERENCE, Found, Plan, TensorError
+from mega_rl.workers.models import PolicyLoss
+
+GRADIENT, MOVED, START = "gradient/", "moved/", "start/"
+# The step is long, so that a weight goes a way that its own rounding cannot hide, and Adam's eps is the size of an
+# average gradient, so that the step follows the gradient. With a usual eps Adam's first step is the gradient's sign,
+# and of an element that is nearly zero rounding decides the sign.
+STEP = 64.0
+# A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
+# its own: what is left of sums that cancel is rounding.
+FLOOR = 1e-4
+
+
+def measure(plan: Plan, accelerator: Accelerator) -> None:
+    """Answers for every layout of the plan, left in its folder by rank 0; collective over the world."""
+    for layout in plan.layouts:
+        if layout == REFERENCE:
+            write_reference(plan, accelerator)
+        else:
+            found = compare(plan, layout, accelerator)
+            if os.environ.get("RANK", "0") == "0":
+                part = plan.answer(layout).with_suffix(".part")
+                part.write_text(json.dumps(asdict(found)), encoding="utf-8")
+                part.rename(plan.answer(layout))
+
+
+def write_reference(plan: Plan, accelerator: Accelerator) -> None:
+    """What one rank computes, with the plain optimizer: tensors and facts in the plan's folder."""
+    tensors: dict[str, Tensor] = {}
+    with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0, distributed_optimizer=False)) as engine:
+        batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
+        logprobs = engine.forward(batch).logprobs
+        assert logprobs is not None
+        batch = with_old_logprobs(batch, logprobs, seed=plan.seed)
+        metrics = engine.train_minibatch(batch, policy_loss(), lr=0.0)
+        tensors |= {GRADIENT + name: kept(gradient) for name, gradient in exported_gradients(engine)}
+    numel = sum(tensor.numel() for tensor in tensors.values())
+    facts = {
+        "loss": metrics["actor/loss"],
+        "grad_norm": metrics["grad_norm"],
+        "typical": metrics["grad_norm"] / numel**0.5,
+        "num_tensors": len(tensors),
+    }
+    with engine_of(plan, REFERENCE, accelerator, step_settings(facts, distributed=False)) as engine:
+        start = {name: kept(weight) for name, weight in engine.export_weights()}
+        engine.train_minibatch(batch, policy_loss(), lr=STEP)
+        for name, weight in engine.export_weights():
+            tensors[START + name] = start[name]
+            tensors[MOVED + name] = kept(weight) - start[name]
+    tensors |= {"logprobs": logprobs, "old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
+    save_file(tensors, plan.reference_tensors)
+    plan.reference_facts.write_text(json.dumps(facts), encoding="utf-8")
+
+
+def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> Found:
+    """How far `layout` is from the reference; collective, the answer is rank 0's."""
+    began = time.monotonic()
+    facts = json.loads(plan.reference_facts.read_text(encoding="utf-8"))
+    with safe_open(plan.reference_tensors, framework="pt") as reference:
+        with engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0, distributed_optimizer=False)) as engine:
+            rows = own_rows(reference_batch(plan, engine, reference), *place(engine))
+            logprobs = whole(engine.forward(rows).logprobs, engine)
+            metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
+            copies = disagreements(engine, facts["typical"])
+            gradients = [
+                TensorError(name, distance(kept(found), reference.get_tensor(GRADIENT + name), facts["typical"]))
+                for name, found in exported_gradients(engine)
+            ]
+        with engine_of(plan, layout, accelerator, step_settings(facts, distributed=True)) as engine:
+            stepped = engine.train_minibatch(rows, policy_loss(), lr=STEP)
+            weights = [
+                TensorError(name, distance(kept(found) - reference.get_tensor(START + name), moved, FLOOR * STEP))
+                for name, found in engine.export_weights()
+                for moved in [reference.get_tensor(MOVED + name)]
+            ]
+        logprob_error = finite(float((logprobs - reference.get_tensor("logprobs")).abs().max()))
+    norms = [relative(found["grad_norm"], facts["grad_norm"]) for found in (metrics, stepped)]
+    return Found(
+        logprob_error=logprob_error,
+        loss=metrics["actor/loss"],
+        loss_error=relative(metrics["actor/loss"], facts["loss"]),
+        grad_norm=metrics["grad_norm"],
+        grad_norm_error=max(norms),
+        gradients=ranked(gradients),
+        weights=ranked(weights),
+        copies=copies,
+        num_tensors=len(gradients),
+        num_microbatches=int(metrics["num_microbatches"]),
+        seconds=time.monotonic() - began,
+    )
+
+
+@contextmanager
+def engine_of(plan: Plan, layout: Layout, accelerator: Accelerator, optim: OptimConfig) -> Iterator[MegatronEngine]:
+    """A trainable engine of the plan's model on this rank, with its groups taken down afterwards."""
+    config = Config(
+        model=ModelConfig(path=plan.model, dtype=plan.dtype, transformer_impl=plan.transformer_impl),
+        parallel=ParallelConfig(**layout.settings),
+        optim=optim,
+        trainer=TrainerConfig(
+            packing=plan.packing,
+            max_tokens_per_microbatch=TOKENS_PER_MICROBATCH,
+            micro_batch_size=2,
+            timeout_s=plan.timeout_s,
+        ),
+    )
+    groups = process_groups.initialize(layout.parallel_layout(), accelerator=accelerator, timeout_s=plan.timeout_s)
+    try:
+        process_groups.seed_model_parallel(plan.seed, groups)
+        yield build_engine(
+            "actor",
+            path=Path(plan.model),
+            head="lm",
+            trainable=True,
+            config=config,
+            groups=groups,
+            accelerator=accelerator,
+        )
+    finally:
+        process_groups.destroy()
+
+
+def step_settings(facts: dict[str, float], *, distributed: bool) -> OptimConfig:
+    """Adam that clips to half of the reference's norm, with the eps of `STEP`."""
+    return OptimConfig(clip_grad=facts["grad_norm"] / 2, eps=facts["typical"] / 2, distributed_optimizer=distributed)
+
+
+def policy_loss() -> PolicyLoss:
+    """The clipped policy objective with every term that it has."""
+    return PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01, kl=FixedKL(0.1), kl_estimator="k3")
+
+
+def exported_gradients(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, full main gradient, float32) of every weight, on all ranks of a replica; collective.
+
+    Needs gradients that are whole on every rank: `optim.distributed_optimizer=False`. What a model holds besides
+    parameters is left out.
+    """
+    held = [parameter for chunk in engine.models for parameter in chunk.parameters()]
+    weights = [parameter.data for parameter in held]
+    try:
+        for parameter in held:
+            parameter.data = vars(parameter)["main_grad"].float()
+        yield from ((name, tensor) for name, tensor in engine.export_weights() if not name.endswith(CORRECTION))
+    finally:
+        for parameter, weight in zip(held, weights, strict=True):
+            parameter.data = weight
+
+
+CORRECTION = "e_score_correction_bias"  # a router's, which is set and not learnt
+
+
+def disagreements(engine: MegatronEngine, typical: float) -> tuple[TensorError, ...]:
+    """Gradients that differ between ranks which hold the same weight, under Megatron-Core's names, worst first.
+
+    The exporter takes one rank's; what the others would step by is seen here. Collective; the same on every rank.
+    """
+    layout = engine.groups.layout
+    found = []
+    for name, parameter in named_parameters(engine.models):
+        gradient = vars(parameter)["main_grad"].detach().float()
+        is_expert = ".mlp.experts." in name
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        groups = [engine.groups.collection.expt_dp if is_expert else engine.groups.dp_cp]
+        if layout.tp > 1 and not is_expert and not is_cut:
+            groups.append(engine.groups.tp)
+        error = 0.0
+        for group in groups:
+            first = GroupRanks(group).broadcast(gradient)
+            error = max(error, distance(gradient, first, typical))
+        found.append(TensorError(name, error))
+    return gathered(found, engine)
+
+
+def gathered(found: list[TensorError], engine: MegatronEngine) -> tuple[TensorError, ...]:
+    """The worst of every rank's entries by name, those above 0, worst first."""
+    world = GroupRanks(engine.groups.world)
+    worst: dict[str, float] = {}
+    for source in range(world.size):
+        for name, error in world.broadcast_json([[e.name, e.error] for e in found if e.error], source=source):
+            worst[name] = max(worst.get(name, 0.0), error)
+    return ranked([TensorError(name, error) for name, error in worst.items()])
+
+
+def reference_batch(plan: Plan, engine: MegatronEngine, reference: Any) -> Experience:
+    """The batch that the reference was given."""
+    batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
+    batch.old_logprobs = reference.get_tensor("old_logprobs")
+    batch.ref_logprobs = reference.get_tensor("ref_logprobs")
+    return batch
+
+
+def place(engine: MegatronEngine) -> tuple[int, int]:
+    """(rank, size) in data parallelism."""
+    return engine.data_parallel.rank, engine.data_parallel.size
+
+
+def whole(rows: Tensor | None, engine: MegatronEngine) -> Tensor:
+    """The rows [B, S] of all data-parallel ranks in order, from `own_rows`."""
+    assert rows is not None
+    ranks = engine.data_parallel
+    count = int(ranks.sum(torch.tensor(len(rows))))
+    full = rows.new_zeros(count, rows.size(1))
+    full[count * ranks.rank // ranks.size : count * (ranks.rank + 1) // ranks.size] = rows
+    return ranks.sum(full)
+
+
+def kept(tensor: Tensor) -> Tensor:
+    """A float32 copy on the host."""
+    return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def distance(found: Tensor, expected: Tensor, typical: float) -> float:
+    """|found - expected| / |expected| in the Frobenius norm; see `FLOOR` for expected values far below `typical`."""
+    floor = FLOOR * typical * expected.numel() ** 0.5
+    gap = float((found.double() - expected.double()).norm())
+    return finite(gap / max(float(expected.double().norm()), floor)) if gap else 0.0
+
+
+def relative(found: float, expected: float) -> float:
+    """|found - expected| / |expected|."""
+    return finite(abs(found - expected) / max(abs(expected), 1e-30))
+
+
+def finite(error: float) -> float:
+    """The error, infinite where it is not a number: nothing is worse."""
+    return error if math.isfinite(error) else math.inf
+
+
+def ranked(errors: list[TensorError]) -> tuple[TensorError, ...]:
+    """Worst first."""
+    return tuple(sorted(errors, key=lambda entry: -entry.error))

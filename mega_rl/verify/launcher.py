@@ -1,0 +1,141 @@
+"""Ranks of a verification on this machine: started, watched and, whatever happens, ended.
+
+Unlike torchrun this hands out a store on the loopback interface, keeps what the ranks say to itself, and knows a
+deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from mega_rl.errors import RunError
+
+HOST = "127.0.0.1"
+GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
+POLL_S = 0.05
+
+
+class RanksFailed(RunError):
+    """A rank failed, died or did not end in time; `blamed` is the exit code of the first, None at a deadline."""
+
+    def __init__(self, message: str, *, blamed: int | None) -> None:
+        super().__init__(message)
+        self.blamed = blamed
+
+
+def run_ranks(
+    module: str,
+    arguments: list[str],
+    *,
+    ranks: int,
+    logs: Path,
+    timeout_s: float,
+    use_gpus: bool,
+) -> None:
+    """Run `python -m module arguments` on that many ranks; their output goes to files of the folder `logs`.
+
+    Raises RanksFailed as soon as one fails, or at the deadline; no rank is alive when this returns, whichever way.
+    """
+    with _store() as port:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                with (logs / f"rank{rank}.log").open("wb") as log:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", module, *arguments],
+                            env=_environment(rank, ranks, port, use_gpus=use_gpus),
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,  # so that a kill reaches what a rank has started
+                        )
+                    )
+            first = _wait(processes, timeout_s=timeout_s)
+            waiting = [rank for rank, process in enumerate(processes) if process.poll() is None]
+        finally:
+            _kill(processes)
+    if first is not None:
+        raise RanksFailed(_last_words(first, processes[first].returncode, logs), blamed=processes[first].returncode)
+    if waiting:
+        raise RanksFailed(f"rank(s) {waiting} did not end within {timeout_s:g} s", blamed=None)
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """The port of a store that listens on the loopback interface only, kept by this process."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((HOST, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield store.port
+
+
+def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping[str, str]:
+    """What torchrun would set."""
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    if not use_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> int | None:
+    """The first rank seen to fail, None if none has; returns when all have ended, a moment after a failure, or late."""
+    deadline = time.monotonic() + timeout_s
+    first = None
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if first is None:
+            first = next((rank for rank, code in enumerate(codes) if code), None)
+            if first is not None:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if None not in codes:
+            break
+        time.sleep(POLL_S)
+    return first
+
+
+def _last_words(rank: int, code: int, logs: Path) -> str:
+    """Why a rank failed: the last line it said, and for an exception where in this package it was raised."""
+    if code < 0:
+        return f"rank {rank} died of {signal.Signals(-code).name}"
+    said = (logs / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in said.splitlines() if line.strip()]
+    if not lines:
+        return f"rank {rank} ended with exit code {code}"
+    places = re.findall(r'File "[^"]*/(mega_rl/[^"]+)", line (\d+), in (\w+)', said)
+    where = f" ({places[-1][0]}:{places[-1][1]}, in {places[-1][2]})" if places else ""
+    last = re.sub(rf"^(\[rank{rank}\]: |error: )", "", lines[-1])
+    return f"rank {rank}: {last}{where}"
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End the ranks and whatever they started."""
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()
+        process.wait()

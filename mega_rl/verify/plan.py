@@ -1,0 +1,85 @@
+"""What the ranks of a verification are told and what they answer, as JSON files of a folder. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mega_rl.verify.layouts import Layout
+
+REFERENCE = Layout("1")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One model, and layouts to measure in one world."""
+
+    model: str  # Hugging Face folder
+    folder: str  # where the reference and the answers are
+    layouts: tuple[Layout, ...]  # of one world size; the reference is measured first of all
+    dtype: str = "fp32"  # "fp32" or "bf16"
+    transformer_impl: str = "auto"
+    packing: bool = True
+    seed: int = 0
+    timeout_s: float = 600.0  # of each collective
+
+    def write(self, path: Path) -> None:
+        """Leaves the plan for the ranks."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @staticmethod
+    def read(path: Path) -> Plan:
+        """The plan that was left at `path`."""
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        layouts = tuple(Layout(**{**entry, "implied": tuple(entry["implied"])}) for entry in raw.pop("layouts"))
+        return Plan(**raw, layouts=layouts)
+
+    @property
+    def reference_tensors(self) -> Path:
+        """What one rank computes of every tensor and token."""
+        return Path(self.folder) / "reference.safetensors"
+
+    @property
+    def reference_facts(self) -> Path:
+        """What one rank computes besides."""
+        return Path(self.folder) / "reference.json"
+
+    def answer(self, layout: Layout) -> Path:
+        """What was found of a layout."""
+        return Path(self.folder) / f"{layout.name}.json"
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """The distance of one tensor from one rank's, relative."""
+
+    name: str  # Hugging Face's
+    error: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one layout computes, and how far that is from one rank."""
+
+    logprob_error: float  # nats, the largest of any token
+    loss: float
+    loss_error: float  # relative
+    grad_norm: float
+    grad_norm_error: float  # relative, the larger of the two optimizers'
+    gradients: tuple[TensorError, ...]  # worst first
+    weights: tuple[TensorError, ...]  # worst first
+    copies: tuple[TensorError, ...]  # gradients on which ranks that hold the same weight disagree, worst first
+    num_tensors: int
+    num_microbatches: int
+    seconds: float
+
+    @staticmethod
+    def read(path: Path) -> Found:
+        """An answer, back from its file."""
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for field in fields(Found):
+            if field.name in ("gradients", "weights", "copies"):
+                raw[field.name] = tuple(TensorError(**entry) for entry in raw[field.name])
+        return Found(**raw)

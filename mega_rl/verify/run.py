@@ -1,0 +1,160 @@
+"""From a checkpoint and names of layouts to a verdict on each: the reference first, then one launch per world size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.errors import RunError, UserError
+from mega_rl.parity.shrink import num_elements, shrink, write_random_twin, write_twin
+from mega_rl.verify.launcher import RanksFailed, run_ranks
+from mega_rl.verify.layouts import Layout
+from mega_rl.verify.plan import REFERENCE, Found, Plan
+from mega_rl.verify.tolerances import Tolerances
+
+RANK = "mega_rl.verify.rank"
+# A twin with the checkpoint's own weights has its widths; above so many elements it gets random weights and few widths.
+MOST_ELEMENTS = 64_000_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verifying one layout has shown."""
+
+    layout: Layout
+    found: Found | None  # None: its ranks failed
+    problems: tuple[str, ...]  # what is out of tolerance, or how the ranks failed; empty: it agrees
+
+    @property
+    def good(self) -> bool:
+        """Whether the layout computes what one rank computes."""
+        return not self.problems
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is verified."""
+
+    path: Path
+    hf: HFConfig
+    description: str
+
+
+def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed: int) -> Model:
+    """The checkpoint itself, or its shrunk twin in `folder`. Raises UserError where there are no weights to verify."""
+    hf = read_hf_config(source)
+    has_weights = any((source / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    if not twin:
+        if not has_weights:
+            raise UserError(f"{source}: holds no safetensors; add --twin to verify a small model of its config.json")
+        return Model(source, hf, f"{hf.model_type}, {hf.num_layers} layers")
+    target = folder / "twin"
+    own = has_weights and hf.quantization is None
+    if own and num_elements(shrink(hf, multiple=multiple).hf) <= MOST_ELEMENTS:
+        made, weights = write_twin(source, target, multiple=multiple), "the checkpoint's weights"
+    else:
+        narrow = num_elements(shrink(hf, multiple=multiple).hf) > MOST_ELEMENTS
+        made = write_random_twin(source, target, multiple=multiple, narrow=narrow, seed=seed)
+        weights = "random weights" + (f", narrowed to hidden size {made.hf.hidden_size}" if narrow else "")
+    kept = ", ".join(map(str, made.layers))
+    what = f"twin of {hf.model_type} with layers {kept} of {hf.num_layers}, {num_elements(made.hf):,} elements"
+    return Model(target, made.hf, f"{what}, {weights}")
+
+
+def use_gpus(layouts: Sequence[Layout]) -> bool:
+    """Whether every layout can have a GPU for each rank; one rank must run where the others do."""
+    return torch.cuda.device_count() >= max(layout.ranks for layout in layouts)
+
+
+def verify(
+    plan: Plan,
+    layouts: Sequence[Layout],
+    *,
+    tolerances: Tolerances,
+    timeout_s: float,
+    on_gpus: bool,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Verdict]:
+    """A verdict on each layout, in their order; `tell` hears of each step.
+
+    Raises RunError when one rank alone cannot compute the model, UserError when it refuses to.
+    """
+    launch = _Launcher(plan, timeout_s=timeout_s, on_gpus=on_gpus, tell=tell)
+    tell("1 rank: reference")
+    failure = launch((REFERENCE,))
+    if failure is not None:
+        kind = UserError if failure.blamed == UserError.exit_code else RunError
+        raise kind(f"one rank cannot compute {plan.model}: {failure}")
+    verdicts: dict[str, Verdict] = {}
+    for ranks, group in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
+        pending = list(group)
+        while pending:
+            tell(f"{ranks} rank{'s' * (ranks > 1)}: {', '.join(layout.name for layout in pending)}")
+            failure = launch(tuple(pending))
+            done = [layout for layout in pending if plan.answer(layout).exists()]
+            for layout in done:
+                found = Found.read(plan.answer(layout))
+                verdicts[layout.name] = Verdict(layout, found, tuple(problems(found, tolerances)))
+            pending = [layout for layout in pending if layout not in done]
+            if failure is not None and pending:  # the ranks measure in order: this is the one that failed
+                verdicts[pending[0].name] = Verdict(pending[0], None, (str(failure),))
+                del pending[0]
+    return [verdicts[layout.name] for layout in layouts]
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    plan: Plan
+    timeout_s: float
+    on_gpus: bool
+    tell: Callable[[str], None]
+
+    def __call__(self, layouts: tuple[Layout, ...]) -> RanksFailed | None:
+        """Measures these layouts in one launch; what made it fail, if anything did."""
+        folder = Path(self.plan.folder)
+        path = folder / "plan.json"
+        replace(self.plan, layouts=layouts).write(path)
+        try:
+            run_ranks(
+                RANK,
+                [str(path)],
+                ranks=layouts[0].ranks,
+                logs=folder,
+                timeout_s=self.timeout_s,
+                use_gpus=self.on_gpus,
+            )
+        except RanksFailed as failure:
+            return failure
+        return None
+
+
+def problems(found: Found, allowed: Tolerances) -> list[str]:
+    """What is out of tolerance, in words; an infinite error stands for one that is not a number."""
+    lines = []
+
+    def check(what: str, error: float, limit: float) -> None:
+        if not error <= limit:
+            lines.append(f"{what} {error:.2g} > {limit:g}")
+
+    check("log-probs", found.logprob_error, allowed.logprob)
+    check("loss", found.loss_error, allowed.loss)
+    check("gradient norm", found.grad_norm_error, allowed.grad_norm)
+    for entry in found.gradients[:1]:
+        check(f"gradient of {entry.name}", entry.error, allowed.gradient)
+    for entry in found.weights[:1]:
+        check(f"step of {entry.name}", entry.error, allowed.weight)
+    for entry in found.copies[:1]:
+        check(f"ranks disagree on the gradient of {entry.name}", entry.error, allowed.gradient)
+    return lines
+
+
+def working_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the twin, the reference and the answers, gone at the end."""
+    return tempfile.TemporaryDirectory(prefix="verify_")

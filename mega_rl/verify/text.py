@@ -1,0 +1,99 @@
+"""What `mega-rl verify` says: a table for people, one JSON object for programs. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mega_rl.verify.plan import Found, TensorError
+from mega_rl.verify.tolerances import Tolerances
+
+if TYPE_CHECKING:
+    from mega_rl.verify.run import Verdict
+
+COLUMNS = (
+    "layout",
+    "ranks",
+    "log-prob error",
+    "loss",
+    "grad-norm error",
+    "worst gradient",
+    "worst weight after a step",
+    "verdict",
+)
+
+
+def print_verdicts(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolerances: Tolerances) -> None:
+    """The table, and below it what is wrong."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    for name, value in header.items():
+        console.print(f"{name}: {value}", markup=False, highlight=False)
+    table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+    for verdict in verdicts:
+        table.add_row(verdict.layout.title, str(verdict.layout.ranks), *_cells(verdict.found), _word(verdict))
+    Console(width=None if console.is_terminal else 200).print(table)
+    allowed = ", ".join(f"{name} {value:g}" for name, value in asdict(tolerances).items())
+    console.print(f"tolerances: {allowed}", markup=False, highlight=False)
+    for verdict in verdicts:
+        for problem in verdict.problems:
+            console.print(f"{verdict.layout.title}: {problem}", markup=False, highlight=False)
+
+
+def print_json(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolerances: Tolerances) -> None:
+    """Everything, every tensor's error included; an error that is no number is null."""
+    layouts = [
+        {
+            **asdict(verdict.layout),
+            "ranks": verdict.layout.ranks,
+            "good": verdict.good,
+            "problems": verdict.problems,
+            "found": None if verdict.found is None else asdict(verdict.found),
+        }
+        for verdict in verdicts
+    ]
+    good = all(verdict.good for verdict in verdicts)
+    facts = {"good": good, **header, "tolerances": asdict(tolerances), "layouts": layouts}
+    typer.echo(json.dumps(_plain(facts)))
+
+
+def _cells(found: Found | None) -> tuple[str, ...]:
+    """What the table shows of a layout between its ranks and the verdict."""
+    if found is None:
+        return ("-",) * 5
+    return (
+        f"{found.logprob_error:.1e}",
+        f"{found.loss:.6g}",
+        f"{found.grad_norm_error:.1e}",
+        _worst(found.gradients),
+        _worst(found.weights),
+    )
+
+
+def _worst(errors: Sequence[TensorError]) -> str:
+    return f"{errors[0].error:.1e} {errors[0].name.removeprefix('model.')}" if errors[0].error else "0"
+
+
+def _word(verdict: Verdict) -> str:
+    if verdict.found is None:
+        return "failed"
+    return "equal" if verdict.good else "DIFFERS"
+
+
+def _plain(value: Any) -> Any:
+    """The value with null for numbers that JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,45 @@
+"""How far a layout may be from one rank, and why so far. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from mega_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """The largest errors that pass."""
+
+    logprob: float  # nats, of any token
+    loss: float  # relative
+    grad_norm: float  # relative
+    gradient: float  # of any tensor, in the Frobenius norm, relative to that of one rank's
+    weight: float  # of any tensor after an optimizer step, relative to the way that one rank's has gone
+
+
+# Sums of some thousand float32 terms in another order differ by 1e-6 of their size, and through a deep model by ten
+# times that. A layout that is wrong somewhere is off by 1e-2 and more in some tensor.
+FP32 = Tolerances(logprob=1e-4, loss=1e-5, grad_norm=1e-5, gradient=1e-4, weight=1e-4)
+# bf16 keeps 8 bits. Each layout rounds partial sums in other places, so activations differ by some 2^-8 of their size
+# at every layer, gradients by a few hundredths, those of small tensors by more.
+BF16 = Tolerances(logprob=0.15, loss=0.05, grad_norm=0.05, gradient=0.2, weight=0.2)
+
+
+def tolerances(dtype: str, given: str) -> Tolerances:
+    """Those of a dtype, with what the user gave as "logprob=1e-3,gradient=1e-3" in their place. Raises UserError."""
+    usual = FP32 if dtype == "fp32" else BF16
+    names = [field.name for field in fields(Tolerances)]
+    changes = {}
+    for entry in filter(None, (part.strip() for part in given.split(","))):
+        name, _, text = entry.partition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if name not in names or not 0 <= value < float("inf"):
+            raise UserError(
+                f"--tolerance={entry}: must be NAME=NUMBER with a name of {', '.join(names)} and a number of at least 0"
+            )
+        changes[name] = value
+    return replace(usual, **changes)

@@ -1,0 +1,130 @@
+"""Slices of micro-batches: together they are the whole, and each is what Megatron-Core's layout says."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mega_rl.data.packing import MicroBatch, pack, pad, scatter_back
+from mega_rl.data.zigzag import cut, held_positions
+from tests.unit_tests.data.test_packing import FIELDS, Make, batch_of
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def make_whole(make: Make, lengths: list[int], rows: list[int], cp_size: int, *, more: int = 1) -> MicroBatch:
+    """A micro-batch whose sequences can be cut for `cp_size` ranks."""
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    extra = {"sequence_multiple": multiple} if make is pack else {}
+    batch = batch_of(lengths, size=max(lengths) + 1)
+    return make(batch, rows, field_names=FIELDS, pad_to_multiple=multiple * more, **extra)
+
+
+def per_token(micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """Every tensor of tokens."""
+    return {"tokens": micro.tokens, "position_ids": micro.position_ids, "targets": micro.targets, **micro.fields}
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [0, 1, 6, 7, 8, 11]), (1, [2, 3, 4, 5, 9, 10])])
+def test_two_ranks_by_hand(rank: int, expected: list[int]) -> None:
+    """Sequences of 8 and 4 tokens: chunks of 2 and of 1; the first rank has the first and the last."""
+    assert held_positions([8, 4], cp_rank=rank, cp_size=2).tolist() == expected
+
+
+def test_three_ranks_by_hand() -> None:
+    assert [held_positions([6], cp_rank=rank, cp_size=3).tolist() for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(chunks=st.lists(st.integers(0, 9), max_size=6), cp_size=SIZES)
+def test_chunks_in_the_order_of_the_definition(chunks: list[int], cp_size: int) -> None:
+    """Against chunks cut one by one."""
+    lengths = [2 * cp_size * chunk for chunk in chunks]
+    for rank in range(cp_size):
+        expected: list[int] = []
+        start = 0
+        for length, chunk in zip(lengths, chunks, strict=True):
+            pieces = [list(range(start + i * chunk, start + (i + 1) * chunk)) for i in range(2 * cp_size)]
+            expected += pieces[rank] + pieces[2 * cp_size - 1 - rank]
+            start += length
+        assert held_positions(lengths, cp_rank=rank, cp_size=cp_size).tolist() == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp_size=SIZES, more=st.integers(1, 3))
+@pytest.mark.parametrize("make", [pack, pad])
+def test_slices_together_are_the_whole(make: Make, lengths: list[int], cp_size: int, more: int) -> None:
+    """Every bit of every tensor once, and every field of the batch finds its way back from the slices."""
+    rows = list(range(len(lengths)))[::-1]
+    whole = make_whole(make, lengths, rows, cp_size, more=more)
+    slices = [cut(whole, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
+    for name, tensor in per_token(whole).items():
+        together = torch.full_like(tensor, True if tensor.dtype == torch.bool else -9)
+        for one in slices:
+            held = torch.arange(tensor.size(1)) if one.held is None else one.held
+            together[:, held] = per_token(one)[name]
+        assert torch.equal(together, tensor), name
+    taken = torch.cat([torch.arange(whole.tokens.size(1)) if s.held is None else s.held for s in slices])
+    assert sorted(taken.tolist()) == list(range(whole.tokens.size(1)))
+    batch = batch_of(lengths, size=max(lengths) + 1)
+    returned = torch.full_like(batch.rollout_logprobs, 5.0)
+    for one in slices:
+        assert (one.cu_seqlens is None) == (whole.cu_seqlens is None)
+        scatter_back(one.fields["rollout_logprobs"], one, returned)
+    assert torch.equal(returned[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+    assert (returned[~batch.loss_mask] == 5.0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp_size=st.sampled_from([2, 3, 4]))
+def test_padding_of_packed_sequences_says_nothing(lengths: list[int], cp_size: int) -> None:
+    """Tokens, targets and fields of padding are zero; positions run on; the real ones are those of no padding."""
+    rows = list(range(len(lengths)))
+    whole = make_whole(pack, lengths, rows, cp_size, more=2)
+    plain = make_whole(pack, lengths, rows, 1)
+    assert whole.cu_seqlens is not None
+    bounds = whole.cu_seqlens.tolist()
+    assert all(bound % (2 * cp_size) == 0 for bound in bounds)
+    assert bounds[-1] % (4 * cp_size) == 0
+    assert whole.max_seqlen == max(after - before for before, after in itertools.pairwise(bounds))
+    places = torch.cat([torch.arange(bounds[i], bounds[i] + length) for i, length in enumerate(lengths)])
+    padding = torch.ones(bounds[-1], dtype=torch.bool)
+    padding[places] = False
+    for name, tensor in per_token(whole).items():
+        assert torch.equal(tensor[:, places], per_token(plain)[name]), name
+        if name != "position_ids":
+            assert not tensor[:, padding].any(), name
+    expected = torch.cat([torch.arange(after - before) for before, after in itertools.pairwise(bounds)])
+    assert torch.equal(whole.position_ids[0], expected)
+
+
+@pytest.mark.parametrize("make", [pack, pad])
+def test_an_empty_micro_batch_is_cut_too(make: Make) -> None:
+    """A dummy of two tokens on each rank, and nothing comes back."""
+    whole = make_whole(make, [3, 5], [], 4)
+    one = cut(whole, cp_rank=1, cp_size=4)
+    assert one.tokens.tolist() == [[0, 0]]
+    assert one.position_ids.tolist() == [[1, 6]]
+    out = torch.full((2, 6), 5.0)
+    scatter_back(torch.ones(1, 2), one, out)
+    assert (out == 5.0).all()
+
+
+def test_one_rank_keeps_the_micro_batch() -> None:
+    whole = make_whole(pack, [3, 5], [0, 1], 1)
+    assert cut(whole, cp_rank=0, cp_size=1) is whole
+
+
+def test_what_cannot_be_cut_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="multiples of 2"):
+        held_positions([8, 6], cp_rank=0, cp_size=2)
+    whole = make_whole(pack, [3, 5], [0, 1], 2)
+    with pytest.raises(AssertionError, match="once"):
+        cut(dataclasses.replace(whole, held=torch.arange(3)), cp_rank=0, cp_size=2)
+    with pytest.raises(AssertionError, match="no multiple"):
+        pack(batch_of([2], size=2), [0], pad_to_multiple=6, sequence_multiple=4)

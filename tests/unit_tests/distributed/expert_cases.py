@@ -1,0 +1,81 @@
+"""Layouts of mixtures of experts and what a training engine finds on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.schema import Config
+from tests.helpers.engines import exported, exported_gradients, make_config, own_rows, replaced, running_engine
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.unit_tests.distributed.engine_cases import losses, whole
+
+# name -> (world size, parallel settings); what is left of the world is data parallel
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "ep2": (2, {"ep": 2}),
+    "pp2": (2, {"pp": 2}),
+    "cp2-ep2": (2, {"cp": 2, "ep": 2}),
+    "tp2-sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "tp2-sp-etp1": (2, {"tp": 2, "sequence_parallel": True, "etp": 1}),
+    "tp2-sp-ep2": (2, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}),
+    "ep4": (4, {"ep": 4}),
+    "ep2-dp4": (4, {"ep": 2}),
+    "ep2-etp2": (4, {"ep": 2, "etp": 2}),
+    "ep2-pp2": (4, {"ep": 2, "pp": 2}),
+    "ep2-pp2-vpp2": (4, {"ep": 2, "pp": 2, "vpp": 2, "overlap_p2p": True}),
+    "tp2-sp-ep2-dp2": (4, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}),
+    "tp2-sp-ep2-etp2": (4, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2}),
+}
+FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss",
+)  # fmt: skip
+
+
+def write_family(root: Path, family: str, *, layers: int = 2) -> Path:
+    """A tiny checkpoint of few layers, of which at least the last is a mixture."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if family == "gpt_oss" else {}
+    return write_tiny_checkpoint(root / family, family=family, tied=False, num_hidden_layers=layers, **kinds)
+
+
+def config_of(checkpoint: Path, layout: str, **moe: Any) -> Config:
+    """A config for this layout of `LAYOUTS`, with whole gradients on every rank."""
+    config = replaced(make_config(checkpoint), "parallel", **LAYOUTS[layout][1])
+    config = replaced(config, "optim", lr=1e-3, clip_grad=0.5, distributed_optimizer=False)
+    return replaced(config, "moe", **moe)
+
+
+def run_case(
+    checkpoint: str, layout: str, *, sharded: bool = False, padded: bool = False, dispatcher: str = "alltoall"
+) -> dict[str, Any]:
+    """Log-probs, metrics, gradients (unless `sharded`) and the weights after a step of the optimizer."""
+    config = config_of(Path(checkpoint), layout, dispatcher=dispatcher)
+    config = replaced(config, "optim", distributed_optimizer=sharded)
+    config = replaced(config, "trainer", packing=not padded, micro_batch_size=2)
+    with running_engine(config) as engine:
+        rows = own_rows(random_experience(), engine)
+        result: dict[str, Any] = {"logprobs": whole(engine.forward(rows).logprobs, engine), "start": exported(engine)}
+        result["metrics"] = engine.train_minibatch(rows, losses("lm"), lr=1e-3)
+        if not sharded:
+            result["gradients"] = exported_gradients(engine)  # as clipped
+        result["weights"] = exported(engine)
+    return result
+
+
+def run_cases(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Every case, as rank 0 found it."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = run_case(**case)
+        except Exception as error:
+            raise RuntimeError(f"case {name}") from error
+    return found if rank == 0 else None
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Distance relative to the norm of what is expected; of two tensors of zeros 0."""
+    size = float(expected.double().norm())
+    return float((found.double() - expected.double()).norm()) / max(size, 1e-12)

@@ -1,0 +1,125 @@
+"""What each rank does in the tests of frozen weights: three steps with parts of the model taken out of training."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.schema import OptimConfig, ParallelConfig
+from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
+from tests.helpers.models import random_experience
+from tests.unit_tests.distributed.engine_cases import losses
+
+STEPS = 3
+FIRST_NAMES = ("model.embed_tokens", "model.layers.0.", "model.layers.1.")
+FIRST_HALF = ["embedding.*", "decoder.layers.0.*", "decoder.layers.1.*"]
+LAST_HALF = ["decoder.layers.2.*", "decoder.layers.3.*", "decoder.final_layernorm.*", "output_layer.*"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Patterns, and the beginnings of the Hugging Face names that they mean."""
+
+    patterns: list[str]
+    names: tuple[str, ...]
+    model: str = "untied"
+    recompute: str = "none"
+
+
+FROZEN = {
+    "embedding": Frozen(["embedding.*"], ("model.embed_tokens",)),
+    "tied embedding": Frozen(["embedding.word_embeddings.weight"], ("model.embed_tokens",), model="tied"),
+    "two layers": Frozen(["decoder.layers.[03].*"], ("model.layers.0.", "model.layers.3.")),
+    "one matrix of each layer": Frozen(["*.linear_fc2.weight"], tuple(f"model.layers.{i}.mlp.down" for i in range(4))),
+    "first stage": Frozen(FIRST_HALF, FIRST_NAMES),
+    "last stage": Frozen(LAST_HALF, ("model.layers.2.", "model.layers.3.", "model.norm", "lm_head")),
+    "all but the head": Frozen(["embedding.*", "decoder.*"], ("model.",)),
+    "embedding, recomputed": Frozen(["embedding.*"], ("model.embed_tokens",), recompute="full"),
+    "first stage, recomputed": Frozen(FIRST_HALF, FIRST_NAMES, recompute="full"),
+}
+LAYOUTS: dict[str, tuple[int, ParallelConfig, bool]] = {  # world size, layout, whether optimizer state is sharded
+    "1": (1, ParallelConfig(), True),
+    "dp2": (2, ParallelConfig(), True),
+    "dp2 not sharded": (2, ParallelConfig(), False),
+    "pp2": (2, ParallelConfig(pp=2), True),
+    "pp2 not sharded": (2, ParallelConfig(pp=2), False),
+    "tp2-sp": (2, ParallelConfig(tp=2, sequence_parallel=True), True),
+    "pp2-vpp2": (2, ParallelConfig(pp=2, vpp=2, overlap_p2p=True), True),
+    "pp2-dp2": (4, ParallelConfig(pp=2), True),
+}
+MISTAKES = {
+    "no such weight": ["embedding.*", "decoder.layers.9.*"],
+    "the last stage has it": ["output_layer.*"],
+    "everything": ["decoder.*", "embedding.*", "output_layer.*"],
+    "tied output layer": ["output_layer.*"],
+}
+
+
+def selected(layout: str, name: str) -> bool:
+    """Layouts that share the code under test with others go through the cases that differ."""
+    return layout in ("1", "dp2", "pp2") or name in ("tied embedding", "first stage", "all but the head")
+
+
+def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
+    """Norms and weights of three steps, and how many elements of optimizer state all ranks hold together."""
+    _, parallel, sharded = LAYOUTS[layout]
+    optim = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.1, distributed_optimizer=sharded)
+    config = dataclasses.replace(make_config(root / frozen.model, optim=optim), parallel=parallel)
+    config = replaced(config, "model", frozen=frozen.patterns, recompute=frozen.recompute)
+    config = replaced(config, "trainer", max_tokens_per_microbatch=48)
+    with running_engine(config) as engine:
+        from mega_rl.ddp.optimizer import torch_optimizers
+
+        rows = own_rows(random_experience(), engine)
+        start = exported(engine)
+        norms = [engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] for _ in range(STEPS)]
+        moments = [s["exp_avg"] for o in torch_optimizers(engine.optimizer) for s in o.state.values()]
+        held = torch.tensor(sum(moment.numel() for moment in moments))
+        held = int(engine.replica.sum(held) if not sharded else engine.data_parallel.sum(engine.replica.sum(held)))
+        gradients = [p for m in engine.models for p in m.parameters() if hasattr(p, "main_grad")]
+        return {
+            "start": start,
+            "weights": exported(engine),
+            "norms": norms,
+            "moments": held,
+            "trainable": all(p.requires_grad for p in gradients),
+        }
+
+
+def mistake(root: Path, name: str, parallel: ParallelConfig) -> str:
+    """What the engine says to patterns that cannot be meant."""
+    from mega_rl.errors import UserError
+
+    model = "tied" if name.startswith("tied") else "untied"
+    config = dataclasses.replace(make_config(root / model), parallel=parallel)
+    try:
+        with running_engine(replaced(config, "model", frozen=MISTAKES[name])):
+            return ""
+    except UserError as error:
+        return str(error)
+
+
+def expert_names(root: Path) -> list[str]:
+    """Names of a layer's expert weights on this rank of EP2."""
+    config = dataclasses.replace(make_config(root / "routed"), parallel=ParallelConfig(ep=2))
+    with running_engine(config, trainable=False) as engine:
+        from mega_rl.ddp.frozen import named_parameters
+
+        return [name for name, _ in named_parameters(engine.models) if "layers.2.mlp.experts" in name]
+
+
+def train_all(rank: int, root: str, world_size: int) -> dict[str, Any]:
+    """Every case of a world size."""
+    found: dict[str, Any] = {}
+    for layout, (size, _, _) in LAYOUTS.items():
+        for name, frozen in FROZEN.items():
+            if size == world_size and selected(layout, name):
+                found[f"{layout} {name}"] = train(Path(root), frozen, layout)
+    if world_size == 2:
+        for name in MISTAKES:
+            found[f"mistake {name}"] = mistake(Path(root), name, ParallelConfig(pp=2))
+        found["experts"] = expert_names(Path(root))
+    return found

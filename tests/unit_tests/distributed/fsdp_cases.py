@@ -1,0 +1,165 @@
+"""What each rank does in the tests of sharded data parallelism: the same three steps under every implementation."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.schema import Config, DdpConfig, OptimConfig, ParallelConfig
+from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
+from tests.helpers.models import random_experience
+from tests.unit_tests.distributed.engine_cases import losses, whole
+
+# A large eps keeps Adam from blowing rounding up where a gradient is small, so weights can be compared sharply. The
+# norms are above 0.4: every step is clipped.
+OPTIM = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.3)
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An implementation of data parallelism on a layout."""
+
+    ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    model: str = "tied"
+    head: str = "lm"
+    dtype: str = "fp32"
+    frozen: tuple[str, ...] = ()
+    groups: str = "engine"  # whose process groups: the engine's collection, "default" (upstream's own) or "new" ones
+    offload: bool = False  # between steps
+    upstream: str = ""  # what of upstream to let through: "unchecked" settings, or its "no_sync" as well
+
+    def config(self, root: Path) -> Config:
+        """Everything an engine needs; several micro-batches make a step."""
+        config = make_config(root / self.model, dtype=self.dtype, optim=OPTIM, ddp=self.ddp)
+        config = replaced(config, "trainer", max_tokens_per_microbatch=32)
+        config = replaced(config, "model", frozen=list(self.frozen))
+        return dataclasses.replace(config, parallel=self.parallel)
+
+
+def train(case: Case, root: Path) -> dict[str, Any]:
+    """Outputs, norms, losses and weights of three steps; outputs once more after them."""
+    name, loss = ("values", "critic/loss") if case.head == "value" else ("logprobs", "actor/loss")
+    with changed(case), running_engine(case.config(root), head=case.head) as engine:
+        rows = own_rows(random_experience(), engine)
+        found: dict[str, Any] = {"start": exported(engine)}
+        found["before"] = whole(getattr(engine.forward(rows), name), engine)
+        metrics = []
+        for _ in range(STEPS):
+            metrics.append(engine.train_minibatch(rows, losses(case.head), lr=OPTIM.lr))
+            if case.offload:
+                found["freed"], found["left"] = engine.offload(), storage_bytes(engine)
+                engine.onload()
+        found["norms"] = [step["grad_norm"] for step in metrics]
+        found["losses"] = [step[loss] for step in metrics]
+        found["microbatches"] = metrics[0]["num_microbatches"]
+        found["weights"] = exported(engine)
+        found["after"] = whole(getattr(engine.forward(rows), name), engine)
+        found["moments"] = moments(engine)
+        if case.ddp.implementation != "ddp":
+            found["save"] = refused(lambda: engine.save(root / "never"))
+    return found
+
+
+@contextmanager
+def changed(case: Case) -> Iterator[None]:
+    """Other process groups, or upstream without what stands before it, while the engine is built and runs."""
+    from mega_rl.accelerator import prepare
+
+    prepare("auto")
+    from mega_rl.ddp import megatron_fsdp, torch_fsdp2, wrap
+
+    kept = wrap.check_fsdp, megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks
+
+    def with_new_group(collection: Any) -> Any:
+        ranks = torch.distributed.get_process_group_ranks(collection.dp_cp)
+        collection = copy.copy(collection)
+        collection.dp_cp = torch.distributed.new_group(ranks)
+        return collection
+
+    def build(*args: Any, pg_collection: Any, **kwargs: Any) -> Any:
+        return kept[1](
+            *args, pg_collection=None if case.groups == "default" else with_new_group(pg_collection), **kwargs
+        )
+
+    def shard(*args: Any, collection: Any, **kwargs: Any) -> Any:
+        return kept[3](*args, collection=with_new_group(collection), **kwargs)
+
+    if case.groups != "engine":
+        megatron_fsdp.MegatronFsdp = build
+        torch_fsdp2.shard_chunks = shard
+    if case.upstream:
+        wrap.check_fsdp = lambda *args, **kwargs: None
+    if case.upstream == "no_sync":
+        megatron_fsdp.no_sync_of = lambda chunk, ddp: chunk.no_sync
+    try:
+        yield
+    finally:
+        wrap.check_fsdp, megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks = kept
+
+
+def moments(engine: Any) -> int:
+    """Elements of Adam's first moments on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    found = [s["exp_avg"] for o in torch_optimizers(engine.optimizer) for s in o.state.values()]
+    return sum((m.to_local() if isinstance(m, DTensor) else m).numel() for m in found)
+
+
+def storage_bytes(engine: Any) -> int:
+    """Memory of parameters, gradients and optimizer state on this rank."""
+    from mega_rl.ddp.access import gradient_tensors, optimizer_tensors, parameter_tensors
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    tensors = [*parameter_tensors(engine.chunks), *gradient_tensors(engine.chunks)]
+    tensors += [t for optimizer in torch_optimizers(engine.optimizer) for t in optimizer_tensors(optimizer)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def refused(action: Any) -> str:
+    """The UserError that an action ends with, or nothing."""
+    from mega_rl.errors import UserError
+
+    try:
+        action()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def sharded_modules(rank: int, root: str, model: str, head: str) -> dict[str, Any]:
+    """Names and types of the modules that FSDP2 gathers one by one, and what the parameters are."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    case = Case(DdpConfig(implementation="torch_fsdp2"), model=model, head=head)
+    with running_engine(case.config(Path(root)), head=head) as engine:
+        (chunk,) = engine.models
+        return {
+            "units": sorted(name for name, module in chunk.named_modules() if isinstance(module, FSDPModule)),
+            "sharded": all(isinstance(parameter, DTensor) for parameter in chunk.parameters()),
+            "group": engine.chunks[0].process_group is engine.groups.dp_cp,
+        }
+
+
+def train_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
+    """Every case; what this rank found."""
+    return {name: train(case, Path(root)) for name, case in cases.items()}
+
+
+def torch_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
+    """Every case, and the modules that are sharded."""
+    modules = {f"{model} {head}": sharded_modules(rank, root, model, head) for model, head in UNITS}
+    return {**train_all(rank, root, cases), "modules": modules}
+
+
+UNITS = (("tied", "lm"), ("untied", "lm"), ("untied", "value"))

@@ -1,0 +1,127 @@
+"""DDP over the groups it is given: default ones or the caller's, and whole engines against one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.distributed.ddp_cases import CONFIGS, run_world
+from tests.unit_tests.distributed.test_engine_parity import worst_difference
+
+pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
+
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 2000}
+GATHER = {**OVERLAP, "overlap_param_gather": True}
+AVERAGE = {"average_in_collective": True}
+WIRE = {"grad_reduce_in_fp32": False, "reduce_scatter_fp32_accumulation": True}
+INSTANCES = {"optimizer_instances": 2}
+# (name, world size, model, parallel sizes, ddp settings, dtype)
+ENGINES: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
+    ("dense", 1, "dense", {}, {}, "fp32"),
+    ("experts", 1, "experts", {}, {}, "fp32"),
+    ("dense bf16", 1, "dense", {}, {}, "bf16"),
+    ("one rank, everything on", 1, "dense", {}, {**GATHER, **AVERAGE}, "fp32"),
+    ("one rank, bf16 messages", 1, "dense", {}, {**OVERLAP, **WIRE}, "bf16"),
+    *[
+        (f"dp{size} {name}", size, "dense", {}, settings, dtype)
+        for size in (2, 4)
+        for name, settings, dtype in (
+            ("overlap", OVERLAP, "fp32"),
+            ("gather", GATHER, "fp32"),
+            ("average", AVERAGE, "fp32"),
+            ("average overlap", {**AVERAGE, **OVERLAP}, "fp32"),
+            ("instances", INSTANCES, "fp32"),
+            ("instances gather", {**INSTANCES, **GATHER}, "fp32"),
+            ("bf16 messages", WIRE, "bf16"),
+            ("bf16 messages overlap", {**WIRE, **GATHER}, "bf16"),
+        )
+    ],
+    ("ep2 average gather", 2, "experts", {"ep": 2}, {**AVERAGE, **GATHER}, "fp32"),
+    ("cp2 average", 2, "dense", {"cp": 2}, AVERAGE, "fp32"),
+    ("ep2 x2 average", 4, "experts", {"ep": 2}, AVERAGE, "fp32"),
+    ("ep2 x2 average gather", 4, "experts", {"ep": 2}, {**AVERAGE, **GATHER}, "fp32"),
+    ("ep2 x2 instances", 4, "experts", {"ep": 2}, {**INSTANCES, **OVERLAP}, "fp32"),
+    ("ep2 x2 instances average", 4, "experts", {"ep": 2}, {**INSTANCES, **AVERAGE}, "fp32"),
+    ("pp2 x2 gather", 4, "dense", {"pp": 2}, GATHER, "fp32"),
+    ("pp2 vpp2 x2 gather", 4, "dense", {"pp": 2, "vpp": 2, "overlap_p2p": True}, GATHER, "fp32"),
+    ("pp2 vpp2 x2 average", 4, "dense", {"pp": 2, "vpp": 2, "overlap_p2p": True}, {**AVERAGE, **OVERLAP}, "fp32"),
+]
+# Sums in another order, as in test_engine_parity. Three steps of Adam divide gradients by their own size, so a weight
+# whose gradient is little more than rounding moves by a share of the learning rate: hence the norm of whole tensors.
+GRAD_NORM = 1e-5
+WEIGHTS = 1e-4
+# bf16: weights have 8 bits, and gradients too where they travel as bf16.
+GRAD_NORM_BF16 = 2e-2
+WEIGHTS_BF16 = 2e-2
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What every rank found, by world size."""
+    models = {
+        "dense": write_tiny_checkpoint(tmp_path_factory.mktemp("dense"), family="qwen3"),
+        "experts": write_tiny_checkpoint(tmp_path_factory.mktemp("experts"), family="qwen3_moe"),
+    }
+    found = {}
+    for size in (1, 2, 4):
+        cases = [
+            {"name": name, "checkpoint": str(models[model]), "parallel": parallel, "ddp": ddp, "dtype": dtype}
+            for name, world_size, model, parallel, ddp, dtype in ENGINES
+            if world_size == size
+        ]
+        found[size] = run_ranks(size, run_world, size, cases, timeout_s=240)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_explicit_groups_change_nothing(worlds: dict[int, list[dict[str, Any]]], size: int, config: str) -> None:
+    """Groups that the caller built give the outputs and gradients of the default groups, bit for bit."""
+    for rank in worlds[size]:
+        found = rank["groups"][config]
+        assert found["same_outputs"]
+        assert found["same_gradients"]
+        assert found["buckets"] == (3 if CONFIGS[config][0].bucket_size else 1)  # 6 layers of 600; two exceed 700
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_gradients_are_those_of_one_process(worlds: dict[int, list[dict[str, Any]]], size: int, config: str) -> None:
+    """Within 1e-6 of float64 over all ranks' inputs: sums of a few dozen terms in fp32."""
+    assert max(rank["groups"][config]["error"] for rank in worlds[size]) < 1e-6
+
+
+@pytest.mark.parametrize("case", [case for case in ENGINES if case[1] > 1 or "," in case[0]], ids=lambda case: case[0])
+def test_engine_matches_one_rank(worlds: dict[int, list[dict[str, Any]]], case: tuple[Any, ...]) -> None:
+    """Gradient norms, log-probs after each step and weights after four steps."""
+    name, size, model, _, ddp, dtype = case
+    bf16 = dtype == "bf16"
+    found = worlds[size][0]["engines"][name]
+    expected = worlds[1][0]["engines"][f"{model} bf16" if bf16 else model]
+    for step, wanted in zip(found["steps"], expected["steps"], strict=True):
+        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=GRAD_NORM_BF16 if bf16 else GRAD_NORM)
+    if ddp.get("bucket_size"):
+        assert found["buckets"] > 1
+    worst, tensor = worst_difference(found["weights"], expected["weights"])
+    assert worst < (WEIGHTS_BF16 if bf16 else WEIGHTS), tensor
+    if not bf16:
+        torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0, atol=1e-3)
+    moved, _ = worst_difference(found["weights"], found["start"])
+    assert moved > 1e-3  # four steps did something
+
+
+def test_bf16_error_is_reported_where_it_is_measured(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    """Between two ranks there is one addition and no error; between four there is one of some bf16 roundings."""
+    reported = {name: worlds[size][0]["engines"][name]["steps"] for name, size, *_ in ENGINES}
+    for name, steps in reported.items():
+        errors = [step.get("grad_reduce_bf16_error") for step in steps]
+        if "messages" not in name:
+            assert errors == [None] * 4
+        elif name.startswith("dp4"):
+            assert all(1e-4 < error < 2**-7 for error in errors)
+        else:
+            assert errors == [0.0] * 4

@@ -1,0 +1,107 @@
+"""Mixtures of experts over every layout compute what one rank computes: log-probs, gradients, norm, weights, loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.distributed.expert_cases import FAMILIES, LAYOUTS, relative, run_cases, write_family
+
+pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
+
+# fp32: sums of a few hundred terms in another order. Measured: gradients 2e-6, norms 3e-7, log-probs 1e-6.
+LOGPROB_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 2e-5
+NORM_TOLERANCE = 2e-6
+# Of a step of 1e-3. Adam divides by the gradient's own size, so rounding counts for much where a gradient is small.
+WEIGHT_TOLERANCE = 2e-5
+# layout -> families with whole gradients; the last one of some layouts a second time with a sharded optimizer.
+PLAN = {
+    "ep2": FAMILIES,
+    "pp2": ("glm4_moe", "kimi_k2"),
+    "cp2-ep2": ("qwen3_moe", "deepseek_v3"),
+    "tp2-sp": ("qwen2_moe", "olmoe", "deepseek_v2"),
+    "tp2-sp-etp1": ("mixtral", "gpt_oss"),
+    "tp2-sp-ep2": ("qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+    "ep4": ("mixtral", "gpt_oss"),
+    "ep2-dp4": ("qwen3_moe", "deepseek_v3"),
+    "ep2-etp2": ("olmoe", "kimi_k2"),
+    "ep2-pp2": ("glm4_moe", "gpt_oss"),
+    "tp2-sp-ep2-dp2": ("deepseek_v2", "gpt_oss"),
+    "tp2-sp-ep2-etp2": ("qwen2_moe",),
+}
+CASES: dict[str, dict[str, Any]] = {
+    f"{layout} {family}": {"layout": layout, "family": family} for layout, chosen in PLAN.items() for family in chosen
+}
+CASES |= {
+    f"{layout} {PLAN[layout][-1]} sharded": {"layout": layout, "family": PLAN[layout][-1], "sharded": True}
+    for layout in ("ep2", "cp2-ep2", "tp2-sp-etp1", "tp2-sp-ep2", "ep2-etp2", "ep2-pp2", "tp2-sp-ep2-dp2")
+}
+CASES |= {
+    f"{layout} {family} allgather": {"layout": layout, "family": family, "dispatcher": "allgather"}
+    for layout, family in {
+        "ep2": "mixtral", "pp2": "glm4_moe", "tp2-sp-ep2": "gpt_oss", "ep2-etp2": "kimi_k2"
+    }.items()
+}  # fmt: skip
+CASES |= {
+    f"{layout} {family} padded": {"layout": layout, "family": family, "padded": True}
+    for layout, family in {"ep2": "qwen2_moe", "tp2-sp-ep2": "deepseek_v3"}.items()
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 found, by case; one launch for each number of ranks."""
+    root = tmp_path_factory.mktemp("families")
+    paths = {family: str(write_family(root, family)) for family in FAMILIES}
+    ones = {f"1 {family}": {"layout": "1", "family": family} for family in FAMILIES}
+    answers: dict[str, Any] = {}
+    for world_size in (1, 2, 4):
+        cases = {
+            name: {"checkpoint": paths[case["family"]], **{k: v for k, v in case.items() if k != "family"}}
+            for name, case in {**ones, **CASES}.items()
+            if LAYOUTS[case["layout"]][0] == world_size
+        }
+        answers |= run_ranks(world_size, run_cases, cases, timeout_s=300)[0]
+    return answers
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_layout_computes_what_one_rank_computes(found: dict[str, Any], name: str) -> None:
+    """Log-probs, every clipped gradient, the norm before clipping, and the weights after the step."""
+    one, many = found[f"1 {CASES[name]['family']}"], found[name]
+    assert (many["logprobs"] - one["logprobs"]).abs().max() <= LOGPROB_TOLERANCE
+    assert many["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=NORM_TOLERANCE)
+    assert one["metrics"]["grad_norm"] > 0.6  # more than is clipped to, so that the norm takes part in every gradient
+    if "gradients" in many:
+        assert many["gradients"].keys() == one["gradients"].keys()
+        off = {n: relative(many["gradients"][n], one["gradients"][n]) for n in one["gradients"]}
+        worst = max(off, key=off.__getitem__)
+        assert off[worst] <= GRADIENT_TOLERANCE, worst
+    for weight, expected in one["weights"].items():
+        assert (many["weights"][weight] - expected).abs().max() <= WEIGHT_TOLERANCE, weight
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_load_metrics_are_those_of_one_rank(found: dict[str, Any], name: str) -> None:
+    """Counts of real tokens are whole numbers: equal, not close."""
+    one, many = found[f"1 {CASES[name]['family']}"]["metrics"], found[name]["metrics"]
+    loads = {key: value for key, value in one.items() if key.startswith("moe_")}
+    assert set(loads) == {"moe_load_max_over_mean", "moe_load_max_over_mean_max", "moe_experts_without_tokens"}
+    assert {key: many[key] for key in loads} == loads
+    assert loads["moe_load_max_over_mean_max"] >= loads["moe_load_max_over_mean"] > 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_weight_learns(found: dict[str, Any], family: str) -> None:
+    """Routers, experts, shared experts, gates, norms and biases: each kind has a gradient and moves."""
+    one = found[f"1 {family}"]
+    moved: dict[str, float] = {}
+    for name in one["weights"]:
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        way = float((one["weights"][name] - one["start"][name]).abs().max())
+        moved[kind] = max(moved.get(kind, 0.0), way)
+    still = [kind for kind, way in moved.items() if way == 0.0]
+    assert still == [kind for kind in moved if kind.endswith("e_score_correction_bias")]  # moves by its own rule

@@ -1,0 +1,75 @@
+"""bf16 messages, FP32 sums: the collective alone, against others, and through the buckets of DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.distributed.reduce_scatter_cases import run_world
+
+pytestmark = pytest.mark.timeout(300)  # the first test pays for the launches of all
+
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[int, list[dict[str, Any]]]:
+    """What every rank found, by world size."""
+    return {size: run_ranks(size, run_world, size, timeout_s=120) for size in SIZES}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bits_of_a_sequential_fp32_sum(worlds: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """Random sizes, dtypes and magnitudes; sums and means; at once and with a handle; in place and not; in pieces."""
+    assert [rank["function"] for rank in worlds[size]] == [[]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_same_as_upstream(worlds: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """Bit-equal to Megatron-Core's own, which adds in rank order too at these sizes."""
+    assert all(rank["others"]["same_as_upstream"] for rank in worlds[size])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rounds_once(worlds: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """A bf16 reduce-scatter differs once there are two additions; an FP32 one hardly, in the order of its sums."""
+    for rank in worlds[size]:
+        others = rank["others"]
+        assert others["off_fp32"] <= (0 if size == 2 else 10)  # of 10000: sums that end next to a tie
+        assert others["off_bf16"] > 500 if size == 4 else others["off_bf16"] == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_rounding_error_is_measured(worlds: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """The squares that the collective counts are those of a second computation in float64; fp32 sums of 10^4 terms."""
+    for rank in worlds[size]:
+        assert rank["others"]["error"] == pytest.approx(rank["others"]["expected_error"], rel=1e-4)
+        assert (rank["others"]["error"][0] > 0) == (size == 4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_over_optimizer_instances(worlds: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """FP32 sums of the instances are added before anything is rounded."""
+    assert [rank["instances"] for rank in worlds[size]] == [[]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_through_buckets(worlds: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """The same bits through DDP: with and without overlap, several buckets in a group, sums, means; bounded memory."""
+    for rank in worlds[size]:
+        assert set(map(tuple, rank["buckets"].values())) == {()}, rank["buckets"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_replaced_groups_refer_to_each_other(worlds: dict[int, list[dict[str, Any]]], size: int) -> None:
+    """Every parameter finds its group, and every group the next one to gather."""
+    assert [rank["links"] for rank in worlds[size]] == [[]] * size
+
+
+def test_fp32_messages_are_refused(worlds: dict[int, list[dict[str, Any]]]) -> None:
+    """The setting needs gradients that travel in bf16, and says which setting to change."""
+    by_setting, by_model = worlds[1][0]["refusals"]
+    assert "ddp.grad_reduce_in_fp32=false" in by_setting
+    assert "model.dtype=bf16" in by_model

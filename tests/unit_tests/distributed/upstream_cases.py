@@ -1,0 +1,255 @@
+"""What ranks do for test_upstream_issues.py: upstream as it is, beside what this package makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from mega_rl.verify.batch import LONGEST
+from mega_rl.verify.layouts import Layout, resolve
+from mega_rl.verify.plan import Found, Plan
+
+BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be used again, too large to be sent at once
+
+
+def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, Any]:
+    """How far a layout of a family's twin is from one rank, by `mega_rl.verify`."""
+    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.verify.case import compare
+
+    folder = Path(root) / family
+    layout = resolve(name, read_hf_config(folder / "twin"))
+    found: Found = compare(Plan(str(folder / "twin"), str(folder), (), timeout_s=60.0), layout, accelerator)
+    return {
+        "gradients": {entry.name: entry.error for entry in found.gradients},
+        "grad_norm": found.grad_norm_error,
+        "logprobs": found.logprob_error,
+    }
+
+
+def two_ranks(rank: int, root: str) -> dict[str, Any]:
+    """Wrong and right, for each fault that shows on two ranks."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    results: dict[str, Any] = {}
+    for fault, (family, layout, without) in faults().items():
+        results[fault] = {"right": compared(accelerator, root, family, layout)}
+        with without():
+            results[fault]["wrong"] = compared(accelerator, root, family, layout)
+    results["strided"] = strided_sums()
+    results["freed"] = freed_while_sent(rank)
+    return results
+
+
+def faults() -> dict[str, tuple[str, str, Callable[[], Any]]]:
+    """Fault -> (family, layout, a context without what this package does about it)."""
+    return {
+        "interleaved without overlap": ("qwen3", "vpp2", without_overlap),
+        "latent attention without sp": ("latent", "tp2", without_sequence_parallelism),
+        "shards unmarked": ("qwen3", "tp2", lambda: patch("mega_rl.models.build.mark_tensor_parallel", nothing)),
+        "experts unmarked": ("qwen3_moe", "tp2+sp+etp1", lambda: patch("mega_rl.models.build.mark_experts", nothing)),
+    }
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing."""
+
+
+@contextmanager
+def without_overlap() -> Iterator[None]:
+    """The interleaved schedule on two ranks with batched sends, past the refusal.
+
+    Micro-batches are padded to one shape: of several, messages that are mixed up would not fit, which is no silence.
+    """
+    from mega_rl.engines import build
+
+    settings, make = Layout.settings.fget, build.Batching  # type: ignore[attr-defined]
+
+    def batching(**kwargs: Any) -> Any:
+        return make(**{**kwargs, "packing": False, "pad_to_multiple": LONGEST})
+
+    with (
+        patch.object(Layout, "settings", property(lambda self: {**settings(self), "overlap_p2p": False})),
+        patch.object(build, "Batching", batching),
+    ):
+        yield
+
+
+@contextmanager
+def without_sequence_parallelism() -> Iterator[None]:
+    """Latent attention under tensor parallelism alone, past the refusal."""
+    from mega_rl.engines import build
+
+    settings, make = Layout.settings.fget, build.transformer_config  # type: ignore[attr-defined]
+
+    def transformer_config(hf: Any, *, layout: Any, **kwargs: Any) -> Any:
+        config = make(hf, layout=dataclasses.replace(layout, sequence_parallel=True), **kwargs)
+        config.sequence_parallel = False
+        return config
+
+    with (
+        patch.object(Layout, "settings", property(lambda self: {**settings(self), "sequence_parallel": False})),
+        patch.object(build, "transformer_config", transformer_config),
+        patch.object(build, "Routing", nothing),  # the model has no mixture in any layer
+    ):
+        yield
+
+
+@contextmanager
+def joined() -> Iterator[Any]:
+    """The groups of two data-parallel ranks."""
+    from mega_rl.accelerator import prepare
+    from mega_rl.parallel import groups as process_groups
+
+    layout = Layout("dp2", dp=2).parallel_layout()
+    try:
+        yield process_groups.initialize(layout, accelerator=prepare("auto"), timeout_s=60.0)
+    finally:
+        process_groups.destroy()
+
+
+def strided_sums() -> dict[str, Any]:
+    """The sum of a strided tensor over the ranks, as torch gives it and as `GroupRanks` does."""
+    from mega_rl.parallel.comm import GroupRanks
+
+    with joined() as groups:
+        backend = dist.get_backend(groups.world)
+        values = torch.arange(16.0).view(4, 4)
+        ours = GroupRanks(groups.world).sum(values.t()[:, ::2])
+        strided = values.clone().t()[:, ::2]
+        if backend == "gloo":
+            dist.all_reduce(strided, group=groups.world)
+        return {"backend": backend, "expected": 2 * values.t()[:, ::2], "torch": strided.contiguous(), "ours": ours}
+
+
+def freed_while_sent(rank: int) -> dict[str, Any]:
+    """What rank 1 receives of a tensor that upstream frees as soon as its asynchronous send has been started."""
+    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+    from mega_rl.accelerator import prepare
+
+    received = torch.zeros(BLOCK)
+    with joined() as groups:
+        backend = dist.get_backend(groups.world)
+        if backend != "gloo":
+            return {"backend": backend}
+        if rank == 0:
+            output = torch.ones(BLOCK)
+            work = dist.isend(output, 1, group=groups.world)
+            deallocate_output_tensor(output, True)
+            others = [torch.full((BLOCK,), 7.0) for _ in range(64)]  # somebody uses the memory again
+            dist.barrier(group=groups.dp)
+            work.wait()
+            assert len(others) == 64
+        else:
+            dist.barrier(group=groups.dp)
+            dist.recv(received, 0, group=groups.world)
+    overrides = prepare("auto").transformer_config_overrides()
+    return {
+        "backend": backend,
+        "received": float(received.mean()),
+        "ours": overrides["deallocate_pipeline_outputs"],
+    }
+
+
+def one_rank(rank: int, root: str) -> dict[str, Any]:
+    """What shows on a single rank: names in checkpoints, step counters after a load, norms."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    return {
+        "names": expert_norm_names(root),
+        "counters": step_counters(accelerator, root),
+        "norms": long_norms(accelerator),
+    }
+
+
+def expert_norm_names(root: str) -> dict[str, Any]:
+    """What a checkpoint calls the norm in front of a mixture: upstream's local spec, and ours."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.models.specs import decoder_spec
+
+    hf = read_hf_config(Path(root) / "qwen3_moe" / "twin")
+    upstream = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
+    layer = next(i for i in range(hf.num_layers) if hf.is_moe(i))
+    ours = decoder_spec("local", hf, layers=range(layer, layer + 1), pg_collection=ProcessGroupCollection())
+    return {
+        "upstream": upstream.submodules.sharded_state_dict_keys_map.get("pre_mlp_layernorm."),
+        "ours": ours.layer_specs[0].submodules.sharded_state_dict_keys_map.get("pre_mlp_layernorm."),
+    }
+
+
+def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
+    """(parameters, step counters of their own) of an optimizer that was loaded, without and with separation."""
+    from mega_rl.config.schema import OptimConfig
+    from mega_rl.ddp.optimizer import torch_optimizers
+    from mega_rl.verify.batch import random_batch
+    from mega_rl.verify.case import engine_of, policy_loss
+    from mega_rl.verify.plan import REFERENCE
+
+    plan = Plan(str(Path(root) / "qwen3" / "twin"), root, (), timeout_s=60.0)
+    found: dict[str, Any] = {}
+
+    def count(engine: Any) -> list[int]:
+        states = [state for optimizer in torch_optimizers(engine.optimizer) for state in optimizer.state.values()]
+        return [len(states), len({state["step"].data_ptr() for state in states})]
+
+    with engine_of(plan, REFERENCE, accelerator, OptimConfig()) as engine:
+        batch = random_batch(engine.sharding.hf.vocab_size, seed=0)
+        engine.train_minibatch(batch, policy_loss(), lr=1e-3)
+        engine.save(Path(root) / "saved")
+        with patch("mega_rl.engines.megatron.separate_step_counters", nothing):
+            engine.load(Path(root) / "saved")
+        found["upstream"] = count(engine)
+        engine.load(Path(root) / "saved")
+        found["ours"] = count(engine)
+    return found
+
+
+def long_norms(accelerator: Any) -> dict[str, Any]:
+    """Relative errors of the norm of ten million elements: torch's in float32, and Megatron-Core's as patched."""
+    from megatron.core import utils
+
+    values = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0))
+    exact = float(values.double().norm())
+    found, _ = utils.local_multi_tensor_l2_norm(65536, None, [[values[:7], values[7:]]], False)
+    return {
+        "device": accelerator.name,
+        "torch": abs(float(torch.norm(values)) / exact - 1),
+        "ours": abs(float(found) / exact - 1),
+    }
+
+
+def write_models(root: Path, configs: dict[str, dict[str, Any]]) -> None:
+    """A twin with random weights of each config, without a reference yet."""
+    from mega_rl.parity.shrink import write_random_twin
+
+    for family, raw in configs.items():
+        bare = root / family / "bare"
+        bare.mkdir(parents=True)
+        (bare / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        write_random_twin(bare, root / family / "twin", multiple=4)
+
+
+def references(rank: int, root: str, families: list[str]) -> None:
+    """What one rank computes of every twin."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.verify.case import write_reference
+
+    for family in families:
+        folder = Path(root) / family
+        write_reference(Plan(str(folder / "twin"), str(folder), ()), accelerator)

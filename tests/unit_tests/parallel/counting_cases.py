@@ -1,0 +1,260 @@
+"""Steps of real engines in simulated worlds of up to 4096 ranks, and what they send; one process, nothing moves."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RAW: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 8,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "2 layers": RAW,
+    "4 layers": {**RAW, "num_hidden_layers": 4},
+    "16 layers": {**RAW, "num_hidden_layers": 16},
+    "experts": {**RAW, **EXPERTS},
+}
+LENGTH = 32  # tokens of every row
+
+
+def write_models(root: Path) -> None:
+    """A checkpoint with random weights of each model."""
+    from mega_rl.converters.hf_config import parse_hf_config
+    from mega_rl.converters.safetensors_writer import write_checkpoint
+    from mega_rl.parity.shrink import random_tensors
+
+    for name, raw in MODELS.items():
+        config = root / f"{name}.json"
+        config.write_text(json.dumps(raw), encoding="utf-8")
+        tensors = random_tensors(parse_hf_config(raw))
+        write_checkpoint(root / name, tensors, files={"config.json": config})
+
+
+@contextmanager
+def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 1, **settings: Any) -> Iterator[Any]:
+    """The engine of one rank of a world of `ranks`, none of which but this is there.
+
+    `settings` are those of `parallel`, and `dtype`, `bucket_size`, `overlap`.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.config.schema import Config, DdpConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+    from mega_rl.engines.build import build_engine
+    from mega_rl.parallel import groups as process_groups
+    from mega_rl.parallel.layout import ParallelLayout
+
+    dtype, bucket = settings.pop("dtype", "fp32"), settings.pop("bucket_size", 0)
+    overlap = settings.pop("overlap", False)
+    config = Config(
+        model=ModelConfig(path=model, dtype=dtype),
+        parallel=ParallelConfig(**settings),
+        ddp=DdpConfig(bucket_size=bucket, overlap_grad_reduce=overlap, overlap_param_gather=overlap),
+        optim=OptimConfig(lr=1e-3),
+        trainer=TrainerConfig(packing=False, micro_batch_size=micro_batch_size, timeout_s=60.0),
+    )
+    sizes = {name: value for name, value in settings.items() if name != "overlap_p2p"}
+    layout = ParallelLayout(world_size=ranks, **sizes)
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=60.0)
+        process_groups.seed_model_parallel(0, groups)
+        path = Path(model)
+        yield build_engine(
+            "actor", path=path, head="lm", trainable=True, config=config, groups=groups, accelerator=accelerator
+        )
+    finally:
+        process_groups.destroy()
+
+
+def batch(rows: int) -> Any:
+    """Rows of `LENGTH` tokens that all train."""
+    from mega_rl.types import Experience
+
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(rows, LENGTH, dtype=torch.bool)
+    mask[:, 0] = False
+    zeros = torch.zeros(rows, LENGTH)
+    return Experience(
+        tokens=torch.randint(0, 96, (rows, LENGTH), generator=generator),
+        loss_mask=mask,
+        prompt_lengths=torch.ones(rows, dtype=torch.int64),
+        lengths=torch.full((rows,), LENGTH),
+        prompt_index=torch.arange(rows),
+        sample_index=torch.zeros(rows, dtype=torch.int64),
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
+        ref_logprobs=zeros,
+        values=zeros,
+        advantages=torch.randn(rows, LENGTH, generator=generator) * mask,
+        returns=zeros,
+        loss_weights=mask / mask.sum(),
+        token_weights=mask / mask.sum(),
+        batch_size=[rows],
+    )
+
+
+def recorded(engine: Any, *, rows: int = 4, steps: int = 1) -> Any:
+    """What the last of `steps` training steps sends. What a simulated world answers need not be numbers."""
+    from mega_rl.engines.megatron import NonFiniteGradientError
+    from mega_rl.parallel.counting import CollectiveRecorder
+    from mega_rl.verify.case import policy_loss
+
+    for _ in range(steps):
+        with CollectiveRecorder() as recorder, suppress(NonFiniteGradientError):
+            engine.train_minibatch(batch(rows), policy_loss(), lr=1e-4)
+    return recorder
+
+
+def data_parallel(root: str, *, ranks: int, rank: int = 0, model: str = "2 layers", rows: int = 4, **how: Any) -> Any:
+    """What a rank of pure data parallelism sends in a step for gradients and parameters, and what it holds."""
+    from mega_rl.ddp.optimizer import torch_optimizers
+    from mega_rl.parallel.counting import total_bytes
+
+    steps = how.pop("steps", 1)
+    with simulated(f"{root}/{model}", ranks=ranks, rank=rank, **how) as engine:
+        recorder = recorded(engine, rows=rows, steps=steps)
+        group = engine.groups.collection.dp_cp
+        scattered, gathered = recorder.of(group, "reduce_scatter"), recorder.of(group, "all_gather")
+        buffers = [buffer for chunk in engine.chunks for buffer in chunk.buffers]
+        parameters = sum(p.numel() for chunk in engine.chunks for p in chunk.parameters())
+        state = [
+            value
+            for optimizer in torch_optimizers(engine.optimizer)
+            for entry in optimizer.state.values()
+            for name, value in entry.items()
+            if name in ("exp_avg", "exp_avg_sq")
+        ]
+        return {
+            "bytes": total_bytes([*scattered, *gathered]),
+            "scattered": total_bytes(scattered),
+            "gathered": total_bytes(gathered),
+            "collectives": len(scattered) + len(gathered),
+            "all": len(recorder.collectives),
+            "padded": sum(buffer.numel for buffer in buffers),
+            "buckets": sum(len(buffer.buckets) for buffer in buffers),
+            "parameters": parameters,
+            "grad_bytes": buffers[0].grad_data.element_size(),
+            "param_bytes": buffers[0].param_data.element_size(),
+            "state": sum(value.nbytes for value in state),
+        }
+
+
+def tensor_parallel(root: str, *, tp: int, model: str) -> int:
+    """Bytes that the layers' activations take over tensor parallelism in one micro-batch, forward and backward."""
+    from mega_rl.parallel.counting import total_bytes
+
+    with simulated(f"{root}/{model}", ranks=tp, tp=tp, etp=tp, sequence_parallel=True, micro_batch_size=4) as engine:
+        recorder = recorded(engine, rows=4)
+        return total_bytes(recorder.of(engine.groups.tp, "all_gather", "reduce_scatter"))
+
+
+def pipeline(root: str, *, pp: int, rank: int, rows: int) -> dict[str, int]:
+    """Float bytes that a stage sends to its neighbours in a step of `rows` micro-batches."""
+    with simulated(f"{root}/16 layers", ranks=pp, rank=rank, pp=pp) as engine:
+        # Shapes that travel would be noise here; all micro-batches have one.
+        engine.config.variable_seq_lengths = False
+        recorder = recorded(engine, rows=rows)
+        sends = [c for c in recorder.collectives if c.op == "send" and c.dtype.is_floating_point]
+        return {"sends": len(sends), "bytes": sum(c.nbytes for c in sends)}
+
+
+def experts(root: str, *, ep: int) -> dict[str, float]:
+    """Bytes that a forward sends from one rank's tokens to the experts of the others and back."""
+    from mega_rl.parallel.counting import CollectiveRecorder
+
+    with simulated(f"{root}/experts", ranks=ep, ep=ep, micro_batch_size=16) as engine:
+        with CollectiveRecorder() as recorder:
+            engine.forward(batch(16))
+        sent = [c for c in recorder.of(engine.groups.collection.ep, "all_to_all") if c.dtype.is_floating_point]
+        hidden = [c.nbytes for c in sent if c.nbytes]
+        return {"collectives": len(sent), "bytes": float(sum(hidden)), "layers": 2}
+
+
+def mixtures(root: str, *, ranks: int) -> dict[str, int]:
+    """Parameter gathers of a step by group, where dense weights and experts have an optimizer each."""
+    with simulated(f"{root}/experts", ranks=ranks, ep=2) as engine:
+        recorder = recorded(engine, rows=4, steps=2)
+        collection = engine.groups.collection
+        buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return {
+            "dense gathers": len(recorder.of(collection.dp_cp, "all_gather")),
+            "expert gathers": len(recorder.of(collection.expt_dp, "all_gather")),
+            "buffers": len(buffers),
+        }
+
+
+def construction(*, ranks: int) -> dict[str, float]:
+    """Seconds and groups that joining a world takes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups as process_groups
+    from mega_rl.parallel.layout import ParallelLayout
+
+    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
+    try:
+        layout = ParallelLayout(world_size=ranks, tp=8, pp=8, ep=8, etp=1, sequence_parallel=True)
+        began = time.process_time()
+        process_groups.initialize(layout, accelerator=accelerator, timeout_s=60.0)
+        return {"seconds": time.process_time() - began, "groups": len(dist.distributed_c10d._world.pg_map)}
+    finally:
+        process_groups.destroy()
+
+
+def everything(rank: int, root: str) -> dict[str, Any]:
+    """All numbers of test_growth_laws.py."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)  # worlds are made here
+    two = {"model": "2 layers"}
+    return {
+        "dp": {d: data_parallel(root, ranks=d) for d in (2, 8, 64, 512, 4096)},
+        "dp last": data_parallel(root, ranks=512, rank=511),
+        "dp bf16": data_parallel(root, ranks=64, dtype="bf16"),
+        "micro-batches": {m: data_parallel(root, ranks=8, rows=m, **two) for m in (1, 4, 16, 64)},
+        "model": {m: data_parallel(root, ranks=8, model=m) for m in ("2 layers", "16 layers")},
+        "buckets": {
+            size: data_parallel(root, ranks=8, model="16 layers", bucket_size=size, overlap=True, steps=2)
+            for size in (40_000, 80_000, 160_000)
+        },
+        "tp": {t: [tensor_parallel(root, tp=t, model=m) for m in ("2 layers", "4 layers")] for t in (2, 4, 8)},
+        "pp": {
+            (p, stage): pipeline(root, pp=p, rank=stage, rows=2 * p)
+            for p in (2, 4, 8, 16)
+            for stage in (0, 1, p - 1)
+        },
+        "pp micro-batches": {m: pipeline(root, pp=4, rank=0, rows=m) for m in (4, 8, 16, 32)},
+        "ep": {e: experts(root, ep=e) for e in (2, 4, 8, 16, 64)},
+        "mixtures": mixtures(root, ranks=8),
+        "groups": {ranks: construction(ranks=ranks) for ranks in (256, 1024, 4096)},
+    }

@@ -1,0 +1,67 @@
+"""The experts of every token on their way from the pass that computed the old log-probs to the mini-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.trainer.experience import GRPOAdvantages, MinibatchPlan, build_experience
+from mega_rl.types import Rollout, TokenOutputs
+from tests.helpers.models import random_experience
+
+
+def marked() -> torch.Tensor:
+    """[8, 24, 3, 2] int16 that tell the row."""
+    return torch.arange(8, dtype=torch.int16)[:, None, None, None].expand(8, 24, 3, 2).clone()
+
+
+def experience_from(old: TokenOutputs, routing: torch.Tensor | None) -> Any:
+    """The experience that a rollout with this routing and these old outputs make."""
+    batch = random_experience()
+    names = ("tokens", "loss_mask", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs")
+    rollout = Rollout(
+        **{name: getattr(batch, name) for name in names},
+        finished=torch.ones(8, dtype=torch.bool),
+        weight_version=torch.zeros(8, dtype=torch.int64),
+        routing=routing,
+        batch_size=[8],  # type: ignore[call-arg]
+    )
+    return build_experience(
+        rollout,
+        torch.randn(8),
+        old=dataclasses.replace(old, logprobs=batch.old_logprobs),
+        ref=TokenOutputs(),
+        critic=TokenOutputs(),
+        estimator=GRPOAdvantages(std_normalization=True),
+        sum_over_ranks=SingleRank().sum,
+    )
+
+
+@pytest.mark.parametrize("source", ["trainer", "rollout engine"])
+def test_routing_stays_with_its_row(source: str) -> None:
+    """Through the cut into mini-batches of two prompts, whose rows are in another order."""
+    by_trainer = source == "trainer"
+    old = TokenOutputs(routing=marked() if by_trainer else None)
+    experience = experience_from(old, None if by_trainer else marked())
+    plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation="token-mean", max_response_tokens=24, seed=0)
+    rows = 0
+    for minibatch in plan.cut(experience, num_prompts=4, step=0, ranks=SingleRank()):
+        numbers = 2 * minibatch.prompt_index + minibatch.sample_index
+        assert minibatch.routing.dtype == torch.int16
+        assert torch.equal(minibatch.routing, marked()[numbers])
+        rows += len(minibatch.tokens)
+    assert rows == 8
+
+
+def test_the_trainers_routing_goes_before_the_rollout_engines() -> None:
+    """The pass of the old log-probs has replayed what the rollout engine knew, and added what it did not."""
+    experience = experience_from(TokenOutputs(routing=marked() + 1), marked())
+    assert torch.equal(experience.routing, marked() + 1)
+
+
+def test_a_dense_model_has_none() -> None:
+    assert experience_from(TokenOutputs(), None).routing is None

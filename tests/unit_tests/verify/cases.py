@@ -1,0 +1,83 @@
+"""What ranks of the verification tests run: the production rank function, as it is or with one thing planted wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from mega_rl.verify.plan import Plan
+
+TIED_DENSE, ROUTED = "qwen3", "qwen3_moe"
+
+
+def measure_all(rank: int, plans: list[str]) -> None:
+    """Every plan, one after the other."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.verify.case import measure
+
+    for path in plans:
+        measure(Plan.read(Path(path)), accelerator)
+
+
+def measure_broken(rank: int, plans: dict[str, str]) -> None:
+    """The plan of each fault of `faults()`, measured with that fault."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.verify.case import measure
+
+    for fault, path in plans.items():
+        with faults(rank)[fault]:
+            measure(Plan.read(Path(path)), accelerator)
+
+
+def faults(rank: int) -> dict[str, Any]:
+    """Reductions left out, and one gradient wrong on one rank only, by name."""
+    # The package's attribute of this name is the function, not the module.
+    upstream = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    start, finish = Group.start_grad_sync, Group.finish_grad_sync
+
+    def unless_experts(sync: Any) -> Any:
+        def skipping(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(not getattr(p, "allreduce", True) for bucket in self.buckets for p in bucket.params):
+                return None
+            return sync(self, *args, **kwargs)
+
+        return skipping
+
+    original = upstream._allreduce_non_tensor_model_parallel_grads
+
+    def wrong_on_one(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        for chunk in model if rank == 1 else []:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("decoder.final_layernorm.weight"):
+                    parameter.main_grad.mul_(1.5)
+        return result
+
+    reduce = "_allreduce_non_tensor_model_parallel_grads"
+    return {
+        "sp: norms": patch.object(upstream, reduce, nothing),
+        "pp: tied embedding": patch.object(upstream, "_allreduce_word_embedding_grads", nothing),
+        "dp: experts": patch.multiple(
+            Group, start_grad_sync=unless_experts(start), finish_grad_sync=unless_experts(finish)
+        ),
+        "one copy": patch.object(upstream, reduce, wrong_on_one),
+    }
+
+
+def bare_config(folder: Path, raw: dict[str, Any]) -> Path:
+    """A folder with nothing but a config.json."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return folder

@@ -1,0 +1,125 @@
+"""Names of layouts: what they stand for, on how many ranks, and what is refused for which reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.verify.layouts import ALL, Layout, resolve, resolve_all, stages
+from mega_rl.verify.tolerances import BF16, FP32, tolerances
+from tests.unit_tests.converters.tiny_configs import TINY
+
+
+def model(family: str) -> HFConfig:
+    return parse_hf_config(TINY[family])
+
+
+def sizes(layout: Layout) -> dict[str, object]:
+    """What of a layout is not as on one rank."""
+    usual = Layout("")
+    names = ("tp", "sp", "pp", "vpp", "cp", "ep", "etp", "dp")
+    return {name: getattr(layout, name) for name in names if getattr(layout, name) != getattr(usual, name)}
+
+
+# name -> (family, sizes, ranks, title)
+RESOLVED = {
+    "tp2": ("qwen3", {"tp": 2, "etp": 2}, 2, "tp2"),
+    "tp2+sp": ("qwen3", {"tp": 2, "sp": True, "etp": 2}, 2, "tp2+sp"),
+    "sp+tp2": ("qwen3", {"tp": 2, "sp": True, "etp": 2}, 2, "sp+tp2"),
+    "tp2pp2": ("qwen3", {"tp": 2, "pp": 2, "etp": 2}, 4, "tp2pp2"),
+    "pp2-vpp2": ("qwen3", {"pp": 2, "vpp": 2}, 2, "pp2-vpp2"),
+    "vpp2": ("qwen3", {"pp": 2, "vpp": 2}, 2, "vpp2 (pp2)"),
+    "cp2+tp2": ("qwen3", {"cp": 2, "tp": 2, "etp": 2}, 4, "cp2+tp2"),
+    "dp4": ("qwen3", {"dp": 4}, 4, "dp4"),
+    "tp2+dp2": ("qwen3", {"tp": 2, "dp": 2, "etp": 2}, 4, "tp2+dp2"),
+    "ep2": ("qwen3_moe", {"ep": 2}, 2, "ep2"),
+    "ep2+etp2": ("qwen3_moe", {"ep": 2, "etp": 2, "tp": 2, "sp": True}, 4, "ep2+etp2 (tp2+sp)"),
+    "tp2+ep2+sp": ("qwen3_moe", {"tp": 2, "ep": 2, "sp": True}, 2, "tp2+ep2+sp"),
+    "ep4+pp2": ("qwen3_moe", {"ep": 4, "pp": 2}, 8, "ep4+pp2"),
+    "etp1tp2sp": ("qwen3_moe", {"tp": 2, "sp": True}, 2, "etp1tp2sp"),
+    "dp1": ("qwen3", {}, 1, "dp1"),
+}
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_what_a_name_stands_for(name: str) -> None:
+    family, expected, ranks, title = RESOLVED[name]
+    layout = resolve(name, model(family))
+    assert (sizes(layout), layout.ranks, layout.title) == (expected, ranks, title)
+    assert layout.parallel_layout().world_size == ranks
+    assert layout.settings["overlap_p2p"] is (layout.vpp > 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_sequence_parallelism_is_switched_on_where_it_must_be(family: str) -> None:
+    layout = resolve("tp2", model(family))
+    assert (layout.sp, layout.etp, layout.title) == (True, 2, "tp2 (sp)")
+
+
+REFUSED = {
+    "tq2": ("qwen3", "no layout"),
+    "tp": ("qwen3", "no layout"),
+    "tp0": ("qwen3", "no layout"),
+    "tp2++pp2": ("qwen3", "no layout"),
+    "tp2 pp2": ("qwen3", "no layout"),
+    "tp2+tp4": ("qwen3", "says tp twice"),
+    "sp": ("qwen3", "sp without tensor parallelism"),
+    "pp1+vpp2": ("qwen3", "virtual stages on one pipeline rank"),
+    "ep2": ("qwen3", "model_type=qwen3 has no experts"),
+    "etp2": ("qwen3", "model_type=qwen3 has no experts"),
+    "tp3": ("qwen3", "tp=3 does not divide num_attention_heads=4"),
+    "pp3": ("qwen3", "pp\\*vpp=3\\*1=3 does not divide num_hidden_layers=4"),
+    "ep3": ("qwen3_moe", "ep=3 does not divide the number of experts 4"),
+    "tp2": ("gpt_oss", "does not cut experts that have biases"),
+    "dp100": ("qwen3", "needs 100 ranks; at most 64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    """The layout is named, and why it is not possible."""
+    family, reason = REFUSED[name]
+    with pytest.raises(UserError, match=reason) as caught:
+        resolve(name, model(family))
+    assert name in str(caught.value)
+
+
+def test_every_mistake_of_a_list_is_named() -> None:
+    with pytest.raises(UserErrors) as caught:
+        resolve_all("tp2,ep2,tp3,nonsense", model("qwen3"))
+    named = [name for name in ("ep2", "tp3", "'nonsense'") for line in caught.value.problems if f": {name} is " in line]
+    assert list(dict.fromkeys(named)) == ["ep2", "tp3", "'nonsense'"]
+    assert not any("tp2" in line.split(" is ")[0] for line in caught.value.problems)
+    with pytest.raises(UserError, match="empty"):
+        resolve_all(" , ", model("qwen3"))
+
+
+def test_a_list_keeps_its_order_and_drops_repetitions() -> None:
+    assert [layout.name for layout in resolve_all("pp2, tp2,pp2", model("qwen3"))] == ["pp2", "tp2"]
+    assert [layout.name for layout in resolve_all(ALL, model("qwen3_moe"))] == ALL.split(",")
+
+
+def test_more_ranks_are_data_parallel() -> None:
+    layout = resolve("tp2", model("qwen3"), nproc=8)
+    assert (layout.ranks, layout.dp, layout.title) == (8, 4, "tp2 (dp4)")
+    assert resolve("ep2", model("qwen3_moe"), nproc=4).parallel_layout().dp == 4
+    with pytest.raises(UserError, match="--nproc=3 is not a multiple of the 2 ranks"):
+        resolve("tp2", model("qwen3"), nproc=3)
+
+
+def test_stages_of_a_list() -> None:
+    """A twin must have as many layers as all its pipelines split evenly."""
+    assert stages("tp2,pp2,vpp2,pp3") == 12
+    assert stages("dp2") == 1
+
+
+def test_tolerances() -> None:
+    assert tolerances("fp32", "") == FP32
+    assert tolerances("bf16", "") == BF16
+    changed = tolerances("fp32", "gradient=1e-3, logprob=0")
+    assert (changed.gradient, changed.logprob, changed.weight) == (1e-3, 0.0, FP32.weight)
+    for given in ("gradients=1", "gradient", "gradient=x", "gradient=-1", "gradient=inf", "gradient=nan"):
+        with pytest.raises(UserError, match="--tolerance"):
+            tolerances("fp32", given)

@@ -1,0 +1,153 @@
+"""`mega-rl verify layouts` from the command line: the table, JSON, exit codes, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.cli import main
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.errors import RunError
+from mega_rl.parity.shrink import write_random_twin
+from mega_rl.verify.launcher import RanksFailed, run_ranks
+from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
+from tests.unit_tests.converters.tiny_configs import TINY
+from tests.unit_tests.verify.cases import bare_config
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tiny checkpoint with weights."""
+    write_random_twin(bare_config(tmp_path / "bare", TINY["qwen3"]), tmp_path / "model", multiple=4)
+    return tmp_path / "model"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `mega-rl verify layouts`."""
+    code = main(["verify", "layouts", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_table_for_people(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0; every layout with its ranks and verdict, the steps on stderr."""
+    code, out, err = run(capsys, "--model", model, "--layouts", "tp2+sp,vpp2", "--no-packing")
+    assert code == 0, out + err
+    for text in ("tp2+sp", "vpp2 (pp2)", "log-prob error", "worst gradient", "tolerances: ", "device: "):
+        assert text in out
+    assert out.count("equal") == 2
+    assert "1 rank: reference" in err
+    assert "2 ranks: tp2+sp, vpp2" in err
+
+
+def test_a_bare_config_and_a_layout_out_of_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A config.json is enough for a twin; exit code 1 and the culprits where nothing may differ at all."""
+    bare = bare_config(tmp_path / "bare", TINY["deepseek_v3"])
+    code, out, err = run(
+        capsys, "--model", bare, "--twin", "--layouts", "tp2", "--tolerance", "gradient=0,logprob=0", "--json"
+    )
+    assert code == 1, err
+    facts: dict[str, Any] = json.loads(out)
+    assert not facts["good"]
+    assert "random weights" in facts["model"]
+    assert facts["tolerances"]["gradient"] == 0
+    (layout,) = facts["layouts"]
+    assert (layout["name"], layout["ranks"], layout["sp"], layout["implied"]) == ("tp2", 2, True, ["sp"])
+    assert any(line.startswith("gradient of model.") for line in layout["problems"])
+    assert 0 < layout["found"]["gradients"][0]["error"] < 1e-4
+    assert len(layout["found"]["gradients"]) == layout["found"]["num_tensors"]
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "unknown layout": (["--layouts", "tp2,zp3"], "'zp3' is no layout"),
+    "no experts": (["--layouts", "ep2"], "ep2 is not possible: ep=2: model_type=qwen3 has no experts"),
+    "heads": (["--layouts", "tp8"], "tp=8 does not divide num_attention_heads=4"),
+    "layers": (["--layouts", "pp8"], "does not divide num_hidden_layers=4"),
+    "twin's layers": (["--layouts", "pp8", "--twin"], "needs 8 layers, num_hidden_layers=4"),
+    "twin's heads": (["--layouts", "pp2,tp8", "--twin"], "tp8 is not possible"),
+    "dtype": (["--dtype", "fp16"], "--dtype=fp16: must be one of fp32, bf16"),
+    "tolerance": (["--tolerance", "grad=1"], "--tolerance=grad=1"),
+    "nproc": (["--layouts", "tp2", "--nproc", "3"], "--nproc=3 is not a multiple"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and what is wrong, before any rank starts."""
+    arguments, said = MISTAKES[mistake]
+    code, out, err = run(capsys, "--model", model, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "rank" not in err.split(said)[0]
+
+
+def test_a_config_without_weights_needs_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "--model", bare_config(tmp_path / "bare", TINY["qwen3"]), "--layouts", "tp2")
+    assert code == 2
+    assert "add --twin" in err
+    code, _, err = run(capsys, "--model", tmp_path / "nowhere", "--layouts", "tp2")
+    assert code == 2
+    assert "no such directory" in err
+
+
+def test_not_under_a_launcher(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = run(capsys, "--model", model)
+    assert code == 2
+    assert "without torchrun" in err
+
+
+def test_help_imports_no_torch() -> None:
+    """Help and mistakes in names answer at once."""
+    program = (
+        "import sys; from mega_rl.cli import main; main(['verify', 'layouts', '--help']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+def test_a_published_config_becomes_a_small_twin(tmp_path: Path) -> None:
+    """DeepSeek-V3: its heads, groups and kinds of layers, and widths that a laptop trains."""
+    from mega_rl.parity.shrink import num_elements
+
+    bare = bare_config(tmp_path / "bare", DEEPSEEK_V3)
+    twin = write_random_twin(bare, tmp_path / "twin", multiple=4, narrow=True)
+    original = read_hf_config(bare)
+    assert len(twin.layers) == 4
+    assert (twin.hf.num_heads, twin.hf.moe.num_groups) == (original.num_heads, original.moe.num_groups)  # type: ignore[union-attr]
+    assert twin.hf.moe is not None
+    assert twin.hf.moe.layers == (False, True, True, True)
+    assert num_elements(twin.hf) < 30_000_000
+
+
+def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the deadline, and what they started with them."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(600)")
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match="did not end within 1 s"):
+        run_ranks("hangs", [], ranks=2, logs=tmp_path, timeout_s=1.0, use_gpus=False)
+    assert time.monotonic() - began < 20
+
+
+def test_a_failing_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says which rank failed and how; the one that waits for it is ended."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "fails.py").write_text(
+        f"import os, pathlib, time\nif os.environ['RANK'] == '1':\n    raise ValueError('no luck')\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'pid').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    with pytest.raises(RunError, match="rank 1: ValueError: no luck"):
+        run_ranks("fails", [], ranks=2, logs=tmp_path, timeout_s=60.0, use_gpus=False)
+    if (tmp_path / "pid").exists():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
