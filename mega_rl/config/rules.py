@@ -49,10 +49,13 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
             f"{dp} data-parallel ranks without a sequence; make it at least {dp}"
         )
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    if trainer.packing and trainer.max_tokens_per_microbatch < longest:
+    pieces = 2 * par.cp if par.cp > 1 else 1  # context parallelism cuts every sequence into so many
+    rounded = -(-longest // pieces) * pieces
+    if trainer.packing and trainer.max_tokens_per_microbatch < rounded:
+        padded = "" if rounded == longest else f", rounded up to a multiple of 2*cp={pieces}"
         yield (
             f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} cannot hold one sequence of "
-            f"data.max_prompt_tokens+rollout.max_new_tokens={longest}; make it at least {longest}"
+            f"data.max_prompt_tokens+rollout.max_new_tokens={longest}{padded}; make it at least {rounded}"
         )
 
 

@@ -20,6 +20,11 @@ def check_fsdp(ddp: DdpConfig, *, chunks: Sequence[torch.nn.Module], collection:
     problems = list(_both(ddp, chunks))
     if ddp.implementation == "megatron_fsdp":
         problems += _megatron(ddp, collection)
+        if any(not p.requires_grad for chunk in chunks for p in chunk.parameters()):
+            problems.append(
+                "model.frozen with ddp.implementation=megatron_fsdp: Megatron-Core waits for a gradient of every "
+                "parameter; use ddp.implementation=torch_fsdp2 or ddp"
+            )
     elif ddp.optimizer_instances > 1:
         problems.append(
             f"ddp.implementation=torch_fsdp2 with ddp.optimizer_instances={ddp.optimizer_instances}: copies of the "

@@ -38,6 +38,7 @@ class HostAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
         assert closure is None
+        self._restore_steps()
         gradients = {parameter: parameter.grad for parameter in self._on_host if parameter.grad is not None}
         for parameter in gradients:
             parameter.grad = None
@@ -48,6 +49,21 @@ class HostAdamW(torch.optim.AdamW):
                     self._step_on_host(parameter, gradients[parameter], group)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+        for group in self.param_groups:
+            steps = [self.state[parameter]["step"] for parameter in group["params"] if self.state[parameter]]
+            if steps:
+                group["step"] = int(steps[0])
+
+    def _restore_steps(self) -> None:
+        """Take the number of steps from the group where a checkpoint has put it there.
+
+        Where Transformer Engine is installed Megatron-Core keeps it with the group, as that one's Adam does.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if state and "step" not in state:
+                    state["step"] = torch.tensor(float(group["step"]))
 
     def _step_on_host(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -55,8 +56,26 @@ def build_optimizer(
         for part in _parts(optimizer):
             if part.optimizer is not None:
                 part.optimizer = HostAdamW(part.optimizer.param_groups, share=optim.cpu_offload)
+    for torch_optimizer in torch_optimizers(optimizer):
+        if not any(group["params"] for group in torch_optimizer.param_groups):
+            _count_steps(torch_optimizer)
     apply_settings(optimizer)
     return optimizer
+
+
+def _count_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer without parameters, of a frozen pipeline stage, know how many steps the others have made.
+
+    The number of steps that goes into a checkpoint is that of the first rank, whatever it trains; and without a
+    single number Megatron-Core (0.16.1, `DistributedOptimizer.state_dict`) fails where Transformer Engine is missing.
+    """
+    nothing: Any = "no parameter"  # torch saves and loads keys that are no tensors as they are
+    optimizer.state[nothing] = {"step": torch.tensor(0.0)}
+
+    def count(finished: torch.optim.Optimizer, *_: Any) -> None:
+        finished.state[nothing]["step"] += 1
+
+    optimizer.register_step_post_hook(count)
 
 
 def _check(optim: OptimConfig, implementation: str) -> None:

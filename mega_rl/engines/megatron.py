@@ -112,8 +112,9 @@ class MegatronEngine:
 
         The loss is the sum of `loss` over micro-batches and data-parallel ranks, so the result depends neither on how
         rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
-        clipping), `lr` and `num_microbatches`, equal on all ranks. `inspect` gets the mini-batch and what the forward
-        said of it, as `forward` would return it, before any weight changes; its metrics are added.
+        clipping), `lr` and `num_microbatches`, equal on all ranks, and `grad_reduce_bf16_error` where it is measured.
+        `inspect` gets the mini-batch and what the forward said of it, as `forward` would return it, before any weight
+        changes; its metrics are added.
 
         Raises:
             NonFiniteGradientError: on all ranks alike, before any weight changes.

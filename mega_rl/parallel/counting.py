@@ -33,7 +33,7 @@ class Collective:
         return self.op != "recv"
 
 
-class CollectiveRecorder(TorchDispatchMode):  # type: ignore[misc]
+class CollectiveRecorder(TorchDispatchMode):
     """Keeps every collective that is started inside its context, backward passes included, in order.
 
     Bytes are those of an algorithm that sends no more than it must: (d - 1) / d of the whole tensor for a

@@ -24,11 +24,14 @@ FP32 = Tolerances(logprob=1e-4, loss=1e-5, grad_norm=1e-5, gradient=1e-4, weight
 # bf16 keeps 8 bits. Each layout rounds partial sums in other places, so activations differ by some 2^-8 of their size
 # at every layer, gradients by a few hundredths, those of small tensors by more.
 BF16 = Tolerances(logprob=0.15, loss=0.05, grad_norm=0.05, gradient=0.2, weight=0.2)
+# Where two experts are close, rounding sends a token to another one: its log-prob moves, and the gradients of both
+# experts by a token's share. Half of a small expert's gradient is measured; the norm over all hardly moves.
+BF16_EXPERTS = replace(BF16, logprob=0.6, gradient=0.75, weight=0.75)
 
 
-def tolerances(dtype: str, given: str) -> Tolerances:
+def tolerances(dtype: str, given: str, *, experts: bool = False) -> Tolerances:
     """Those of a dtype, with what the user gave as "logprob=1e-3,gradient=1e-3" in their place. Raises UserError."""
-    usual = FP32 if dtype == "fp32" else BF16
+    usual = FP32 if dtype == "fp32" else BF16_EXPERTS if experts else BF16
     names = [field.name for field in fields(Tolerances)]
     changes = {}
     for entry in filter(None, (part.strip() for part in given.split(","))):

@@ -63,8 +63,8 @@ def layouts(
     _choice("--transformer-impl", transformer_impl, ("auto", "local", "transformer_engine"))
     if "RANK" in os.environ:
         raise UserError("verify starts its ranks itself; call it without torchrun")
-    allowed = tolerances(dtype, tolerance)
     asked = read_hf_config(model)
+    allowed = tolerances(dtype, tolerance, experts=asked.moe is not None)
     layers = 1
     if twin:
         from mega_rl.parity.shrink import shrink

@@ -17,6 +17,11 @@ from mega_rl.parallel.layout import ParallelLayout
 WIDTH = 24
 MICRO_BATCHES = 2
 
+RESUMED: dict[str, dict[str, Any]] = {
+    "gather": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000},
+    "instances": {"overlap_grad_reduce": True, "optimizer_instances": 2, "bucket_size": 2000},
+}
+
 
 class Layers(torch.nn.Module):
     """Linear layers with a tanh between them; `shared` names the layer that is marked as a shared embedding."""
@@ -210,12 +215,51 @@ def run_engine(checkpoint: str, *, parallel: dict[str, Any], ddp: dict[str, Any]
         }
 
 
+def resume(checkpoint: str, folder: str, *, ddp: dict[str, Any]) -> dict[str, bool]:
+    """A run with these settings saves after two steps, hands its memory back for a while and goes on.
+
+    A second engine, with the same settings and with default ones, loads what was saved and goes on as well.
+    """
+    from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
+    from tests.helpers.models import random_experience
+    from tests.unit_tests.distributed.engine_cases import losses
+
+    config = make_config(Path(checkpoint))
+    batch = random_experience()
+    with running_engine(replaced(config, "ddp", **ddp)) as engine:
+        rows = own_rows(batch, engine)
+        for _ in range(2):
+            engine.train_minibatch(rows, losses("lm"), lr=1e-3)
+        engine.save(Path(folder))
+        saved = exported(engine)
+        engine.offload()
+        engine.onload()
+        engine.train_minibatch(rows, losses("lm"), lr=1e-3)
+        continued = exported(engine)
+    found = {}
+    for name, settings in (("same", ddp), ("plain", {})):
+        with running_engine(replaced(config, "ddp", **settings)) as engine:
+            engine.load(Path(folder))
+            loaded = exported(engine)
+            found[f"{name} weights"] = all(torch.equal(saved[key], loaded[key]) for key in saved)
+            engine.train_minibatch(rows, losses("lm"), lr=1e-3)
+            after = exported(engine)
+            # Sums over optimizer instances are sums in another order.
+            apart = max(float((continued[key] - after[key]).abs().max()) for key in saved)
+            found[f"{name} next step"] = apart == 0.0 if name == "same" else apart < 1e-6
+    return found
+
+
 def run_engines(rank: int, cases: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Every case; what rank 0 found, by name."""
     found = {case["name"]: run_engine(**{k: v for k, v in case.items() if k != "name"}) for case in cases}
     return found if rank == 0 else None
 
 
-def run_world(rank: int, world_size: int, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Everything of one world size in one launch."""
-    return {"groups": compare_groups(rank, world_size), "engines": run_engines(rank, cases)}
+def run_world(rank: int, world_size: int, cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    """Everything of one world size in one launch; `folder` is for checkpoints."""
+    found = {"groups": compare_groups(rank, world_size), "engines": run_engines(rank, cases), "resume": {}}
+    for name, ddp in RESUMED.items():
+        if world_size > 1:
+            found["resume"][name] = resume(cases[0]["checkpoint"], f"{folder}/{name}{world_size}", ddp=ddp)
+    return found

@@ -48,12 +48,19 @@ def config_of(checkpoint: Path, layout: str, **moe: Any) -> Config:
 
 
 def run_case(
-    checkpoint: str, layout: str, *, sharded: bool = False, padded: bool = False, dispatcher: str = "alltoall"
+    checkpoint: str,
+    layout: str,
+    *,
+    sharded: bool = False,
+    padded: bool = False,
+    dispatcher: str = "alltoall",
+    ddp: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Log-probs, metrics, gradients (unless `sharded`) and the weights after a step of the optimizer."""
     config = config_of(Path(checkpoint), layout, dispatcher=dispatcher)
     config = replaced(config, "optim", distributed_optimizer=sharded)
     config = replaced(config, "trainer", packing=not padded, micro_batch_size=2)
+    config = replaced(config, "ddp", **(ddp or {}))
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
         result: dict[str, Any] = {"logprobs": whole(engine.forward(rows).logprobs, engine), "start": exported(engine)}

@@ -13,7 +13,7 @@ from tests.helpers.engines import exported, make_config, own_rows, replaced, run
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
 
-STEPS = 3
+STEPS = 2
 FIRST_NAMES = ("model.embed_tokens", "model.layers.0.", "model.layers.1.")
 FIRST_HALF = ["embedding.*", "decoder.layers.0.*", "decoder.layers.1.*"]
 LAST_HALF = ["decoder.layers.2.*", "decoder.layers.3.*", "decoder.final_layernorm.*", "output_layer.*"]
@@ -59,8 +59,17 @@ MISTAKES = {
 
 
 def selected(layout: str, name: str) -> bool:
-    """Layouts that share the code under test with others go through the cases that differ."""
-    return layout in ("1", "dp2", "pp2") or name in ("tied embedding", "first stage", "all but the head")
+    """Each layout goes through the cases that say something about it."""
+    few = {
+        "dp2": ("tied embedding", "two layers", "all but the head", "embedding, recomputed"),
+        "pp2": ("tied embedding", "two layers", "first stage", "last stage", "first stage, recomputed"),
+        "tp2-sp": ("one matrix of each layer",),
+        "dp2 not sharded": ("embedding",),
+        "pp2 not sharded": ("first stage",),
+        "pp2-vpp2": ("tied embedding", "first stage"),
+        "pp2-dp2": ("tied embedding", "first stage"),
+    }
+    return layout == "1" or name in few[layout]
 
 
 def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
@@ -76,17 +85,29 @@ def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
         rows = own_rows(random_experience(), engine)
         start = exported(engine)
         norms = [engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] for _ in range(STEPS)]
-        moments = [s["exp_avg"] for o in torch_optimizers(engine.optimizer) for s in o.state.values()]
+        folder = root / f"{layout} {frozen.patterns} {frozen.recompute}"
+        with_checkpoint = layout in ("dp2", "pp2")
+        if with_checkpoint:
+            engine.save(folder)
+        moments = [s["exp_avg"] for o in torch_optimizers(engine.optimizer) for s in o.state.values() if "exp_avg" in s]
         held = torch.tensor(sum(moment.numel() for moment in moments))
         held = int(engine.replica.sum(held) if not sharded else engine.data_parallel.sum(engine.replica.sum(held)))
         gradients = [p for m in engine.models for p in m.parameters() if hasattr(p, "main_grad")]
-        return {
+        found = {
             "start": start,
             "weights": exported(engine),
             "norms": norms,
             "moments": held,
             "trainable": all(p.requires_grad for p in gradients),
         }
+        if with_checkpoint:
+            norm = engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"]
+            after = exported(engine)
+            engine.load(folder)
+            found["resumed"] = engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] == norm
+            again = exported(engine)
+            found["same"] = all(torch.equal(again[key], after[key]) for key in after)
+        return found
 
 
 def mistake(root: Path, name: str, parallel: ParallelConfig) -> str:

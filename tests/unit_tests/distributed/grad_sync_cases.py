@@ -15,7 +15,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "ep1-etp2": ({"etp": 2}, 2),
     "ep2-etp2": ({"ep": 2, "etp": 2}, 1),
     "ep1-etp1-tp2-sp": ({"tp": 2, "sequence_parallel": True, "etp": 1}, 4),
-    "ep2-etp2-tp2-sp": ({"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2}, 1),
 }
 
 

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit_tests.models.attention_cases import MIXES, PLAIN, VARIANTS, Variant, core_attention, inputs, reference
+from tests.unit_tests.models.attention_cases import (
+    DIM,
+    HEADS,
+    MIXES,
+    PLAIN,
+    VARIANTS,
+    Variant,
+    core_attention,
+    inputs,
+    reference,
+)
 
 MIXES_HERE = {**MIXES, "several of some lengths": (9, 3, 10, 33, 4, 12, 35, 3)}
 PADDING = 1e3  # what stands in queries, keys and values after a sequence's end, and must not matter
@@ -152,6 +162,36 @@ def added_in_float32(group: Any) -> float:
     share = 256.0 if group.rank() == 0 else 1.0
     (gradient,) = torch.autograd.grad(whole.sum() * share, token)
     return float(gradient[0, 0])
+
+
+def chunk_differences(rank: int) -> dict[str, float]:
+    """Of each cp rank's two chunks of bfloat16 rows, on one device, to whole rows in float32: context and gradients."""
+    from mega_rl.accelerator import prepare
+
+    device = prepare("auto").device
+    from mega_rl.data.zigzag import held_positions
+    from mega_rl.models.context_parallel import Chunks
+
+    rows, length, worst = 3, 256, {}
+    for groups in (1, HEADS // 2, HEADS):
+        module = core_attention(Variant(groups=groups))
+        generator = torch.Generator().manual_seed(groups)
+        given = [torch.randn(rows, n, length, DIM, generator=generator) for n in (HEADS, groups, groups, HEADS)]
+        q, k, v, grad = (x.to(device, torch.bfloat16).requires_grad_(i < 3) for i, x in enumerate(given))
+        for size in (1, 2, 4):
+            for number in range(size):
+                held = held_positions([length], cp_rank=number, cp_size=size).to(device)
+                chunks = Chunks(module._attend, rank=number, size=size, window=None)
+                context = chunks(q[:, :, held], k, v)
+                found = [context, *torch.autograd.grad(context, [q, k, v], grad[:, :, held])]
+                exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
+                rows_of_all = module._attend(*exact)[:, :, held]
+                expected = [rows_of_all, *torch.autograd.grad(rows_of_all, exact, grad[:, :, held].float())]
+                worst[f"groups {groups} rank {number} of {size}"] = max(
+                    float((one.float() - other).norm() / other.norm())
+                    for one, other in zip(found, expected, strict=True)
+                )
+    return worst
 
 
 def shared_attention(collection: Any) -> dict[str, Any]:

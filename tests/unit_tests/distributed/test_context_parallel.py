@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.distributed.context_parallel_cases import MODELS, PAIRS, run_rank, write_models
+from tests.unit_tests.distributed.shared_attention_cases import chunk_differences
 from tests.unit_tests.distributed.test_engine_parity import worst_difference
 from tests.unit_tests.models.attention_cases import VARIANTS
 
@@ -117,3 +118,11 @@ def test_the_cases_could_fail(ranks: dict[int, list[dict[str, Any]]], name: str)
     inside = packed["logprobs"] != 0
     assert packed["logprobs"][inside].std() > 0.3
     assert (packed["logprobs"] - padded["logprobs"]).abs().max() <= LOGPROB_TOLERANCE
+
+
+@pytest.mark.gpu
+def test_chunks_on_a_gpu() -> None:
+    """The kernels that know lower-right causality: bf16 inputs and outputs against fp32, 1 % of the norm."""
+    differences = run_ranks(1, chunk_differences)[0]
+    assert len(differences) == 3 * (1 + 2 + 4)
+    assert max(differences.values()) <= 1e-2, differences

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.distributed.ddp_cases import CONFIGS, run_world
+from tests.unit_tests.distributed.ddp_cases import CONFIGS, RESUMED, run_world
 from tests.unit_tests.distributed.test_engine_parity import worst_difference
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
@@ -73,7 +73,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
             for name, world_size, model, parallel, ddp, dtype in ENGINES
             if world_size == size
         ]
-        found[size] = run_ranks(size, run_world, size, cases, timeout_s=240)
+        folder = str(tmp_path_factory.mktemp("checkpoints"))
+        found[size] = run_ranks(size, run_world, size, cases, folder, timeout_s=240)
     return found
 
 
@@ -125,3 +126,11 @@ def test_bf16_error_is_reported_where_it_is_measured(worlds: dict[int, list[dict
             assert all(1e-4 < error < 2**-7 for error in errors)
         else:
             assert errors == [0.0] * 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("settings", RESUMED)
+def test_checkpoint_of_several_buckets(worlds: dict[int, list[dict[str, Any]]], size: int, settings: str) -> None:
+    """Saved with several buckets, loaded with those and with one: the same weights, and the same next step."""
+    for rank in worlds[size]:
+        assert all(rank["resume"][settings].values()), rank["resume"][settings]

@@ -49,6 +49,15 @@ CASES |= {
     f"{layout} {family} padded": {"layout": layout, "family": family, "padded": True}
     for layout, family in {"ep2": "qwen2_moe", "tp2-sp-ep2": "deepseek_v3"}.items()
 }
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
+CASES |= {
+    f"{layout} {family} sharded {name}": {"layout": layout, "family": family, "sharded": True, "ddp": ddp}
+    for layout, family, name, ddp in (
+        ("tp2-sp-ep2", "deepseek_v3", "overlap", OVERLAP),
+        ("ep2-dp4", "glm4_moe", "instances", {"optimizer_instances": 2}),
+        ("ep2-etp2", "olmoe", "average", {"average_in_collective": True}),
+    )
+}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ NORM_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-6
 # bf16 rounds weights to 8 bits: one more or less in the last of them at weights of up to 1.
 BF16_WEIGHT_TOLERANCE = 2**-8
-FROZEN = ("embedding.*", "decoder.layers.1.*")
 
 
 def fsdp(sharding: str, **more: Any) -> DdpConfig:
@@ -35,7 +34,6 @@ FULL = fsdp("optim_grads_params")
 ONE_RANK = {
     "tied": Case(),
     "value": Case(head="value"),
-    "frozen": Case(frozen=FROZEN),
     "upstream optim_grads": Case(fsdp("optim_grads"), upstream="unchecked"),
 }
 TWO_RANKS = {
@@ -47,7 +45,6 @@ TWO_RANKS = {
     "offload": Case(FULL, offload=True),
     "offload optim": Case(fsdp("optim"), offload=True),
     "value": Case(FULL, head="value"),
-    "frozen": Case(FULL, frozen=FROZEN),
     "ddp bf16": Case(dtype="bf16"),
     "bf16": Case(FULL, dtype="bf16"),
     "upstream optim, overlapped": Case(fsdp("optim", overlap_grad_reduce=True), upstream="no_sync"),
@@ -62,7 +59,7 @@ FOUR_RANKS = {
 }
 SAME_AS_ONE_RANK = [
     ("2", name) for name in ("optim", "optim_grads", "optim_grads_params", "default groups", "new groups")
-] + [("2", "value"), ("2", "frozen"), *(("4", name) for name in FOUR_RANKS)]
+] + [("2", "value"), *(("4", name) for name in FOUR_RANKS)]
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +107,10 @@ def test_groups_of_the_caller(results: dict[str, Any], groups: str) -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid optim_grads"])
 def test_hybrid_sharding_holds_copies_of_shards(results: dict[str, Any], name: str) -> None:
-    """Two groups of two: each rank holds twice what it does flat; the steps are compared with one rank's above."""
-    for flat, hybrid in zip(results["4"]["flat"], results["4"][name], strict=True):
-        assert hybrid["moments"] == pytest.approx(2 * flat["moments"], rel=0.03)  # shards are padded
-        assert equal(hybrid["start"], flat["start"])
+    """Two groups of two: together they hold everything twice; the steps are compared with one rank's above."""
+    (whole,) = results["1"]["tied"]
+    assert sum(found["moments"] for found in results["4"]["flat"]) == whole["moments"]
+    assert sum(found["moments"] for found in results["4"][name]) == 2 * whole["moments"]
 
 
 @pytest.mark.parametrize("name", ["offload", "offload optim"])
@@ -135,13 +132,6 @@ def test_bf16_is_that_of_ddp(results: dict[str, Any]) -> None:
             assert sharded["weights"][key].dtype == torch.bfloat16
             difference = (sharded["weights"][key].float() - expected.float()).abs().max()
             assert difference <= BF16_WEIGHT_TOLERANCE * expected.float().abs().max().clamp(min=1), key
-
-
-def test_frozen_weights_stay(results: dict[str, Any]) -> None:
-    """To the bit."""
-    for found in results["2"]["frozen"]:
-        moved = {key for key, start in found["start"].items() if not torch.equal(found["weights"][key], start)}
-        assert moved == {k for k in found["start"] if not k.startswith(("model.embed", "model.layers.1."))}
 
 
 def test_checkpoints_are_refused(results: dict[str, Any]) -> None:
@@ -183,7 +173,8 @@ def refusals(rank: int) -> dict[str, str]:
     expert = torch.nn.Linear(1, 1)
     expert.weight.allreduce = False  # type: ignore[assignment]
     cases = {name: (ddp, sizes, torch.nn.Linear(1, 1)) for name, (ddp, sizes, _) in SETTINGS.items()}
-    cases |= {"experts": (FULL, {}, expert), "fine": (FULL, {}, torch.nn.Linear(1, 1))}
+    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+    cases |= {"experts": (FULL, {}, expert), "frozen": (FULL, {}, frozen), "fine": (FULL, {}, torch.nn.Linear(1, 1))}
     for name, (ddp, sizes, chunk) in cases.items():
         groups = {"pp": 1, "dp_cp": 2} | sizes
         collection: Any = SimpleNamespace(**{k: SimpleNamespace(size=lambda n=n: n) for k, n in groups.items()})
@@ -202,4 +193,5 @@ def test_refusals() -> None:
         assert message in answers[name], name
         assert len(answers[name].splitlines()) == 1
     assert "experts that are not on every rank" in answers["experts"]
+    assert "waits for a gradient of every parameter" in answers["frozen"]
     assert answers["fine"] == ""

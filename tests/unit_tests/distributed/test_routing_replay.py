@@ -19,7 +19,6 @@ MOE = {"recompute": "selective", "modules": ("moe",)}
 CASES: dict[str, dict[str, Any]] = {
     "1": {"family": "deepseek_v3", "layout": "1"},
     "1 padded": {"family": "deepseek_v3", "layout": "1", "padded": True},
-    "1 full": {"family": "deepseek_v3", "layout": "1", **FULL},
     "1 moe": {"family": "deepseek_v3", "layout": "1", **MOE},
     "1 mixtral": {"family": "mixtral", "layout": "1"},
     "tp2-sp": {"family": "deepseek_v3", "layout": "tp2-sp"},

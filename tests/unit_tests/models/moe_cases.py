@@ -133,6 +133,26 @@ def no_bias_to_move(checkpoint: str) -> str:
         return str(error)
 
 
+def refused_settings(checkpoint: str) -> list[str]:
+    """What is said of settings that Transformer Engine's layers, and local ones, cannot follow; of some that fit."""
+    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.errors import UserError
+    from mega_rl.models.specs import check_experts
+
+    config = config_of(Path(checkpoint), "1")
+    one_by_one = replaced(config, "moe", grouped_experts=False)
+    activation = replaced(config, "model", recompute="selective", recompute_modules=["moe_act"])
+    said = []
+    for chosen in ([("te", one_by_one)], [("local", activation)], [("local", one_by_one), ("te", activation)]):
+        try:
+            for impl, settings in chosen:
+                check_experts(impl, read_hf_config(checkpoint), settings)
+            said.append("nothing")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
 def recomputed(checkpoint: str, layout: str, *, recompute: str = "none", modules: tuple[str, ...] = ()) -> Any:
     """Gradients and loads of an update that keeps less of the forward."""
     config = config_of(Path(checkpoint), layout)
@@ -150,6 +170,7 @@ KINDS = {
     "bias": moving_bias,
     "no bias": no_bias_to_move,
     "recompute": recomputed,
+    "settings": refused_settings,
 }
 
 

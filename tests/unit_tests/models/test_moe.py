@@ -25,7 +25,6 @@ IDLE: dict[str, dict[str, Any]] = {
     "tp2-sp": {"layout": "tp2-sp"},
     "tp2-sp-ep2": {"layout": "tp2-sp-ep2"},
     "tp2-sp-ep2 allgather": {"layout": "tp2-sp-ep2", "dispatcher": "allgather"},
-    "ep4": {"layout": "ep4"},
     "ep4 allgather": {"layout": "ep4", "dispatcher": "allgather"},
     "ep2-etp2": {"layout": "ep2-etp2"},
     "ep2-pp2": {"layout": "ep2-pp2"},
@@ -54,7 +53,7 @@ MODULES = {
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {}
 for _family, _modules in MODULES.items():
-    for _layout in ("1", "tp2-sp-ep2"):
+    for _layout in ("1", "tp2-sp-ep2") if _family == "deepseek_v3" else ("1",):
         _how: dict[str, dict[str, Any]] = {"full": {"recompute": "full"}, "none": {}}
         _chosen = _modules if _layout == "1" else tuple(m for m in _modules if m not in ("core_attn", "shared_experts"))
         _how |= {module: {"recompute": "selective", "modules": (module,)} for module in _chosen}
@@ -88,6 +87,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 here[f"by hand {family}"] = {"kind": "by hand", "checkpoint": paths[family]}
             here["balance 1 mixtral"] = {"kind": "balance", "layout": "1", "checkpoint": paths["mixtral"]}
             here["no bias"] = {"kind": "no bias", "checkpoint": paths["mixtral"]}
+            here["settings"] = {"kind": "settings", "checkpoint": paths["mixtral"]}
         answers |= run_ranks(world_size, run_cases, here, timeout_s=300)[0]
     return answers
 
@@ -172,6 +172,14 @@ def test_biases_are_those_of_one_rank(found: dict[str, Any], name: str) -> None:
 
 def test_a_rate_needs_biases(found: dict[str, Any]) -> None:
     assert found["no bias"].startswith("moe.expert_bias_update_rate=0.01: this model's routers have no bias")
+
+
+def test_settings_that_the_layers_cannot_follow_are_refused(found: dict[str, Any]) -> None:
+    """Each with its remedy; what fits is let through."""
+    one_by_one, activation, fitting = found["settings"]
+    assert one_by_one.startswith("moe.grouped_experts=false: Transformer Engine's layers have their experts grouped")
+    assert activation.startswith("model.recompute_modules: moe_act is the activation of grouped experts")
+    assert fitting == "nothing"
 
 
 @pytest.mark.parametrize("name", [name for name in RECOMPUTE if not name.endswith(" none")])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.converters.describe import describe
+from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.parity.shrink import random_tensors, write_random_twin
 from mega_rl.verify.layouts import ALL, Layout, resolve, resolve_all, stages
-from mega_rl.verify.tolerances import BF16, FP32, tolerances
+from mega_rl.verify.tolerances import BF16, BF16_EXPERTS, FP32, tolerances
 from tests.unit_tests.converters.tiny_configs import TINY
+from tests.unit_tests.verify.cases import bare_config
 
 
 def model(family: str) -> HFConfig:
@@ -118,8 +125,23 @@ def test_stages_of_a_list() -> None:
 def test_tolerances() -> None:
     assert tolerances("fp32", "") == FP32
     assert tolerances("bf16", "") == BF16
+    assert tolerances("bf16", "", experts=True) == BF16_EXPERTS
+    assert tolerances("fp32", "", experts=True) == FP32
     changed = tolerances("fp32", "gradient=1e-3, logprob=0")
     assert (changed.gradient, changed.logprob, changed.weight) == (1e-3, 0.0, FP32.weight)
     for given in ("gradients=1", "gradient", "gradient=x", "gradient=-1", "gradient=inf", "gradient=nan"):
         with pytest.raises(UserError, match="--tolerance"):
             tolerances("fp32", given)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_random_twin_is_a_whole_checkpoint(family: str, tmp_path: Path) -> None:
+    """Of every family: each tensor that its config asks for, none besides, all finite; the same for a seed."""
+    bare = bare_config(tmp_path / "bare", TINY[family])
+    twin = write_random_twin(bare, tmp_path / "twin", multiple=4)
+    assert twin.hf.num_layers == 4
+    with CheckpointReader(tmp_path / "twin") as reader:
+        _, found = describe(reader, Sharding(read_hf_config(tmp_path / "twin")))
+        assert not found.problems
+        again = dict(random_tensors(twin.hf))
+        assert all(reader.read(name).equal(tensor) and tensor.isfinite().all() for name, tensor in again.items())

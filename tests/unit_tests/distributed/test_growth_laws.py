@@ -1,0 +1,128 @@
+"""How what a step sends grows with ranks, micro-batches and model: counted in simulated worlds of up to 4096 ranks.
+
+Real engines run on torch's fake process group, one rank of a world at a time; sizes follow laws that are derived from
+the algorithms, so they are compared exactly where the law is exact, and by the slope of logarithms where it is a power.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.parallel.counting_cases import LENGTH, RAW, everything, write_models
+
+pytestmark = pytest.mark.timeout(600)  # the first test pays for all
+
+SLOPE_TOLERANCE = 0.05
+HIDDEN = RAW["hidden_size"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All numbers, from one process."""
+    root: Path = tmp_path_factory.mktemp("growth")
+    write_models(root)
+    answers: dict[str, Any] = run_ranks(1, everything, str(root), timeout_s=400, device="cpu")[0]
+    return answers
+
+
+def slope(points: Mapping[int, float]) -> float:
+    """Exponent of the power law that fits best: least squares on logarithms."""
+    xs, ys = [math.log(x) for x in points], [math.log(y) for y in points.values()]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+
+
+def test_slope_can_tell_laws_apart() -> None:
+    assert slope({d: 7 / d for d in (1, 4, 64)}) == pytest.approx(-1)
+    assert abs(slope({d: 7 * d**0.1 for d in (1, 4, 64)})) > SLOPE_TOLERANCE
+
+
+def test_gradients_and_parameters_over_data_parallelism(found: dict[str, Any]) -> None:
+    """(d - 1) / d * N * (gradient bytes + parameter bytes), flat in d; N with padding of tensors and buckets."""
+    for d, case in found["dp"].items():
+        assert case["bytes"] == case["padded"] * (case["grad_bytes"] + case["param_bytes"]) * (d - 1) // d
+        padding = 64 * case["tensors"] + case["buckets"] * math.lcm(d, 128)
+        assert case["padded"] - case["parameters"] <= padding, d
+    flat = {d: case["bytes"] / case["padded"] / (1 - 1 / d) for d, case in found["dp"].items()}
+    assert abs(slope(flat)) <= SLOPE_TOLERANCE
+    assert found["dp last"]["bytes"] == found["dp"][512]["bytes"]
+
+
+def test_bf16_gathers_half_of_what_it_scatters(found: dict[str, Any]) -> None:
+    """Gradients travel in FP32, parameters in their own type."""
+    case = found["dp bf16"]
+    assert (case["grad_bytes"], case["param_bytes"]) == (4, 2)
+    assert case["scattered"] == 2 * case["gathered"]
+    assert case["bytes"] == case["padded"] * 6 * 63 // 64
+
+
+def test_collectives_do_not_depend_on_ranks_or_micro_batches(found: dict[str, Any]) -> None:
+    """One reduce-scatter and one all-gather per bucket, and as many others in a step of 64 micro-batches as of one."""
+    for case in (*found["dp"].values(), *found["micro-batches"].values(), *found["model"].values()):
+        assert case["collectives"] == 2 * case["buckets"]
+    assert len({case["all"] for case in found["micro-batches"].values()}) == 1
+    assert len({case["all"] for case in found["dp"].values()}) == 1
+    assert len({case["bytes"] for case in found["micro-batches"].values()}) == 1
+
+
+def test_collectives_grow_with_buckets(found: dict[str, Any]) -> None:
+    """Four times smaller buckets: about four times as many, each reduced and gathered once; the bytes stay."""
+    small, large = (found["buckets"][size] for size in (60_000, 240_000))
+    for case in (small, large):
+        assert case["collectives"] == 2 * case["buckets"]
+    assert 3 <= small["buckets"] / large["buckets"] <= 5
+    assert small["bytes"] == pytest.approx(large["bytes"], rel=0.01)
+    model = found["model"]
+    ratio = model["16 layers"]["bytes"] / model["2 layers"]["bytes"]
+    assert ratio == pytest.approx(model["16 layers"]["parameters"] / model["2 layers"]["parameters"], rel=0.01)
+
+
+def test_optimizer_state_is_shared_out(found: dict[str, Any]) -> None:
+    """8 bytes of moments for each parameter of the rank's share, whose size falls as 1 / d."""
+    for d, case in found["dp"].items():
+        assert case["state"] <= 8 * case["padded"] / d
+    assert slope({d: case["state"] for d, case in found["dp"].items()}) == pytest.approx(-1, abs=SLOPE_TOLERANCE)
+
+
+def test_layers_under_tensor_parallelism(found: dict[str, Any]) -> None:
+    """Attention and MLP gather and scatter T x H once each way, and gather their inputs again for weight gradients."""
+    tokens = 4 * LENGTH
+    for t, (two, four) in found["tp"].items():
+        assert (four - two) / 2 == 10 * tokens * HIDDEN * 4 * (t - 1) / t
+
+
+def test_pipeline_boundaries(found: dict[str, Any]) -> None:
+    """T x H each way for every boundary and micro-batch, wherever the stage and however many there are."""
+    one_way = LENGTH * HIDDEN * 4
+    for (stages, stage), case in found["pp"].items():
+        neighbours = 1 if stage in (0, stages - 1) else 2
+        assert case == {"sends": 16 * neighbours, "bytes": 16 * neighbours * one_way}, (stages, stage)
+    assert slope({m: case["bytes"] for m, case in found["pp micro-batches"].items()}) == pytest.approx(1, abs=1e-9)
+
+
+def test_tokens_to_experts(found: dict[str, Any]) -> None:
+    """T x k x H x (e - 1) / e of a layer's tokens leave a rank, as far as the router is even."""
+    tokens, chosen = 16 * LENGTH, 4
+    for e, sent in found["ep"].items():
+        assert sent == pytest.approx(tokens * chosen * HIDDEN * 4 * (e - 1) / e, rel=0.15), e
+
+
+def test_parameters_of_mixtures_are_gathered_twice(found: dict[str, Any]) -> None:
+    """Upstream's optimizers of dense weights and of experts each start the gathering of all buckets."""
+    case = found["mixtures"]
+    assert case["dense gathers"] == 2 * case["dense buckets"]
+    assert case["expert gathers"] == 2 * case["expert buckets"]
+
+
+def test_joining_a_large_world(found: dict[str, Any]) -> None:
+    """The number of a rank's groups does not grow; the time grows no faster than the world, and stays below 2 s."""
+    worlds = found["groups"]
+    assert len({case["groups"] for case in worlds.values()}) == 1
+    assert worlds[4096]["seconds"] < 2.0
+    assert slope({ranks: case["seconds"] for ranks, case in worlds.items()}) <= 1.25

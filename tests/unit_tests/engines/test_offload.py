@@ -1,0 +1,157 @@
+"""Parameters, gradients and optimizer state leave the accelerator part by part, and nothing is different afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.config.schema import DdpConfig, OptimConfig, ParallelConfig
+from mega_rl.engines.offload import PartsOffload
+from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import exported, make_config, own_rows, running_engine
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.unit_tests.distributed.engine_cases import losses
+
+PARTS = ("parameters", "gradients", "optimizer")
+EVERY_SUBSET = [subset for size in (1, 2, 3) for subset in itertools.combinations(PARTS, size)]
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": "bf16"},
+    "parameters gathered late": {"ddp": DdpConfig(overlap_param_gather=True, overlap_grad_reduce=True)},
+    "experts": {"model": "routed", "ep": 2},
+    "state on the host": {"dtype": "bf16", "optim": OptimConfig(cpu_offload=0.5)},
+}
+
+
+def subsets_of(case: str) -> list[tuple[str, ...]]:
+    """Which parts are taken off together, one after the other."""
+    return EVERY_SUBSET if case == "fp32" else [("optimizer",), ("gradients",), PARTS]
+
+
+def run_case(
+    root: Path, *, subsets: list[tuple[str, ...]], stay: bool, model: str = "dense", ep: int = 1, **settings: Any
+) -> dict[str, Any]:
+    """A step for each subset of parts, then these parts are taken off, looked at, and brought back (unless `stay`)."""
+    config = dataclasses.replace(make_config(root / model, **settings), parallel=ParallelConfig(ep=ep))
+    found: dict[str, Any] = {"norms": [], "freed": [], "sizes": [], "left": [], "still there": [], "back": []}
+    with running_engine(config) as engine:
+        rows = own_rows(random_experience(), engine)
+        for subset in subsets:
+            found["norms"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
+            if stay:
+                continue
+            before = sizes(engine)
+            chosen = {part: part in subset for part in PARTS}
+            found["freed"].append(engine.offload(**chosen))
+            found["sizes"].append(sum(before[part] for part in subset))
+            after = sizes(engine)
+            found["left"].append(sum(after[part] for part in subset))
+            found["still there"].append(all(after[part] == before[part] for part in PARTS if part not in subset))
+            if "parameters" not in subset:
+                engine.forward(rows)
+            engine.onload(**chosen)
+            found["back"].append(sizes(engine) == before)
+        found["weights"] = exported(engine)
+        found["logprobs"] = engine.forward(rows).logprobs
+    return found
+
+
+def sizes(engine: Any) -> dict[str, int]:
+    """Bytes of the storages of each part on the engine's device; what parts share counts for the first."""
+    from mega_rl.ddp.access import gradient_tensors, optimizer_tensors, parameter_tensors
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    optimizers = torch_optimizers(engine.optimizer)
+    tensors = {
+        "parameters": list(parameter_tensors(engine.chunks)),
+        "gradients": list(gradient_tensors(engine.chunks)),
+        "optimizer": [tensor for optimizer in optimizers for tensor in optimizer_tensors(optimizer)],
+    }
+    taken: set[int] = set()
+    counted = {}
+    for part, members in tensors.items():
+        here = [t.untyped_storage() for t in members if t.device.type == engine.device.type]
+        storages = {storage._cdata: storage.nbytes() for storage in here}
+        counted[part] = sum(size for key, size in storages.items() if key not in taken)
+        taken |= storages.keys()
+    return counted
+
+
+def expert_buffers(root: Path) -> list[int]:
+    """Bytes that the experts' own buffers keep while everything is off."""
+    config = dataclasses.replace(make_config(root / "routed"), parallel=ParallelConfig(ep=2))
+    with running_engine(config) as engine:
+        engine.offload()
+        buffers = [buffer for chunk in engine.chunks for buffer in chunk.expert_parallel_buffers]
+        assert buffers
+        return [t.untyped_storage().nbytes() for b in buffers for t in (b.grad_data, b.param_data) if t is not None]
+
+
+def run_all(rank: int, root: str) -> dict[str, Any]:
+    """Every case with and without the detour."""
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        found[name] = {
+            "stayed": run_case(Path(root), subsets=subsets_of(name), stay=True, **case),
+            "moved": run_case(Path(root), subsets=subsets_of(name), stay=False, **case),
+        }
+    return found | {"experts' buffers": expert_buffers(Path(root))}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both ranks found."""
+    root: Path = tmp_path_factory.mktemp("models")
+    write_tiny_checkpoint(root / "dense", family="qwen3", tied=True)
+    write_tiny_checkpoint(root / "routed", family="qwen3_moe", tied=False)
+    return run_ranks(2, run_all, str(root), timeout_s=240)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_chosen_parts_are_gone_and_the_others_are_not(ranks: list[dict[str, Any]], case: str) -> None:
+    """The bytes returned are those of the parts' storages (message buffers may add to them), which are empty then."""
+    for found in (rank[case]["moved"] for rank in ranks):
+        for subset, freed, size in zip(subsets_of(case), found["freed"], found["sizes"], strict=True):
+            assert size > 0
+            assert freed >= size if "gradients" in subset else freed == size, subset
+        assert not any(found["left"])
+        assert all(found["still there"])
+        assert all(found["back"])
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_training_goes_on_to_the_bit(ranks: list[dict[str, Any]], case: str) -> None:
+    """Norms, weights and log-probs of a run that never gave anything away."""
+    for stayed, moved in ((rank[case]["stayed"], rank[case]["moved"]) for rank in ranks):
+        assert moved["norms"] == stayed["norms"]
+        assert torch.equal(moved["logprobs"], stayed["logprobs"])
+        assert moved["weights"].keys() == stayed["weights"].keys()
+        assert all(torch.equal(moved["weights"][name], stayed["weights"][name]) for name in stayed["weights"])
+
+
+def test_buffers_of_experts_are_gone_too(ranks: list[dict[str, Any]]) -> None:
+    """Their gradients and parameters have buffers of their own."""
+    for rank in ranks:
+        assert rank["experts' buffers"]
+        assert not any(rank["experts' buffers"])
+
+
+def test_parts_that_share_memory() -> None:
+    """Shared memory is the first part's; taking a part off twice is an error, bringing back what is there is not."""
+    whole, own = torch.arange(8.0), torch.ones(4)
+    tensors = {"a": [whole], "b": [whole[2:4], own]}
+    offload = PartsOffload(tensors)
+    assert offload.offload(tensors, ["b"]) == 16
+    assert (whole.untyped_storage().nbytes(), own.untyped_storage().nbytes()) == (32, 0)
+    with pytest.raises(RuntimeError, match="called twice"):
+        offload.offload(tensors, ["a", "b"])
+    offload.onload(["a", "b"])
+    assert own.tolist() == [1.0] * 4
+    assert offload.offload(tensors, ["a"]) == 32
+    offload.onload(["a"])
+    assert tensors["b"][0].tolist() == [2.0, 3.0]
