@@ -20,6 +20,7 @@ from mega_rl.accelerator.determinism import deterministic
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from mega_rl.checkpoint.store import DistCheckpointStore
 from mega_rl.config.render import resolved_yaml
+from mega_rl.config.rules import is_on_policy
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
@@ -174,14 +175,6 @@ def build_trainer(
     )
 
 
-def is_on_policy(config: Config) -> bool:
-    """Whether every update is made with the weights that sampled, and nothing before it needs the old log-probs."""
-    algorithm, trainer = config.algorithm, config.trainer
-    single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
-    needed_before = algorithm.kl_placement == "reward" or algorithm.critic_warmup_steps > 0
-    return algorithm.old_logprobs == "auto" and single_update and not needed_before
-
-
 def run_settings(config: Config) -> RunSettings:
     """What the loop itself needs to know."""
     return RunSettings(
@@ -189,6 +182,7 @@ def run_settings(config: Config) -> RunSettings:
         val_interval=config.trainer.val_interval,
         save_interval=config.checkpoint.save_interval,
         save_final=config.checkpoint.save_final,
+        save_on_stop=config.ddp.implementation == "ddp",  # models in FSDP have no checkpoints yet
         rollout_interval=config.metrics.rollout_interval,
         rollout_samples=config.metrics.rollout_samples,
     )

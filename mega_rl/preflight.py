@@ -333,6 +333,11 @@ def _defined(statement: ast.stmt) -> set[str]:
 def _packages(config: Config) -> Iterator[str]:
     if importlib.util.find_spec("psutil") is None:
         yield "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'"
+    if config.optim.precision_aware and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "optim.precision_aware=true: needs Transformer Engine's FusedAdam, which is not installed; "
+            "pip install mega_rl[gpu] or set optim.precision_aware=false"
+        )
     if config.model.transformer_impl != "transformer_engine":
         return
     if importlib.util.find_spec("transformer_engine") is None:

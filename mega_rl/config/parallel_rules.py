@@ -111,9 +111,47 @@ def recompute(config: Config) -> Iterator[str]:
         yield f"model.recompute_modules={unknown}: legal: {', '.join(RECOMPUTABLE)}"
 
 
+def fsdp(config: Config, world_size: int) -> Iterator[str]:
+    """What fully sharded data parallelism cannot be combined with; `mega_rl.ddp.fsdp_limits` has the reasons."""
+    ddp, par, saved = config.ddp, config.parallel, config.checkpoint
+    name = f"ddp.implementation={ddp.implementation}"
+    if ddp.implementation == "ddp":
+        return
+    refused = {
+        "ddp.average_in_collective=true": ddp.average_in_collective,
+        f"parallel.ep={par.ep}": par.ep > 1,
+        f"parallel.etp={par.etp}": par.etp not in (0, par.tp),
+        f"optim.cpu_offload={config.optim.cpu_offload:g}": config.optim.cpu_offload > 0,
+        "optim.precision_aware=true": config.optim.precision_aware,
+        f"checkpoint.save_interval={saved.save_interval}": saved.save_interval > 0,
+        "checkpoint.save_final=true": saved.save_final,
+    }
+    if ddp.implementation == "torch_fsdp2":
+        refused[f"ddp.optimizer_instances={ddp.optimizer_instances}"] = ddp.optimizer_instances > 1
+    else:
+        plain = ddp.fsdp_sharding == "optim"
+        refused[f"parallel.pp={par.pp}"] = par.pp > 1
+        refused["model.frozen"] = bool(config.model.frozen)
+        refused["one data-parallel rank (dp*cp=1)"] = world_size == par.tp * par.pp
+        refused["ddp.fsdp_sharding=optim and ddp.overlap_grad_reduce=true"] = plain and ddp.overlap_grad_reduce
+        refused[f"ddp.fsdp_sharding=optim and ddp.optimizer_instances={ddp.optimizer_instances}"] = (
+            plain and ddp.optimizer_instances > 1
+        )
+    for setting in (setting for setting, given in refused.items() if given):
+        yield f"{name} with {setting}: not supported; change that, or set ddp.implementation=ddp"
+
+
 def data_parallel(config: Config, world_size: int) -> Iterator[str]:
     """Ways of adding gradients up that do not go together."""
+    yield from fsdp(config, world_size)
     ddp, optim = config.ddp, config.optim
+    if optim.precision_aware and not optim.distributed_optimizer:
+        yield "optim.precision_aware=true needs optim.distributed_optimizer=true"
+    if optim.precision_aware and optim.cpu_offload:
+        yield (
+            f"optim.cpu_offload={optim.cpu_offload:g} with optim.precision_aware=true: the host's Adam has FP32 "
+            "moments; use one of the two"
+        )
     if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and optim.distributed_optimizer):
         yield (
             "ddp.overlap_param_gather=true needs ddp.overlap_grad_reduce=true and optim.distributed_optimizer=true: "

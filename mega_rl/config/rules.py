@@ -153,9 +153,25 @@ _NEEDS = (
     ),
     _Needs(("ddp.bucket_size",), "ddp.overlap_grad_reduce=true", lambda config: config.ddp.overlap_grad_reduce),
     _Needs(
+        ("ddp.bucket_size", "ddp.reduce_scatter_fp32_accumulation", "optim.distributed_optimizer"),
+        "ddp.implementation=ddp",
+        lambda config: config.ddp.implementation == "ddp",
+    ),
+    _Needs(
+        ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather"),
+        "ddp.implementation=ddp or megatron_fsdp",
+        lambda config: config.ddp.implementation != "torch_fsdp2",
+    ),
+    _Needs(
         ("ddp.optimizer_instances",),
         "optim.distributed_optimizer=true",
         lambda config: config.optim.distributed_optimizer,
+    ),
+    _Needs(
+        ("moe.routing_replay",),
+        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, several updates a step, or a KL in the "
+        "reward",
+        lambda config: not is_on_policy(config),
     ),
     _Needs(("optim.moment_dtype",), "optim.precision_aware=true", lambda config: config.optim.precision_aware),
     _Needs(
@@ -181,6 +197,14 @@ def _without_effect(config: Config) -> Iterator[str]:
                 value = str(values[key])
                 value = value.lower() if value in ("True", "False") else value
                 yield f"{key}={value} has no effect: it needs {need.condition}; set that or remove {key}"
+
+
+def is_on_policy(config: Config) -> bool:
+    """Whether every update is made with the weights that sampled, and nothing before it needs the old log-probs."""
+    algorithm, trainer = config.algorithm, config.trainer
+    single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
+    needed_before = algorithm.kl_placement == "reward" or algorithm.critic_warmup_steps > 0
+    return algorithm.old_logprobs == "auto" and single_update and not needed_before
 
 
 def flat(config: Config) -> dict[str, object]:

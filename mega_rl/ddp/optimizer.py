@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 
@@ -117,6 +118,23 @@ def apply_settings(optimizer: MegatronOptimizer) -> None:
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron-Core's wrappers (none on a rank without trainable parameters)."""
     return [part.optimizer for part in _parts(optimizer) if part.optimizer is not None]
+
+
+def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
+    """Update the weights by gradients that are prepared and clipped; collective over data parallel.
+
+    As the optimizer's own `step_with_ready_grads`, of which a mixture under expert parallelism has two, for experts and
+    for the rest: each of them would gather the parameters of both.
+    """
+    parts = _parts(optimizer)
+    if len(parts) == 1 or not all(isinstance(part, DistributedOptimizer) for part in parts):
+        optimizer.step_with_ready_grads()
+        return
+    for part in parts:
+        super(DistributedOptimizer, part).step_with_ready_grads()
+    for chunk in chunks:
+        if not chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync()
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

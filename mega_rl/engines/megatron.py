@@ -33,7 +33,7 @@ from mega_rl.ddp.access import (
     unwrapped,
 )
 from mega_rl.ddp.bucket_groups import finish_param_sync, rounding_errors, scratches
-from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, torch_optimizers
+from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, step, torch_optimizers
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.microbatches import Batching, to_device
 from mega_rl.engines.offload import PartsOffload
@@ -337,7 +337,7 @@ class MegatronEngine:
         if limit > 0.0 and parameters:
             decoupled = self.optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm, use_decoupled_grad=decoupled)
-        self.optimizer.step_with_ready_grads()
+        step(self.optimizer, self.chunks)
         return norm
 
     def _rounding_error(self) -> Metrics:

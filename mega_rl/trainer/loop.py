@@ -53,6 +53,7 @@ class RunSettings:
     val_interval: int = 0  # steps; 0 never
     save_interval: int = 0  # steps; 0 never
     save_final: bool = False
+    save_on_stop: bool = True  # whether a run that is told to stop saves first
     rollout_interval: int = 0  # steps between rollout dumps; 0 never
     rollout_samples: int = 0
 
@@ -155,7 +156,7 @@ class PPOTrainer:
 
     def _should_save(self, done: int, *, stopping: bool) -> bool:
         last = done == self.settings.steps and self.settings.save_final
-        return stopping or last or _due(done, self.settings.save_interval)
+        return (stopping and self.settings.save_on_stop) or last or _due(done, self.settings.save_interval)
 
     def _save(self, done: int) -> None:
         with self.timer.phase("checkpoint"):

@@ -61,6 +61,7 @@ COMMON = {
 ROUTER = {
     "moe_router_load_balancing_type": "none",
     "moe_router_dtype": "fp32",
+    "moe_grouped_gemm": True,
     "moe_router_bias_update_rate": 0.0,
 }
 MIXTURE = {**ROUTER, "num_moe_experts": 4, "moe_ffn_hidden_size": 24}

@@ -142,6 +142,16 @@ RULES = [
         "trainer.max_tokens_per_microbatch=1279 cannot hold one sequence of "
         "data.max_prompt_tokens+rollout.max_new_tokens=1279, rounded up to a multiple of 2*cp=4; make it at least 1280",
     ),
+    (
+        1,
+        "optim.precision_aware=true optim.distributed_optimizer=false",
+        "optim.precision_aware=true needs optim.distributed_optimizer=true",
+    ),
+    (
+        1,
+        "optim.precision_aware=true optim.cpu_offload=1",
+        "optim.cpu_offload=1 with optim.precision_aware=true: the host's Adam has FP32 moments; use one of the two",
+    ),
     (1, "optim.warmup_steps=100", "optim.warmup_steps=100 must be below trainer.steps=100"),
     (
         1,
@@ -197,7 +207,7 @@ def test_broken_rules(world_size: int, overrides: str, line: str) -> None:
 
 def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> None:
     more = {index for index, (world, text, _) in enumerate(RULES) if len(broken(*text.split(), world_size=world)) > 1}
-    assert more == {22}  # tp=3 breaks two rules of the heads
+    assert more == {24}  # tp=3 breaks two rules of the heads
 
 
 @pytest.mark.parametrize(
@@ -231,6 +241,11 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "trainer.packing=true",
         ),
         ("data.val_size=4", "data.val_size", "trainer.val_interval above 0"),
+        ("parallel.first_stage_layers=3", "parallel.first_stage_layers", "parallel.pp above 1"),
+        ("model.recompute_layers=2", "model.recompute_layers", "model.recompute=full"),
+        ("ddp.fsdp_sharding=optim", "ddp.fsdp_sharding", "ddp.implementation=megatron_fsdp"),
+        ("ddp.bucket_size=9", "ddp.bucket_size", "ddp.overlap_grad_reduce=true"),
+        ("optim.moment_dtype=bf16", "optim.moment_dtype", "optim.precision_aware=true"),
         ("trainer.val_interval=1 data.val_files=[a] data.val_size=4", "data.val_size", "no data.val_files"),
     ],
 )
@@ -266,6 +281,44 @@ def test_latent_attention_with_tp_needs_sequence_parallel() -> None:
     ]
     assert broken("parallel.tp=2", "parallel.sequence_parallel=true", world_size=2, facts=facts) == []
     assert broken(facts=facts) == []
+
+
+FSDP = "ddp.implementation=megatron_fsdp"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "refused"),
+    [
+        (4, (FSDP, "ddp.average_in_collective=true"), "ddp.average_in_collective=true"),
+        (4, (FSDP, "optim.cpu_offload=0.5"), "optim.cpu_offload=0.5"),
+        (4, (FSDP, "checkpoint.save_interval=3"), "checkpoint.save_interval=3"),
+        (4, (FSDP, "checkpoint.save_final=true"), "checkpoint.save_final=true"),
+        (4, (FSDP, "parallel.pp=2"), "parallel.pp=2"),
+        (4, (FSDP, "model.frozen=[embedding.*]"), "model.frozen"),
+        (2, (FSDP, "parallel.tp=2"), "one data-parallel rank (dp*cp=1)"),
+        (
+            4,
+            (FSDP, "ddp.fsdp_sharding=optim", "ddp.overlap_grad_reduce=true"),
+            "ddp.fsdp_sharding=optim and ddp.overlap_grad_reduce=true",
+        ),
+        (
+            4,
+            (FSDP, "ddp.fsdp_sharding=optim", "ddp.optimizer_instances=2"),
+            "ddp.fsdp_sharding=optim and ddp.optimizer_instances=2",
+        ),
+        (4, ("ddp.implementation=torch_fsdp2", "ddp.optimizer_instances=2"), "ddp.optimizer_instances=2"),
+    ],
+)
+def test_what_fsdp_is_not_combined_with(world_size: int, overrides: tuple[str, ...], refused: str) -> None:
+    name = overrides[0]
+    assert broken(*overrides, world_size=world_size) == [
+        f"{name} with {refused}: not supported; change that, or set ddp.implementation=ddp"
+    ]
+
+
+def test_fsdp_that_can_run() -> None:
+    assert broken(FSDP, "ddp.overlap_grad_reduce=true", world_size=4) == []
+    assert broken("ddp.implementation=torch_fsdp2", "parallel.pp=2", "model.frozen=[embedding.*]", world_size=4) == []
 
 
 EXPERTS = ModelFacts(**{**vars(FACTS), "num_experts": 8, "expert_ffn_hidden_size": 48})
@@ -312,10 +365,17 @@ def test_experts_with_biases_are_not_cut() -> None:
 
 
 def test_settings_of_experts_have_no_effect_on_a_dense_model() -> None:
-    assert broken("parallel.ep=2", "moe.routing_replay=true", world_size=2) == [
+    assert broken("parallel.ep=2", "moe.dispatcher=allgather", world_size=2) == [
         "parallel.ep=2: model.path has no experts; remove parallel.ep",
-        "moe.routing_replay has no effect: model.path has no experts; remove moe.routing_replay",
+        "moe.dispatcher has no effect: model.path has no experts; remove moe.dispatcher",
     ]
+
+
+def test_routing_is_replayed_where_a_pass_before_the_update_records_it() -> None:
+    (line,) = broken("moe.routing_replay=true", facts=EXPERTS)
+    assert line.startswith("moe.routing_replay=true has no effect: it needs a pass that computes old log-probs")
+    for recorded in ("algorithm.old_logprobs=recompute", "algorithm.epochs=2", "trainer.minibatch_size=32"):
+        assert broken("moe.routing_replay=true", recorded, facts=EXPERTS) == []
 
 
 def test_every_model_is_checked_and_named() -> None:

@@ -200,24 +200,27 @@ def experts(root: str, *, ep: int) -> int:
         return next(c.nbytes for c in sent if c.dtype.is_floating_point)
 
 
-def mixtures(root: str, *, ranks: int) -> dict[str, int]:
-    """Parameter gathers of an optimizer step, where dense weights and experts have an optimizer each, and buckets."""
+def mixtures(root: str, *, ranks: int) -> dict[str, Any]:
+    """Gathers of each bucket in a step by upstream and by us, dense weights and experts having an optimizer each."""
+    from mega_rl.ddp.optimizer import step
     from mega_rl.parallel.counting import CollectiveRecorder
 
     with simulated(f"{root}/experts", ranks=ranks, ep=2, etp=1) as engine:
         for chunk in engine.chunks:
             chunk.zero_grad_buffer()
-        engine.optimizer.prepare_grads()
-        with CollectiveRecorder() as recorder:
-            engine.optimizer.step_with_ready_grads()
-        collection = engine.groups.collection
-        chunks = engine.chunks
-        return {
-            "dense gathers": len(recorder.of(collection.dp_cp, "all_gather")),
-            "expert gathers": len(recorder.of(collection.expt_dp, "all_gather")),
-            "dense buckets": sum(len(buffer.buckets) for chunk in chunks for buffer in chunk.buffers),
-            "expert buckets": sum(len(b.buckets) for chunk in chunks for b in chunk.expert_parallel_buffers),
+        collection, chunks = engine.groups.collection, engine.chunks
+        buckets = {
+            "dense": (collection.dp_cp, [bucket for c in chunks for b in c.buffers for bucket in b.buckets]),
+            "expert": (collection.expt_dp, [u for c in chunks for b in c.expert_parallel_buffers for u in b.buckets]),
         }
+        found: dict[str, Any] = {}
+        for who in ("upstream", "here"):
+            engine.optimizer.prepare_grads()
+            with CollectiveRecorder() as recorder:
+                engine.optimizer.step_with_ready_grads() if who == "upstream" else step(engine.optimizer, chunks)
+            for kind, (group, of_kind) in buckets.items():
+                found[f"{kind} {who}"] = len(recorder.of(group, "all_gather")) / len(of_kind)
+        return found
 
 
 def construction(*, ranks: int) -> dict[str, float]:
