@@ -56,6 +56,7 @@ def build_engine(
         impl=impl,
         padded_vocab=sharding.vocab,
         device=accelerator.device,
+        experts_apart=config.ddp.implementation == "ddp",
     )
     report = load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
     log.info("%s: %s (%s spec, %s, %s): %s", name, path, impl, config.model.dtype, layout, report)

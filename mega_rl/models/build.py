@@ -145,10 +145,12 @@ def build_chunks(
     impl: Spec,
     padded_vocab: int,
     device: torch.device,
+    experts_apart: bool = False,
 ) -> list[GPTModel]:
     """This rank's model chunks (one per virtual pipeline stage), uninitialised, on `device`.
 
     `head` is "lm" (vocabulary projection, sharded over TP) or "value" (one scalar per token, replicated).
+    `experts_apart`: see `mark_experts`.
     """
     layout, at = groups.layout, groups.coordinates
     chunks = []
@@ -178,7 +180,7 @@ def build_chunks(
         if hf.rope.kind == "llama3":
             set_llama3_frequencies(chunk, hf)
         mark_tensor_parallel(chunk)
-        mark_experts(chunk, layout)
+        mark_experts(chunk, layout, always=experts_apart)
         use_own_dispatchers(chunk, groups.collection)
         chunks.append(chunk.to(device=device))
     return chunks
@@ -206,17 +208,19 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
-def mark_experts(model: torch.nn.Module, layout: ParallelLayout) -> None:
+def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:
     """Say of each expert's weight whether other ranks hold copies of it than of the rest of the model.
 
     Megatron-Core says so only under expert parallelism. But with tp above etp, too, ranks of one tensor-parallel group
     hold the same expert and give it different tokens, and their gradients must be added.
 
+    `always` keeps experts apart where nothing demands it, so that optimizer states have one form on every layout.
+
     Of such experts everything counts in the gradient norm on every tensor-parallel rank, and nothing is summed over
     tensor parallelism. Megatron-Core would count the bias of the second linear on the first rank alone, and add up the
     biases of different experts under sequence parallelism.
     """
-    apart = layout.ep > 1 or layout.etp != layout.tp
+    apart = always or layout.ep > 1 or layout.etp != layout.tp
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = not apart  # type: ignore[attr-defined]

@@ -16,13 +16,26 @@ from tests.unit_tests.distributed.test_layout_invariance import ALGORITHMS, writ
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
 
-FULL = {1: {"full 1": ("1", "")}, 2: {"full dp2": ("dp2", ""), "full tp2": ("tp2", "")}}
-RESUMED = {
-    1: {"1 from 1": ("1", "full 1"), "1 from tp2": ("1", "full tp2")},
-    2: {"dp2 from dp2": ("dp2", "full dp2"), "pp2 from tp2": ("pp2", "full tp2")},
+EP2 = "experts ep2"  # a mixture
+FULL = {
+    1: {"full 1": ("1", "")},
+    2: {"full dp2": ("dp2", ""), "full tp2": ("tp2", ""), "full ep2": (EP2, "")},
 }
-SAME_LAYOUT = {"1 from 1": "full 1", "dp2 from dp2": "full dp2"}
-OTHER_LAYOUT = {"1 from tp2": "full tp2", "pp2 from tp2": "full tp2"}
+RESUMED = {
+    1: {
+        "1 from 1": ("1", "full 1"),
+        "1 from tp2": ("1", "full tp2"),
+        "1 from ep2": ("experts 1", "full ep2"),
+    },
+    2: {
+        "dp2 from dp2": ("dp2", "full dp2"),
+        "pp2 from tp2": ("pp2", "full tp2"),
+        "ep2 from ep2": (EP2, "full ep2"),
+        "tp2 from ep2": ("experts tp2-sp-ep2", "full ep2"),
+    },
+}
+SAME_LAYOUT = {"1 from 1": "full 1", "dp2 from dp2": "full dp2", "ep2 from ep2": "full ep2"}
+OTHER_LAYOUT = {name: full for of in RESUMED.values() for name, (_, full) in of.items() if name not in SAME_LAYOUT}
 
 
 @pytest.fixture(scope="module")
