@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+Rows = Tensor | Sequence[Tensor]  # a row [n] per rank, as one tensor or not
+
 BLOCK = 1 << 16  # elements that the sum on CPU takes at a time: their FP32 total stays in the second-level cache
 PIECE_BYTES = 256 << 20  # largest message buffer; a bucket beyond it is exchanged in pieces
 
@@ -34,8 +36,8 @@ class RoundingError:
         squares, self.squares = self.squares, None
         return torch.zeros(2, dtype=torch.float64, device=device) if squares is None else squares
 
-    def add(self, rows: Tensor, delivered: Tensor) -> None:
-        """Count one shard or block of it; rows [ranks, n] in the dtype that travelled, delivered [n] likewise."""
+    def add(self, rows: Rows, delivered: Tensor) -> None:
+        """Count one shard or block of it; a row [n] per rank in the dtype that travelled, delivered [n] likewise."""
         rounded = rows[0]
         for row in rows[1:]:
             rounded = rounded + row
@@ -105,7 +107,7 @@ class _Piece:
     """One all-to-all and the sum that follows it."""
 
     work: dist.Work | None
-    rows: Tensor  # [ranks, n] contributions, complete after `work`
+    rows: Rows  # each rank's contribution [n], complete after `work`
     out: Tensor  # [n] this rank's part of the result
     divisor: int
     across: ProcessGroup | None
@@ -163,15 +165,16 @@ class Works:
             work.wait()
 
 
-def sum_rows(rows: Tensor, out: Tensor, *, divisor: int = 1, error: RoundingError | None = None) -> None:
+def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1, error: RoundingError | None = None) -> None:
     """out = (rows[0] + rows[1] + ...) / divisor, computed in FP32 and rounded once to `out`'s dtype.
 
-    rows [ranks, n] of any floating dtype; out [n], may be one of the rows. On CPU the additions go in the order of
-    rows; on CUDA in that of `torch.sum`, which is one kernel.
+    rows [n] of any floating dtype, one per rank, on CUDA as one tensor; out [n], may be one of the rows. On CPU the
+    additions go in the order of rows; on CUDA in that of `torch.sum`, which is one kernel.
     """
-    if len(rows) == 1 and rows.data_ptr() == out.data_ptr():
+    if len(rows) == 1 and rows[0].data_ptr() == out.data_ptr():
         return  # a group of one, in place
     if out.device.type != "cpu":
+        assert isinstance(rows, Tensor)
         out_f32 = torch.sum(rows, dim=0, dtype=torch.float32)
         out.copy_(out_f32.div_(divisor) if divisor > 1 else out_f32)
         if error is not None:
@@ -179,15 +182,15 @@ def sum_rows(rows: Tensor, out: Tensor, *, divisor: int = 1, error: RoundingErro
         return
     total = torch.empty(min(BLOCK, out.numel()))
     for start in range(0, out.numel(), BLOCK):
-        block = rows[:, start : start + BLOCK]
-        sum_block(block, out[start : start + BLOCK], total[: block.size(1)], divisor=divisor)
+        block = [row[start : start + BLOCK] for row in rows]
+        sum_block(block, out[start : start + BLOCK], total[: len(block[0])], divisor=divisor)
         if error is not None:
             error.add(block, out[start : start + BLOCK])
 
 
-def sum_block(rows: Tensor, out: Tensor, total: Tensor, *, divisor: int) -> None:
+def sum_block(rows: Rows, out: Tensor, total: Tensor, *, divisor: int) -> None:
     """`sum_rows` of a few elements, with `total` [n] float32 to add in."""
-    if len(rows) == 2 and divisor == 1 and out.dtype == rows.dtype:
+    if len(rows) == 2 and divisor == 1 and out.dtype == rows[0].dtype:
         torch.add(rows[0], rows[1], out=out)  # one addition is rounded once in any case
         return
     total.copy_(rows[0])
@@ -297,9 +300,32 @@ def _post(
     ranks, count = group.size(), out.numel()
     if ranks == 1:
         return _Piece(None, parts[0].unsqueeze(0), out, divisor, across, scratch)
+    if ranks == 2 and out.device.type == "cpu":
+        return _post_to_peer(parts, out, group=group, scratch=scratch, divisor=divisor, across=across)
     sizes = [part.numel() for part in parts]
     received = scratch.lend(ranks * count, like=input)
     if packed:
         input = torch.cat(list(parts), out=scratch.lend(sum(sizes), like=input))
     work = dist.all_to_all_single(received, input, [count] * ranks, sizes, group=group, async_op=True)
     return _Piece(work, received.view(ranks, count), out, divisor, across, scratch)
+
+
+def _post_to_peer(
+    parts: Sequence[Tensor],
+    out: Tensor,
+    *,
+    group: ProcessGroup,
+    scratch: Scratch,
+    divisor: int,
+    across: ProcessGroup | None,
+) -> _Piece:
+    """`_post` between two ranks: the own part stays where it is, which spares a copy of half the bucket."""
+    own = group.rank()
+    peer = 1 - own
+    received, sent = scratch.lend(out.numel(), like=out), parts[peer]
+    into, outof = [0, 0], [0, 0]
+    into[peer], outof[peer] = received.numel(), sent.numel()
+    work = dist.all_to_all_single(received, sent, into, outof, group=group, async_op=True)
+    rows = [parts[own], parts[own]]
+    rows[peer] = received
+    return _Piece(work, rows, out, divisor, across, scratch)

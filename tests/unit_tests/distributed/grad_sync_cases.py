@@ -48,9 +48,8 @@ def synced(engine: Any, groups: Any, *, average: bool) -> dict[str, Any]:
     expert_ranks = dist.get_process_group_ranks(groups.collection.expt_dp)
     apart = {parameter for buffer in chunk.expert_parallel_buffers for parameter in buffer.params}
     found: dict[str, Any] = {
-        "apart": len(apart),
         "experts": len(experts),
-        "only experts apart": apart <= experts,
+        "experts apart": apart == experts,
         "dense group": len(dense_ranks),
         "expert group": len(expert_ranks),
         "buckets": sum(len(group.buckets) for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)),
