@@ -36,11 +36,8 @@ class RoundingError:
         squares, self.squares = self.squares, None
         return torch.zeros(2, dtype=torch.float64, device=device) if squares is None else squares
 
-    def add(self, rows: Rows, delivered: Tensor) -> None:
-        """Count one shard or block of it; a row [n] per rank in the dtype that travelled, delivered [n] likewise."""
-        rounded = rows[0]
-        for row in rows[1:]:
-            rounded = rounded + row
+    def add(self, rounded: Tensor, delivered: Tensor) -> None:
+        """Count one shard or block of it: [n] `rounded_sum` of what travelled, and what was delivered in its place."""
         reference = delivered.float()
         difference = rounded.float() - reference
         squares = torch.stack([difference.dot(difference), reference.dot(reference)]).double()
@@ -176,16 +173,26 @@ def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1, error: RoundingError 
     if out.device.type != "cpu":
         assert isinstance(rows, Tensor)
         out_f32 = torch.sum(rows, dim=0, dtype=torch.float32)
+        rounded = None if error is None else rounded_sum(rows, divisor=divisor)
         out.copy_(out_f32.div_(divisor) if divisor > 1 else out_f32)
-        if error is not None:
-            error.add(rows, out)
+        if error is not None and rounded is not None:
+            error.add(rounded, out)
         return
     total = torch.empty(min(BLOCK, out.numel()))
     for start in range(0, out.numel(), BLOCK):
         block = [row[start : start + BLOCK] for row in rows]
+        rounded = None if error is None else rounded_sum(block, divisor=divisor)  # first: `out` may be one of the rows
         sum_block(block, out[start : start + BLOCK], total[: len(block[0])], divisor=divisor)
-        if error is not None:
-            error.add(block, out[start : start + BLOCK])
+        if error is not None and rounded is not None:
+            error.add(rounded, out[start : start + BLOCK])
+
+
+def rounded_sum(rows: Rows, *, divisor: int) -> Tensor:
+    """[n], a new tensor: the rows added one after the other, and divided, in their own dtype."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total.div_(divisor) if divisor > 1 else total
 
 
 def sum_block(rows: Rows, out: Tensor, total: Tensor, *, divisor: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.unit_tests.distributed.engine_cases import losses, whole
 # norms are above 0.4: every step is clipped.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.3)
 STEPS = 3
+# bf16 rounds weights to 8 bits: one more or less in the last of them at weights of up to 1.
+BF16_WEIGHT_TOLERANCE = 2**-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,3 +166,14 @@ def torch_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
 
 
 UNITS = (("tied", "lm"), ("untied", "lm"), ("untied", "value"))
+
+
+def assert_bf16_like_ddp(results: dict[str, list[dict[str, Any]]]) -> None:
+    """Norms and weights of the case "bf16" are those of "ddp bf16" on every rank, as far as bf16 says."""
+    for ddp, sharded in zip(results["ddp bf16"], results["bf16"], strict=True):
+        steps = zip(sharded["norms"], ddp["norms"], strict=True)
+        assert all(math.isclose(found, expected, rel_tol=1e-2) for found, expected in steps)
+        for key, expected in ddp["weights"].items():
+            assert sharded["weights"][key].dtype == torch.bfloat16
+            difference = (sharded["weights"][key].float() - expected.float()).abs().max()
+            assert difference <= BF16_WEIGHT_TOLERANCE * expected.float().abs().max().clamp(min=1), key

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.distributed.reduce_scatter_cases import run_world
@@ -39,6 +40,20 @@ def test_rounds_once(worlds: dict[int, list[dict[str, Any]]], size: int) -> None
         others = rank["others"]
         assert others["off_fp32"] <= (0 if size == 2 else 10)  # of 10000: sums that end next to a tie
         assert others["off_bf16"] > 500 if size == 4 else others["off_bf16"] == 0
+
+
+def test_rounding_error_of_a_mean_over_one_of_its_terms() -> None:
+    """Two terms are rounded once either way, also where the result takes the place of the first of them."""
+    from mega_rl.ddp.reduce_scatter import RoundingError, sum_rows
+
+    rows = list(torch.randn(2, 100_000, generator=torch.Generator().manual_seed(1)).bfloat16())
+    expected = ((rows[0].float() + rows[1].float()) / 2).bfloat16()
+    error = RoundingError()
+    sum_rows(rows, rows[0], divisor=2, error=error)
+    assert torch.equal(rows[0], expected)
+    difference, reference = error.take(torch.device("cpu")).tolist()
+    assert difference == 0.0
+    assert reference == pytest.approx(float(expected.double().square().sum()), rel=1e-4)  # fp32 sums
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -11,7 +11,7 @@ import torch
 from mega_rl.config.schema import DdpConfig, ParallelConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.distributed.fsdp_cases import UNITS, Case, torch_all, train_all
+from tests.unit_tests.distributed.fsdp_cases import UNITS, Case, assert_bf16_like_ddp, torch_all, train_all
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
 
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of
 LOGPROB_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-6
-BF16_WEIGHT_TOLERANCE = 2**-8
 FROZEN = ("embedding.*", "decoder.layers.1.*")
 FSDP2 = DdpConfig(implementation="torch_fsdp2")
 ONE_RANK = {
@@ -88,12 +87,7 @@ def test_steps_are_those_of_one_rank(results: dict[str, Any], world: str, name: 
 
 def test_bf16_is_that_of_ddp(results: dict[str, Any]) -> None:
     """FP32 main parameters and gradients on both sides, bf16 in the layers and in what is exported."""
-    for ddp, sharded in zip(results["2"]["ddp bf16"], results["2"]["bf16"], strict=True):
-        assert sharded["norms"] == pytest.approx(ddp["norms"], rel=1e-2)
-        for key, expected in ddp["weights"].items():
-            assert sharded["weights"][key].dtype == torch.bfloat16
-            difference = (sharded["weights"][key].float() - expected.float()).abs().max()
-            assert difference <= BF16_WEIGHT_TOLERANCE * expected.float().abs().max().clamp(min=1), key
+    assert_bf16_like_ddp(results["2"])
 
 
 def test_a_value_head_is_fp32_in_bf16_too(results: dict[str, Any]) -> None:
