@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
@@ -118,6 +119,17 @@ def apply_settings(optimizer: MegatronOptimizer) -> None:
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron-Core's wrappers (none on a rank without trainable parameters)."""
     return [part.optimizer for part in _parts(optimizer) if part.optimizer is not None]
+
+
+def clip(optimizer: MegatronOptimizer, *, norm: float) -> None:
+    """Scale all gradients, whose global norm is `norm`, down to the norm `clip_grad`; 0 leaves them as they are."""
+    config = optimizer.config
+    parameters = [parameter for part in _parts(optimizer) for parameter in part.get_parameters()]
+    if config.clip_grad > 0.0 and parameters:
+        decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        clip_grad_by_total_norm_fp32(
+            parameters, max_norm=config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
+        )
 
 
 def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import Config, MoeConfig
@@ -68,22 +71,7 @@ def build_engine(
         routing = Routing(chunks, hf.moe, settings=settings, record=record, groups=groups)
     optimizer: MegatronOptimizer | None = None
     if trainable:
-        freeze(chunks, config.model.frozen, everyone=GroupRanks(groups.world))
-        chunks = wrap_chunks(
-            chunks,
-            config=model_config,
-            ddp=config.ddp,
-            distributed_optimizer=config.optim.distributed_optimizer,
-            collection=groups.collection,
-        )
-        optimizer = build_optimizer(
-            chunks,
-            optim=config.optim,
-            bf16=config.model.dtype == "bf16",
-            collection=groups.collection,
-            implementation=config.ddp.implementation,
-        )
-    trainer = config.trainer
+        chunks, optimizer = _trainable(chunks, model_config=model_config, config=config, groups=groups)
     return MegatronEngine(
         name=name,
         chunks=chunks,
@@ -91,18 +79,46 @@ def build_engine(
         config=model_config,
         sharding=sharding,
         groups=groups,
-        batching=Batching(
-            packing=trainer.packing,
-            max_tokens=trainer.max_tokens_per_microbatch,
-            micro_batch_size=trainer.micro_batch_size,
-            pad_to_multiple=(layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1),
-            count_multiple=layout.pp if layout.vpp > 1 else 1,
-            cp_rank=groups.coordinates.cp_rank,
-            cp_size=layout.cp,
-        ),
+        batching=_batching(config, groups),
         device=accelerator.device,
         temperature=config.rollout.temperature,
         export_bucket_bytes=config.rollout.bucket_mib << 20,
         routing=routing,
         partly_frozen=trainable and bool(config.model.frozen),
+    )
+
+
+def _trainable(
+    chunks: list[GPTModel], *, model_config: TransformerConfig, config: Config, groups: Groups
+) -> tuple[list[Any], MegatronOptimizer]:
+    """The chunks without what is frozen, wrapped for data parallelism, and their optimizer."""
+    freeze(chunks, config.model.frozen, everyone=GroupRanks(groups.world))
+    wrapped = wrap_chunks(
+        chunks,
+        config=model_config,
+        ddp=config.ddp,
+        distributed_optimizer=config.optim.distributed_optimizer,
+        collection=groups.collection,
+    )
+    optimizer = build_optimizer(
+        wrapped,
+        optim=config.optim,
+        bf16=config.model.dtype == "bf16",
+        collection=groups.collection,
+        implementation=config.ddp.implementation,
+    )
+    return wrapped, optimizer
+
+
+def _batching(config: Config, groups: Groups) -> Batching:
+    """How rows become micro-batches on this rank: in lengths that tensor and context parallelism can cut."""
+    trainer, layout = config.trainer, groups.layout
+    return Batching(
+        packing=trainer.packing,
+        max_tokens=trainer.max_tokens_per_microbatch,
+        micro_batch_size=trainer.micro_batch_size,
+        pad_to_multiple=(layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1),
+        count_multiple=layout.pp if layout.vpp > 1 else 1,
+        cp_rank=groups.coordinates.cp_rank,
+        cp_size=layout.cp,
     )

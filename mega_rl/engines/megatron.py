@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -33,7 +32,7 @@ from mega_rl.ddp.access import (
     unwrapped,
 )
 from mega_rl.ddp.bucket_groups import finish_param_sync, rounding_errors, scratches
-from mega_rl.ddp.optimizer import apply_settings, separate_step_counters, step, torch_optimizers
+from mega_rl.ddp.optimizer import apply_settings, clip, separate_step_counters, step, torch_optimizers
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.microbatches import Batching, to_device
 from mega_rl.engines.offload import PartsOffload
@@ -330,13 +329,7 @@ class MegatronEngine:
             raise NonFiniteGradientError(
                 f"{self.name}: the gradient norm is {norm}; weights and optimizer state are unchanged"
             )
-        limit = self.optimizer.config.clip_grad
-        # A chain has one optimizer for experts on expert-parallel ranks and one for everything else.
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        parameters = [parameter for part in parts for parameter in part.get_parameters()]
-        if limit > 0.0 and parameters:
-            decoupled = self.optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm, use_decoupled_grad=decoupled)
+        clip(self.optimizer, norm=norm)
         step(self.optimizer, self.chunks)
         return norm
 
