@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+SGLANG_STAMP := $(VENV)/.installed-sglang
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -12,8 +13,13 @@ INSTALL = if command -v uv >/dev/null 2>&1; \
 	then uv pip install -q --python $(BIN)/python -c constraints.txt -e '$(1)'; \
 	else $(BIN)/python -m pip install -qq -c constraints.txt -e '$(1)'; fi
 
+# Into a folder of its own: only the server's process may see these packages.
+INSTALL_SGLANG = if command -v uv >/dev/null 2>&1; \
+	then uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/sglang -r $(1); \
+	else $(BIN)/python -m pip install -qq --no-deps --target $(VENV)/sglang -r $(1); fi
+
 .DELETE_ON_ERROR:
-.PHONY: setup quickstart test check bench bench-converters bench-ddp parity docs
+.PHONY: setup sglang quickstart test check bench bench-converters bench-ddp bench-weight-sync parity docs
 
 setup: $(STAMP)
 	@:
@@ -31,10 +37,21 @@ $(BENCH_STAMP): $(STAMP)
 	@$(call INSTALL,.[bench])
 	@touch $@
 
+sglang: $(SGLANG_STAMP)
+	@:
+
+# SGLang on CPUs. Where torch has CUDA, `pip install -e '.[sglang]'` is the way instead.
+$(SGLANG_STAMP): requirements-sglang-cpu.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/sglang
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(sys.platform == "linux" and not torch.version.cuda)'; \
+	then echo "SGLang on CPUs is for Linux with a CPU build of torch: not installed"; \
+	else echo "installing SGLang for CPUs"; $(call INSTALL_SGLANG,$<); fi
+	@touch $@
+
 quickstart: setup
 	@$(BIN)/python -m mega_rl.quickstart
 
-test: setup
+test: setup sglang
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 check: setup
@@ -54,6 +71,9 @@ bench-converters: $(BENCH_STAMP)
 
 bench-ddp: setup
 	@$(BIN)/python benchmarks/ddp.py
+
+bench-weight-sync: setup sglang
+	@$(BIN)/python benchmarks/weight_sync.py --real
 
 docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md

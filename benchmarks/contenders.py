@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -109,8 +110,8 @@ def run_mega_rl(folder: Path) -> None:
     accelerator = prepare("cpu")
     from mega_rl.assemble import build_trainer, session
 
-    with session(config, accelerator) as groups:
-        trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False)
+    with session(config, accelerator) as groups, ExitStack() as resources:
+        trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
         trainer.sync.publish()
         world = GroupRanks(groups.world)
         pipes = Pipes(folder / "mega_rl") if world.rank == 0 else None
@@ -127,7 +128,6 @@ def run_mega_rl(folder: Path) -> None:
             if pipes is not None:
                 phases = {name: value for name, value in metrics.items() if name.startswith("time/")}
                 pipes.report({"seconds": seconds, "tokens": metrics["rollout/response_tokens"], "phases": phases})
-        trainer.metrics.close()
 
 
 def run_trl(folder: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mega_rl
+from mega_rl.rollout.sglang.installation import SGLANG_VERSION, find_sglang, how_to_install
 
 CORE = (
     "torch",
@@ -42,7 +43,6 @@ OPTIONAL = (
     # The apex of the package index is another project; NVIDIA's has optimizers and comes with its containers.
     Optional("apex (NVIDIA)", "apex.optimizers", "apex", "torch's AdamW and unfused kernels"),
     Optional("flash-attn", "flash_attn", "flash-attn", "torch's scaled_dot_product_attention"),
-    Optional("sglang", "sglang", "sglang", "the embedded Hugging Face rollout engine"),
     Optional("ray", "ray", "ray", "torchrun or srun start the ranks"),
     Optional("wandb", "wandb", "wandb", "metrics.jsonl and TensorBoard"),
 )
@@ -57,6 +57,7 @@ def report() -> Iterator[str]:
     yield from _devices()
     yield ""
     yield from (_optional_line(package) for package in OPTIONAL)
+    yield _sglang_line()
     yield ""
     yield from _patches()
 
@@ -81,6 +82,17 @@ def _optional_line(package: Optional) -> str:
     if found(package.module):
         return f"{package.name:<20} {version(package.distribution) or 'found'}"
     return f"{package.name:<20} not found; used instead: {package.instead}"
+
+
+def _sglang_line() -> str:
+    installation = find_sglang()
+    if installation is None:
+        found = f"not found; used instead: the embedded Hugging Face rollout engine ({how_to_install()})"
+    else:
+        where = "beside the rest" if installation.folder is None else f"for CPUs, in {installation.folder}"
+        wrong = "" if installation.version == SGLANG_VERSION else f"; mega_rl works with {SGLANG_VERSION} only"
+        found = f"{installation.version}, {where}{wrong}"
+    return f"{'sglang':<20} {found}"
 
 
 def _devices() -> Iterator[str]:

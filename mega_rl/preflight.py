@@ -22,6 +22,8 @@ from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
 from mega_rl.parity.known_bugs import known_bug
+from mega_rl.rollout.sglang.installation import require_sglang
+from mega_rl.rollout.sglang.keys import Keys
 
 # Families whose gradients are tested on every layout and whose rollouts are tested against transformers.
 TRAINED = (
@@ -32,6 +34,8 @@ NOT_SAMPLED = {
     "gpt_oss": "the embedded rollout engine has no attention sinks",
     "kimi_k2": "transformers, whose model the embedded rollout engine samples from, does not know it",
 }
+# Families whose model in SGLang 0.5.20 never reads tie_word_embeddings: its output layer would have no weights.
+UNTIED_IN_SGLANG = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 REWARD_FUNCTIONS = ("exact_match", "math_verify")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -51,7 +55,7 @@ def preflight(recipe: Path | None, overrides: Sequence[str] = (), *, world_size:
         models={key: _facts(checkpoint) for key, checkpoint in checkpoints.items()},
     )
     found += [*problems, *_pipeline(config, checkpoints), *_vocabularies(config, checkpoints), *_packages(config)]
-    found += [*_data(config.data), *_reward(config.reward.function), *_folders(config)]
+    found += [*_servers(config, checkpoints), *_data(config.data), *_reward(config.reward.function), *_folders(config)]
     if found:
         raise UserErrors(found)
     return config
@@ -344,6 +348,26 @@ def _packages(config: Config) -> Iterator[str]:
         yield "model.transformer_impl=transformer_engine: the package is not installed; set auto or local"
     if config.trainer.device == "cpu":
         yield "model.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local"
+
+
+def _servers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Whether SGLang is there to be started, or the keys of servers to be joined, and whether it serves the model."""
+    sglang = config.sglang
+    if config.rollout.backend != "sglang":
+        return
+    actor = checkpoints.get("model.path")
+    if actor is not None and actor.tied and actor.family in UNTIED_IN_SGLANG:
+        yield (
+            f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.20 gives its output "
+            "layer weights of its own, which the checkpoint has not; use an untied checkpoint or rollout.backend=hf"
+        )
+    try:
+        if not sglang.urls:
+            require_sglang(device="" if config.trainer.device == "auto" else config.trainer.device)
+        elif sglang.keys_file:
+            Keys.read(Path(sglang.keys_file))
+    except UserError as error:
+        yield f"sglang.keys_file: {error}" if sglang.urls else str(error)
 
 
 def _folders(config: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
 
 Batch = TypeVar("Batch", Rollout, Experience)
+Samples = TypeVar("Samples")  # what an engine keeps of a generation under way
 
 
 class Ranks(Protocol):
@@ -110,7 +111,7 @@ class Engine(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Generates; holds its own copy of the policy's weights."""
+    """Generates with the weights last published to it."""
 
     def generate(
         self,
@@ -127,6 +128,34 @@ class RolloutEngine(Protocol):
         does not matter which rank generates it nor in which batch.
         """
         ...
+
+    def metrics(self) -> Metrics:
+        """Numbers of the generations since the last call, equal on all ranks; empty where there are none to tell."""
+        ...
+
+
+class BackgroundEngine(RolloutEngine, Protocol[Samples]):
+    """A rollout engine that can generate beside training: what `generate` does, in two parts."""
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        n: int,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Samples:
+        """What this rank has to generate; may run on another thread, for it does no collective."""
+        ...
+
+    def collect(self, samples: Samples) -> Rollout:
+        """The rows, complete; collective over all ranks."""
+        ...
+
+
+class EmbeddedEngine(RolloutEngine, Protocol):
+    """A rollout engine in the trainer's own process, with weights of its own."""
 
     def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the named weights (full tensors, Hugging Face names and shapes)."""
@@ -163,6 +192,57 @@ class RolloutSource(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         """This replica's rows: n samples of each of its prompts, one when greedy."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Numbers of the generations since the last call, equal on all ranks."""
+        ...
+
+
+class BackgroundRollouts(Protocol):
+    """Generation of a step's samples while the trainer does something else; one step at a time, the same on all ranks.
+
+    Only `finish`, `drain` and `interrupt` may do collectives: what goes on in between runs beside the trainer's own.
+    """
+
+    def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
+        """Begin, with the weights that the engine holds now; returns at once."""
+        ...
+
+    def finish(self) -> Rollout:
+        """Wait for what `start` began; this replica's rows. Raises what went wrong since, on all ranks; collective."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until no rank has a request in flight; what went wrong is left for `finish`; collective."""
+        ...
+
+    def interrupt(self) -> None:
+        """Break off every request in flight, keeping the tokens that came; collective."""
+        ...
+
+    def resume(self) -> None:
+        """Go on with what `interrupt` broke off, with the weights of now."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is going on, at the end of the run; no collective, never blocks, may be called twice."""
+        ...
+
+
+class ServerMemory(Protocol):
+    """The device memory of the servers that share the trainer's devices, in tags: "weights" and "kv_cache".
+
+    Collective over all ranks: when a call returns on any rank, every server has done it. Servers are idle when it is
+    called. A server that has been started anew holds everything; such a difference is the implementation's to settle.
+    """
+
+    def release(self, tags: Sequence[str]) -> None:
+        """Give this memory back; the weights in it are lost."""
+        ...
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Take this memory again; what it holds is undefined."""
         ...
 
 

@@ -40,8 +40,14 @@ class Rollout:
     finished: Tensor  # [B] bool, ended by a stop token rather than by length
     prompt_index: Tensor  # [B] int64, position of the prompt in the step's global batch (0 .. prompts_per_step-1)
     sample_index: Tensor  # [B] int64, number of the sample of its prompt (0 .. n-1)
-    weight_version: Tensor  # [B] int64, version of the weights that sampled it
+    weight_version: Tensor  # [B] int64, version of the weights that sampled it; the oldest where several did
     routing: Tensor | None = None  # [B, S, L, K] int16 from an engine that reports it; as in `Experience`
+    # [B, S] int64, version of the weights that sampled each token, 0 off the mask; None: `weight_version` sampled all.
+    # This field and the next are there on all ranks or on none.
+    token_versions: Tensor | None = None
+    failed: Tensor | None = (
+        None  # [B] bool, rows without an answer: prompt only, no token on the mask; None: none failed
+    )
 
 
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass

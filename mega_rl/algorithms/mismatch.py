@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SUMMARY_SIZE = 9
+# Lower ends of the histogram's bins in nats, from the second bin on: the first begins at 0, the last has no end. FP32
+# engines of one kind stay below 1e-5, bf16 ones below about 0.1.
+BIN_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_NO_TOKENS = (0,) * (len(BIN_EDGES) + 1)
+_NUMBERS = 9  # of a summary, besides its histogram
+SUMMARY_SIZE = _NUMBERS + len(_NO_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -23,15 +28,23 @@ class LogprobMismatch:
     token_id: int = -1
     rollout_logprob: float = 0.0
     trainer_logprob: float = 0.0
+    histogram: tuple[int, ...] = _NO_TOKENS  # tokens in [0, 1e-6), [1e-6, 1e-5), ... [1, inf] nats; see BIN_EDGES
 
     @property
     def mean(self) -> float:
         """Mean difference in nats; 0 without tokens."""
         return self.sum / self.count if self.count else 0.0
 
-    def metrics(self) -> dict[str, float]:
-        """`rollout/logprob_diff_max` and `rollout/logprob_diff_mean`."""
-        return {"rollout/logprob_diff_max": self.max, "rollout/logprob_diff_mean": self.mean}
+    def metrics(self, name: str = "rollout/logprob_diff") -> dict[str, float]:
+        """`<name>_max`, `<name>_mean`, and the histogram as the share of tokens in each bin.
+
+        The bins are `<name>_share_below_1e-06`, `<name>_share_from_1e-06`, ... `<name>_share_from_1e+00`, each up to
+        the next one's lower end.
+        """
+        bins = [f"below_{BIN_EDGES[0]:.0e}", *(f"from_{edge:.0e}" for edge in BIN_EDGES)]
+        tokens = max(self.count, 1)
+        shares = {f"{name}_share_{label}": n / tokens for label, n in zip(bins, self.histogram, strict=True)}
+        return {f"{name}_max": self.max, f"{name}_mean": self.mean} | shares
 
     def describe_worst(self) -> str:
         """The worst token in words, for the message that stops a run."""
@@ -42,13 +55,14 @@ class LogprobMismatch:
         )
 
     def pack(self, *, rank: int, size: int) -> Tensor:
-        """[size, 9] float64, this rank's summary in row `rank`, zeros elsewhere.
+        """[size, SUMMARY_SIZE] float64, this rank's summary in row `rank`, zeros elsewhere.
 
         The elementwise sum over the ranks is what `combine` takes: one collective for everything.
         """
         packed = torch.zeros(size, SUMMARY_SIZE, dtype=torch.float64)
         values = (self.sum, self.count, self.max, self.prompt_index, self.sample_index, self.position, self.token_id)
-        packed[rank] = torch.tensor([*values, self.rollout_logprob, self.trainer_logprob], dtype=torch.float64)
+        logprobs = self.rollout_logprob, self.trainer_logprob
+        packed[rank] = torch.tensor([*values, *logprobs, *self.histogram], dtype=torch.float64)
         return packed
 
 
@@ -83,14 +97,22 @@ def logprob_mismatch(
         token_id=int(tokens[row, column]),
         rollout_logprob=float(rollout_logprobs[row, column]),
         trainer_logprob=float(trainer_logprobs[row, column]),
+        histogram=_histogram(difference),
     )
+
+
+def _histogram(difference: Tensor) -> tuple[int, ...]:
+    """Tokens in each bin; difference: [N] float64, may be infinite."""
+    edges = torch.tensor(BIN_EDGES, dtype=torch.float64, device=difference.device)
+    bins = torch.bucketize(difference, edges, right=True)
+    return tuple(torch.bincount(bins, minlength=len(_NO_TOKENS)).tolist())
 
 
 def combine(packed: Tensor) -> LogprobMismatch:
     """Mismatch over all ranks.
 
-    packed: [ranks, 9] float64, the sum over ranks of what each one's `LogprobMismatch.pack` returned. Equal worst
-    differences are settled by (prompt, sample, position), so the answer does not depend on which rank held which row.
+    packed: [ranks, SUMMARY_SIZE] float64, the sum over ranks of what each one's `LogprobMismatch.pack` returned. Equal
+    worst differences are settled by (prompt, sample, position), so it does not matter which rank held which row.
     """
     rows = [_unpack(values) for values in packed.tolist()]
     filled = [row for row in rows if row.count]
@@ -107,11 +129,13 @@ def combine(packed: Tensor) -> LogprobMismatch:
         token_id=worst.token_id,
         rollout_logprob=worst.rollout_logprob,
         trainer_logprob=worst.trainer_logprob,
+        histogram=tuple(sum(bin_counts) for bin_counts in zip(*(row.histogram for row in filled), strict=True)),
     )
 
 
 def _unpack(values: list[float]) -> LogprobMismatch:
-    total, count, largest, prompt_index, sample_index, position, token_id, rollout_logprob, trainer_logprob = values
+    numbers, histogram = values[:_NUMBERS], values[_NUMBERS:]
+    total, count, largest, prompt_index, sample_index, position, token_id, rollout_logprob, trainer_logprob = numbers
     return LogprobMismatch(
         sum=total,
         count=int(count),
@@ -122,4 +146,5 @@ def _unpack(values: list[float]) -> LogprobMismatch:
         token_id=int(token_id),
         rollout_logprob=rollout_logprob,
         trainer_logprob=trainer_logprob,
+        histogram=tuple(int(tokens) for tokens in histogram),
     )

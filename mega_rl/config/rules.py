@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mega_rl.config import parallel_rules
+from mega_rl.config import parallel_rules, rollout_rules
 from mega_rl.config.facts import ModelFacts, divisors, listed
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, SglangConfig
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -22,9 +22,10 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     """
     problems = [*parallel_rules.layout(config, world_size), *_batches(config, world_size), *_schedule(config)]
     problems += [*_algorithm(config), *parallel_rules.recompute(config)]
-    problems += parallel_rules.data_parallel(config, world_size)
+    problems += [*parallel_rules.data_parallel(config, world_size), *rollout_rules.rollouts(config)]
     for key, facts in (models or {}).items():
         problems += [*parallel_rules.fits_model(config, key, facts), *_fits_model(config, key, facts)]
+        problems += rollout_rules.fits_model(config, key, facts)
     return [*problems, *_without_effect(config)]
 
 
@@ -183,6 +184,25 @@ _NEEDS = (
     _Needs(("trainer.micro_batch_size",), "trainer.packing=false", lambda config: not config.trainer.packing),
     _Needs(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
     _Needs(("data.val_size",), "no data.val_files", lambda config: not config.data.val_files),
+    _Needs(("rollout.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
+    _Needs(
+        tuple(f"sglang.{field.name}" for field in dataclasses.fields(SglangConfig)),
+        "rollout.backend=sglang",
+        lambda config: config.rollout.backend == "sglang",
+    ),
+    _Needs(
+        tuple(f"sglang.{name}" for name in ("servers", "tp", "host", "max_total_tokens", "mem_fraction")),
+        "servers that the run starts: no sglang.urls",
+        lambda config: not config.sglang.urls,
+    ),
+    _Needs(("sglang.keys_file",), "sglang.urls", lambda config: bool(config.sglang.urls)),
+    _Needs(
+        ("sglang.max_failed_share",),
+        "sglang.failed_samples=mask",
+        lambda config: config.sglang.failed_samples == "mask",
+    ),
+    _Needs(("sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
+    _Needs(("sglang.probe_limit",), "sglang.probe_tokens above 0", lambda config: config.sglang.probe_tokens > 0),
 )
 
 
@@ -203,8 +223,9 @@ def is_on_policy(config: Config) -> bool:
     """Whether every update is made with the weights that sampled, and nothing before it needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
-    needed_before = algorithm.kl_placement == "reward" or algorithm.critic_warmup_steps > 0
-    return algorithm.old_logprobs == "auto" and single_update and not needed_before
+    needed_before = algorithm.kl_placement == "reward" or algorithm.critic_warmup_steps > 0 or algorithm.tis_cap > 0
+    sampled_now = trainer.async_steps == 0
+    return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before
 
 
 def flat(config: Config) -> dict[str, object]:

@@ -206,6 +206,11 @@ class AlgorithmConfig:
         "step and they enter nothing before it, from that step's forward (auto).",
         choices=("auto", "recompute"),
     )
+    tis_cap: float = setting(
+        0.0,
+        "Truncated importance sampling: each token's policy loss times min(pi_old / pi_rollout, cap); 0 is off.",
+        min=0.0,
+    )
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
 
@@ -234,7 +239,11 @@ class DataConfig:
 class RolloutConfig:
     """Generation."""
 
-    backend: str = setting("hf", "Rollout engine.", choices=("hf",))
+    backend: str = setting(
+        "hf",
+        "Rollout engine: Hugging Face generate in the trainer's own processes (hf), or SGLang servers (sglang).",
+        choices=("hf", "sglang"),
+    )
     n: int = setting(1, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
     top_p: float = setting(1.0, "Nucleus mass.", above=0.0, max=1.0)
@@ -257,6 +266,59 @@ class RolloutConfig:
         min=1,
     )
     bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
+
+
+@dataclass(frozen=True)
+class SglangConfig:
+    """The servers behind rollout.backend=sglang."""
+
+    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers beside the trainer.")
+    keys_file: str = setting(
+        "", 'Keys of the servers that are joined, mode 0600: {"api_key": "...", "admin_key": "..."}.'
+    )
+    servers: int = setting(1, "Servers to start on each host of the trainer.", unit="servers", min=1)
+    tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
+    host: str = setting("127.0.0.1", "Address that started servers bind to.")
+    placement: str = setting(
+        "auto",
+        "Whether servers share the trainer's devices and so take turns with it (colocated) or have devices of their "
+        "own (separate); auto is colocated for started servers without trainer.async_steps, else separate.",
+        choices=("auto", "colocated", "separate"),
+    )
+    transport: str = setting(
+        "auto",
+        "How weights travel: by shared memory or CUDA IPC on one host, by a process group with the servers, or as "
+        "files; auto takes the first that is possible.",
+        choices=("auto", "shared_memory", "distributed", "disk"),
+    )
+    start_timeout_s: float = setting(600.0, "Deadline of a server's start.", unit="seconds", above=0.0)
+    request_timeout_s: float = setting(600.0, "Deadline of one request, tries and all.", unit="seconds", above=0.0)
+    sync_timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
+    max_concurrency: int = setting(256, "Requests in flight at one server.", unit="requests", min=1)
+    retries: int = setting(3, "Further tries of a sample after a failed one.", unit="tries", min=0)
+    restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
+    failed_samples: str = setting(
+        "fatal",
+        "What a sample without an answer does: end the run, or stay out of the loss.",
+        choices=("fatal", "mask"),
+    )
+    max_failed_share: float = setting(
+        0.1, "Share of a step's samples that may be masked before the run ends.", min=0.0, max=1.0
+    )
+    partial_rollout: bool = setting(
+        False, "Let a weight update interrupt responses, which go on under the new weights; tokens carry their version."
+    )
+    max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
+    mem_fraction: float = setting(
+        0.0, "Share of a device's memory for weights and KV cache; 0 lets SGLang choose.", min=0.0, max=0.95
+    )
+    probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
+    probe_limit: float = setting(
+        0.0,
+        "Largest |trainer - server| log-prob of a probe's token; 0 takes 1e-4 in fp32 and 0.1 in bf16.",
+        unit="nats",
+        min=0.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -303,6 +365,13 @@ class TrainerConfig:
     val_interval: int = setting(
         0, "Validate (greedy) each so many steps, before the first and after the last; 0 never.", unit="steps", min=0
     )
+    async_steps: int = setting(
+        0,
+        "Steps that generation runs ahead of training; its samples are as many versions old.",
+        unit="steps",
+        min=0,
+        max=1,
+    )
     device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
     deterministic: bool = setting(False, "Only algorithms that give the same bits twice, where there are such.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)
@@ -320,6 +389,7 @@ class Config:
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    sglang: SglangConfig = dataclasses.field(default_factory=SglangConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)

@@ -31,6 +31,7 @@ class ExportParam(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    replicated: bool  # every member holds the same; pieces are then taken from the first
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,6 @@ def _unit(
         vp_stage,
         of_experts,
         params[0][0].float32,
-        tuple(ExportParam(plans[0].name, plans[0].shape) for plans in params),
+        tuple(ExportParam(plans[0].name, plans[0].shape, plans[0].replicated) for plans in params),
         tuple((name, shapes[name].shape, tuple(found)) for name, found in pieces.items()),
     )

@@ -202,6 +202,10 @@ class MegatronEngine:
         here = {part: [t for t in found if t.device.type == self.device.type] for part, found in tensors.items()}
         return freed + self._offload.offload(here, chosen)
 
+    def is_offloaded(self, part: str) -> bool:
+        """Whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
+        return self._offload.is_off(part)
+
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Undo `offload` of these parts, bit for bit."""
         self._offload.onload(self._parts(parameters=parameters, gradients=gradients, optimizer=optimizer))

@@ -71,6 +71,10 @@ class PartsOffload:
                 freed += self._take(part).offload(mine)
         return freed
 
+    def is_off(self, part: str) -> bool:
+        """Whether a part's memory has been given back."""
+        return self._off[part] is not None
+
     def onload(self, chosen: Iterable[str]) -> None:
         """Give the chosen parts back what they had; nothing happens to those that are not off."""
         for part in chosen:

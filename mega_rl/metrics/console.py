@@ -35,6 +35,31 @@ def step_line(step: int, metrics: Metrics) -> str:
     return " | ".join([f"step {step}", *columns])
 
 
+class GenerationBar:
+    """How far a generation is, as a second bar below the run's, while it lasts; nothing away from a terminal.
+
+    `show` may come from any thread, before there is a bar and after it.
+    """
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def attach(self, progress: Progress | None) -> None:
+        """Show in `progress` from now on; None: nowhere."""
+        self._progress, self._task = progress, None
+
+    def show(self, done: int, total: int, tokens_per_second: float) -> None:
+        """done, total: samples of this rank."""
+        progress = self._progress
+        if progress is None:
+            return
+        if self._task is None:
+            self._task = progress.add_task("", total=total)
+        description = f"samples, {tokens_per_second:.0f} tok/s"
+        progress.update(self._task, total=total, completed=done, description=description, visible=done < total)
+
+
 class ConsoleSink:
     """Logs `step_line`; on a terminal, with a progress bar that stays below the log."""
 
@@ -44,8 +69,12 @@ class ConsoleSink:
         progress_bar: bool = False,
         total_steps: int | None = None,
         console: Console | None = None,
+        generation: GenerationBar | None = None,
     ) -> None:
-        """total_steps: length of the bar; without it the bar only counts. console: standard error unless given."""
+        """total_steps: length of the bar; without it the bar only counts. console: standard error unless given.
+        generation: shows itself below the bar.
+        """
+        self._generation = generation or GenerationBar()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._moved_handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
@@ -57,6 +86,7 @@ class ConsoleSink:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("", total=total_steps)
+        self._generation.attach(self._progress)
         before = sys.stderr
         self._progress.start()
         # The bar puts its own stream in place of standard error, which keeps it below what is written; handlers that
@@ -82,6 +112,7 @@ class ConsoleSink:
         for handler, stream in self._moved_handlers:
             handler.setStream(stream)
         self._moved_handlers = []
+        self._generation.attach(None)
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.config.schema import MetricsConfig
-from mega_rl.metrics.console import ConsoleSink
+from mega_rl.metrics.console import ConsoleSink, GenerationBar
 from mega_rl.metrics.records import decode_step, encode_step, to_json_value
 from mega_rl.protocols import MetricsSink
 from mega_rl.types import Metrics
@@ -193,11 +193,18 @@ class MultiSink:
 
 
 def make_sink(
-    config: MetricsConfig, run_dir: Path, *, is_writer: bool, resume_step: int, total_steps: int | None = None
+    config: MetricsConfig,
+    run_dir: Path,
+    *,
+    is_writer: bool,
+    resume_step: int,
+    total_steps: int | None = None,
+    generation: GenerationBar | None = None,
 ) -> MetricsSink:
     """The sink of this rank: everything the config asks for where `is_writer`, nothing elsewhere.
 
     resume_step: the first step that the run will do, 1 when it is new. total_steps: length of the progress bar.
+    generation: what shows how far a generation is.
     """
     if not is_writer:
         return NullSink()
@@ -209,5 +216,5 @@ def make_sink(
             logger.warning("metrics.tensorboard=true, but the tensorboard package is not installed: metrics.jsonl only")
     if config.rollout_interval and config.rollout_samples:
         sinks.append(RolloutDump(run_dir / "rollouts", resume_step=resume_step))
-    sinks.append(ConsoleSink(progress_bar=config.progress_bar, total_steps=total_steps))
+    sinks.append(ConsoleSink(progress_bar=config.progress_bar, total_steps=total_steps, generation=generation))
     return MultiSink(sinks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +25,9 @@ from mega_rl.rollout.decoding import Decoded, DecodingLoop
 from mega_rl.rollout.disk_names import weights_on_disk
 from mega_rl.rollout.kv_cache import ATTENTION, make_cache
 from mega_rl.rollout.sampling import Sampler
+from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.rollout.weight_sync import checksum
-from mega_rl.types import Prompt, Rollout
+from mega_rl.types import Metrics, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,10 @@ class HFRolloutEngine:
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
         self._pad_token_id = pad_token_id
-        config = _read_config(Path(model_path))
+        config = read_model_config(Path(model_path))
         self._model = _build_model(config, dtype=dtype, device=self._device)
         self._max_positions: int = config.max_position_embeddings
-        stop_ids = sorted({*_end_of_sequence_ids(Path(model_path), config), *stop_token_ids})
+        stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
         self._weights = weights_on_disk(self._model)
         self._written: set[int] = set()
@@ -112,6 +113,10 @@ class HFRolloutEngine:
         rollout = self._assemble(rows, decoded, prompts, prompt_index)
         self._check_finite(rollout)
         return rollout
+
+    def metrics(self) -> Metrics:
+        """None: what it does is timed with the trainer's own phases."""
+        return {}
 
     def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
@@ -248,7 +253,7 @@ class HFRolloutEngine:
         self._weight_version = version
 
 
-def _read_config(model_path: Path) -> PreTrainedConfig:
+def read_model_config(model_path: Path) -> PreTrainedConfig:
     """The checkpoint's config, from a local directory only."""
     if not (model_path / "config.json").is_file():
         raise UserError(f"model.path={model_path}: no config.json there; give a Hugging Face checkpoint directory")
@@ -266,23 +271,6 @@ def _build_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.
         )
     model.tie_weights()
     return model.eval().requires_grad_(False)
-
-
-def _end_of_sequence_ids(model_path: Path, config: PreTrainedConfig) -> set[int]:
-    """Token ids that end a response: generation_config.json's where it names any, else config.json's."""
-    ids: int | list[int] | None = None
-    if (model_path / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
-    if ids is None:
-        ids = config.eos_token_id
-    return set(_as_list(ids))
-
-
-def _as_list(ids: int | list[int] | None) -> Iterator[int]:
-    if isinstance(ids, int):
-        yield ids
-    elif ids is not None:
-        yield from ids
 
 
 def _left_padded(sequences: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

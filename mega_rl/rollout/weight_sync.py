@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.protocols import RolloutEngine
+from mega_rl.protocols import EmbeddedEngine
 from mega_rl.types import Metrics
 
 
@@ -57,7 +57,7 @@ class EmbeddedWeightSync:
     def __init__(
         self,
         export: Callable[[], Iterator[tuple[str, Tensor]]],
-        engine: RolloutEngine,
+        engine: EmbeddedEngine,
         *,
         bucket_bytes: int,
         verify_interval: int,

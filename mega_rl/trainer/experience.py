@@ -69,8 +69,15 @@ def build_experience(
     estimator: AdvantageEstimator,
     sum_over_ranks: SumOverRanks,
 ) -> Experience:
-    """The rollout with advantages and returns; `rewards` is [B]. A role the run lacks says nothing of its tokens."""
+    """The rollout with advantages and returns; `rewards` is [B]. A role the run lacks says nothing of its tokens.
+
+    Failed samples have no response token. So none of them trains, their rewards have no token to stand on, and every
+    statistic (of a group, of the batch, of a mini-batch) is one of the samples that have an answer.
+    """
     assert old.logprobs is not None
+    assert rollout.failed is None or not rollout.loss_mask[rollout.failed].any(), (
+        "a failed sample has tokens that train"
+    )
     blank = torch.zeros_like(old.logprobs)
     experience = Experience(
         tokens=rollout.tokens,

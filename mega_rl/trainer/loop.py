@@ -73,6 +73,7 @@ class PPOTrainer:
     estimator: AdvantageEstimator
     minibatches: MinibatchPlan
     kl: KLController
+    staleness: Callable[[Rollout], Metrics]  # raises for samples that are older than the run allows
     old_logprobs: OldLogprobs
     sync: WeightSync
     ranks: Ranks  # the data-parallel replicas
@@ -112,9 +113,10 @@ class PPOTrainer:
         prompts = self.prompts.batch(step)
         with phase("generate"):
             rollout = self.rollout.generate(prompts, step=step)
+            metrics = self.rollout.metrics() | self.staleness(rollout)
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
-            metrics = rollout_metrics(rollout, rewards, self.ranks)
+            metrics |= rollout_metrics(rollout, rewards, self.ranks)
         with phase("old_logprobs"):
             old, mismatch = self.old_logprobs.evaluate(rollout)
         with phase("ref_logprobs"):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from mega_rl.algorithms.mismatch import combine, logprob_mismatch
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.mismatch import SUMMARY_SIZE, LogprobMismatch, combine, logprob_mismatch
 from mega_rl.errors import RunError
 from mega_rl.protocols import Ranks
+from mega_rl.trainer.staleness import token_versions
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 
@@ -16,30 +21,65 @@ class RolloutMismatchError(RunError):
 
 @dataclass(frozen=True)
 class MismatchGuard:
-    """Compares every rollout token's two log-probs over `ranks`; stops the run beyond `limit` nats."""
+    """Compares every rollout token's two log-probs over `ranks`; stops the run beyond `limit` nats.
+
+    `current`: version of the weights that the trainer holds, where rollouts may be older. Tokens of older versions
+    differ rightly, as the policy has moved: they are reported apart and the limit does not bind them. None: the
+    trainer's weights are those that sampled.
+    """
 
     limit: float
     ranks: Ranks
+    current: Callable[[], int] | None = None
 
     def __call__(self, rollout: Rollout | Experience, old: TokenOutputs) -> Metrics:
-        """Largest and mean difference in nats, equal on all ranks.
+        """Largest and mean difference in nats and their histogram, equal on all ranks.
+
+        `rollout/logprob_diff_*` (see LogprobMismatch.metrics) of tokens of the current version, left out when all
+        are older; with `current` also `rollout/stale_logprob_diff_*` and `rollout/stale_tokens_fraction`.
 
         Raises:
-            RolloutMismatchError: on all ranks, naming the worst token.
+            RolloutMismatchError: on all ranks, naming the worst token. A difference that is no number is always one.
         """
         assert old.logprobs is not None
-        own = logprob_mismatch(
-            rollout.rollout_logprobs,
-            old.logprobs,
-            rollout.loss_mask,
-            tokens=rollout.tokens,
-            prompt_index=rollout.prompt_index,
-            sample_index=rollout.sample_index,
+        stale_mask = self._stale(rollout)
+        fresh, stale = self._over_ranks(
+            _summary(rollout, old.logprobs, rollout.loss_mask & ~stale_mask),
+            _summary(rollout, old.logprobs, rollout.loss_mask & stale_mask),
         )
-        overall = combine(self.ranks.sum(own.pack(rank=self.ranks.rank, size=self.ranks.size)))
-        if overall.max > self.limit:
+        if fresh.max > self.limit:
             raise RolloutMismatchError(
                 f"trainer and rollout engine disagree by more than rollout.logprob_diff_limit={self.limit}: "
-                f"{overall.describe_worst()}; check that both run the same weights and dtype before raising the limit"
+                f"{fresh.describe_worst()}; check that both run the same weights and dtype before raising the limit"
             )
-        return overall.metrics()
+        if stale.max == torch.inf:
+            raise RolloutMismatchError(f"a log-prob is not finite: {stale.describe_worst()}")
+        if self.current is None:
+            return fresh.metrics()
+        tokens = max(fresh.count + stale.count, 1)
+        metrics = {"rollout/stale_tokens_fraction": stale.count / tokens}
+        metrics |= stale.metrics("rollout/stale_logprob_diff") if stale.count else {}
+        return metrics | (fresh.metrics() if fresh.count or not stale.count else {})
+
+    def _stale(self, rollout: Rollout | Experience) -> Tensor:
+        """[B, S] bool, tokens that older weights sampled."""
+        if self.current is None:
+            return torch.zeros_like(rollout.loss_mask)
+        assert isinstance(rollout, Rollout), "an update's mini-batch does not say which weights sampled its tokens"
+        return token_versions(rollout) != self.current()
+
+    def _over_ranks(self, *own: LogprobMismatch) -> list[LogprobMismatch]:
+        """The summaries over all ranks, in one collective."""
+        packed = torch.cat([one.pack(rank=self.ranks.rank, size=self.ranks.size) for one in own], dim=1)
+        return [combine(part) for part in self.ranks.sum(packed).split(SUMMARY_SIZE, dim=1)]
+
+
+def _summary(rollout: Rollout | Experience, logprobs: Tensor, mask: Tensor) -> LogprobMismatch:
+    return logprob_mismatch(
+        rollout.rollout_logprobs,
+        logprobs,
+        mask,
+        tokens=rollout.tokens,
+        prompt_index=rollout.prompt_index,
+        sample_index=rollout.sample_index,
+    )

@@ -15,7 +15,15 @@ from mega_rl.types import Experience, Metrics, Prompt, Rollout
 
 
 def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: str = "") -> Metrics:
-    """Rewards, response lengths and how responses ended, over all ranks; `rewards` is [B]."""
+    """Rewards, response lengths and how responses ended, over all ranks; `rewards` is [B].
+
+    Failed samples are in no number but their own, `rollout/failed_samples`, which is there where samples may fail.
+    """
+    failures: Metrics = {}
+    if rollout.failed is not None:
+        failures[f"{prefix}rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
+        answered = (~rollout.failed).nonzero().flatten()
+        rollout, rewards = rollout[answered], rewards[answered]  # type: ignore[index]
     response = (rollout.lengths - rollout.prompt_lengths).double()
     rewards = rewards.double()
     rows = rewards.numel()
@@ -45,7 +53,7 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
         f"{prefix}rollout/response_tokens": tokens,
         f"{prefix}rollout/finished_fraction": finished / count,
         f"{prefix}rollout/tokens": total,
-    }
+    } | failures
 
 
 def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
@@ -91,6 +99,7 @@ def sample_rows(
                 "reward": float(rewards[row]),
                 "finished": bool(rollout.finished[row]),
                 "weight_version": int(rollout.weight_version[row]),
+                **({} if rollout.failed is None else {"failed": bool(rollout.failed[row])}),
             }
         )
     return rows

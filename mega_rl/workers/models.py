@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from mega_rl.algorithms.importance import importance_metrics, truncated_importance_weights
 from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.policy_loss import ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
@@ -20,7 +21,8 @@ LearningRate = Callable[[int], float]  # trainer step -> learning rate
 class PolicyLoss:
     """The clipped policy objective with its numbers (see `algorithms.policy_loss`).
 
-    `on_policy`: the weights that are updated are those that sampled, so the forward at hand gives the old log-probs.
+    `on_policy`: a step updates once, so the forward at hand gives the log-probs before the update.
+    `tis_cap`: truncated importance sampling (see `algorithms.importance`) corrects for what sampled the tokens; 0 off.
     """
 
     clip_low: float
@@ -30,16 +32,19 @@ class PolicyLoss:
     kl: KLController | None  # KL in the loss; None without
     kl_estimator: str
     on_policy: bool = False
+    tis_cap: float = 0.0
 
     def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
         assert outputs.logprobs is not None
         assert outputs.entropy is not None
-        return ppo_policy_loss(
+        old_logprobs = outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"]
+        advantages, metrics = self._correct(old_logprobs, fields)
+        loss = ppo_policy_loss(
             outputs.logprobs,
             outputs.entropy,
-            old_logprobs=outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"],
+            old_logprobs=old_logprobs,
             ref_logprobs=None if self.kl is None else fields["ref_logprobs"],
-            advantages=fields["advantages"],
+            advantages=advantages,
             loss_weights=fields["loss_weights"],
             token_weights=fields["token_weights"],
             clip_low=self.clip_low,
@@ -49,6 +54,22 @@ class PolicyLoss:
             kl_coef=0.0 if self.kl is None else self.kl.value,
             kl_estimator=self.kl_estimator,
         )
+        return replace(loss, sums=loss.sums | metrics)
+
+    def _correct(self, old_logprobs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(advantages times importance weights, what to report of these).
+
+        The clipped objective is linear in the advantage for a fixed sign, and weights are positive: weighting the
+        advantage is weighting the token's policy loss, while entropy and KL terms keep their own weights.
+        """
+        if self.tis_cap == 0.0:
+            return fields["advantages"], {}
+        rollout_logprobs = fields["rollout_logprobs"]
+        weights = truncated_importance_weights(old_logprobs, rollout_logprobs, cap=self.tis_cap)
+        metrics = importance_metrics(
+            old_logprobs, rollout_logprobs, token_weights=fields["token_weights"], cap=self.tis_cap
+        )
+        return fields["advantages"] * weights, metrics
 
 
 @dataclass(frozen=True)

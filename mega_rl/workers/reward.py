@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import RunError
+from mega_rl.parallel.together import raise_together
 from mega_rl.protocols import Ranks
 from mega_rl.types import Prompt, Rollout
 
@@ -45,7 +46,7 @@ class RewardWorker:
         """[B] float32, the reward of each row, on the device of the rollout; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. The text that is scored is the
-        response without the stop token that ended it (where `finished`).
+        response without the stop token that ended it (where `finished`). Failed samples are not scored: 0.
         Raises RewardError on every rank of the run, naming prompt, response and cause.
         """
         device = rollout.tokens.device
@@ -56,29 +57,17 @@ class RewardWorker:
                 scores = self._score_here(rollout, prompts)
             except RewardError as error:
                 failure = error
-        self._raise_together(failure)
+        raise_together(failure, self._everyone, error=RewardError)
         return self._replica.broadcast(scores.to(device))
-
-    def _raise_together(self, failure: RewardError | None) -> None:
-        """Raise on every rank if any rank has failed, with the first one's message; else nothing."""
-        everyone = self._everyone
-        message = list(str(failure).encode(errors="backslashreplace")) if failure else []
-        sizes = torch.zeros(everyone.size, dtype=torch.int64)
-        sizes[everyone.rank] = len(message)
-        sizes = everyone.sum(sizes)
-        if not sizes.any():
-            return
-        first = int(sizes.nonzero()[0])
-        sent = torch.tensor(message if everyone.rank == first else [0] * int(sizes[first]), dtype=torch.uint8)
-        text = bytes(everyone.broadcast(sent, source=first).tolist()).decode()
-        raise failure or RewardError(text)
 
     def _score_here(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
         """Every row's score; raises RewardError at the first row that has none."""
-        chosen = [prompts[index] for index in rollout.prompt_index.tolist()]
-        texts = [self._decode(token_ids) for token_ids in responses(rollout)]
-        scores = [self._score_one(prompt, text) for prompt, text in zip(chosen, texts, strict=True)]
-        return torch.tensor(scores, dtype=torch.float32)
+        scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
+        indices = rollout.prompt_index.tolist()
+        for row, token_ids in enumerate(responses(rollout)):
+            if rollout.failed is None or not rollout.failed[row]:
+                scores[row] = self._score_one(prompts[indices[row]], self._decode(token_ids))
+        return scores
 
     def _score_one(self, prompt: Prompt, response: str) -> float:
         try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic
 
-from mega_rl.protocols import Ranks, RolloutEngine
-from mega_rl.types import Prompt, Rollout
+from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, Samples
+from mega_rl.types import Metrics, Prompt, Rollout
 
 
 def share(count: int, ranks: Ranks) -> range:
@@ -30,8 +31,7 @@ class RolloutWorker:
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         """This replica's rows of the step: n samples of each prompt (one when greedy), by prompt, then sample."""
-        owned = share(len(prompts), self.data_parallel)
-        mine = owned[share(len(owned), self.replica).start : share(len(owned), self.replica).stop]
+        mine = self._own(prompts)
         rows = self.engine.generate(
             [prompts[i] for i in mine],
             list(mine),
@@ -40,3 +40,28 @@ class RolloutWorker:
             greedy=greedy,
         )
         return self.replica.gather_rows(rows)
+
+    def metrics(self) -> Metrics:
+        """The engine's."""
+        return self.engine.metrics()
+
+    def _own(self, prompts: Sequence[Prompt]) -> range:
+        """Positions of the prompts that this rank generates for."""
+        owned = share(len(prompts), self.data_parallel)
+        return owned[share(len(owned), self.replica).start : share(len(owned), self.replica).stop]
+
+
+@dataclass
+class BackgroundRolloutWorker(RolloutWorker, Generic[Samples]):
+    """The same in two parts, for generation beside training: `sample` may run on another thread, `collect` not."""
+
+    engine: BackgroundEngine[Samples]
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> Samples:
+        """What this rank generates of the step; no collective."""
+        mine = self._own(prompts)
+        return self.engine.sample([prompts[i] for i in mine], list(mine), n=self.n, seed=(self.seed, step))
+
+    def collect(self, samples: Samples) -> Rollout:
+        """This replica's rows; collective over all ranks."""
+        return self.replica.gather_rows(self.engine.collect(samples))

@@ -67,6 +67,9 @@ class FakePolicy:
         self.weight_version += 1
         return {"rollout/weight_version": float(self.weight_version)}
 
+    def metrics(self) -> Metrics:
+        return {}
+
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         self.events.append("validate" if greedy else "generate")
         count = 2 if not greedy else 1

@@ -14,6 +14,7 @@ import pytest
 from mega_rl import cli, doctor
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
+from mega_rl.rollout.sglang.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -318,6 +319,22 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     for word in ("python ", "torch ", "megatron-core", "cuda", "transformer-engine", "sglang", "wandb"):
         assert word in out
     assert "MISSING" not in out
+
+
+@pytest.mark.parametrize(
+    ("installation", "said"),
+    [
+        (None, "not found; used instead: the embedded Hugging Face rollout engine ('make sglang'"),
+        (Installation("0.5.20", None), "0.5.20, beside the rest"),
+        (Installation("0.5.20", Path("/v/sglang")), "0.5.20, for CPUs, in /v/sglang"),
+        (Installation("0.5.9", None), "0.5.9, beside the rest; mega_rl works with 0.5.20 only"),
+    ],
+)
+def test_doctor_tells_which_sglang(
+    installation: Installation | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_sglang", lambda: installation)
+    assert any(line.startswith("sglang ") and said in line for line in doctor.report())
 
 
 def test_doctor_tells_found_from_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,3 +328,41 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         "model.transformer_impl=transformer_engine: the package is not installed; set auto or local",
         "model.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local",
     ]
+
+
+# --- SGLang
+
+JOINED = ("rollout.backend=sglang", "sglang.urls=[http://127.0.0.1:30000]", "sglang.keys_file=keys.json")
+
+
+def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.prefix", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sglang" else object())
+    (line,) = problems("rollout.backend=sglang")
+    assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20, which is not installed; 'make sglang'")
+    Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
+    Path("keys.json").chmod(0o600)
+    preflight(None, [*BASE, *JOINED])  # servers to join do not
+
+
+def test_keys_of_joined_servers_are_their_owners_alone() -> None:
+    (line,) = problems(*JOINED)
+    assert line.startswith("sglang.keys_file: keys.json: cannot be read as a file of keys")
+    Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
+    Path("keys.json").chmod(0o644)
+    (line,) = problems(*JOINED)
+    assert "others than its owner may read it (mode 644); chmod 600" in line
+
+
+@pytest.mark.parametrize(
+    ("tied", "backend", "refused"), [(True, "sglang", True), (False, "sglang", False), (True, "hf", False)]
+)
+def test_sglang_does_not_tie_every_family(tied: bool, backend: str, refused: bool) -> None:
+    write_checkpoint(Path("moe"), {**TINY["qwen3_moe"], "tie_word_embeddings": tied})
+    overrides = ["model.path=moe", f"rollout.backend={backend}"]
+    try:
+        preflight(None, [*BASE, *overrides])
+        found: tuple[str, ...] = ()
+    except UserErrors as error:
+        found = error.problems
+    assert any("layer weights of its own" in line for line in found) == refused

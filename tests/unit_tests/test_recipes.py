@@ -45,5 +45,5 @@ def test_the_64_gpu_recipe_needs_its_layout() -> None:
 
 
 def test_every_recipe_is_known_here_or_has_its_own_test() -> None:
-    known = {name for name, _, _ in REAL_MODELS} | {"quickstart"}
+    known = {name for name, _, _ in REAL_MODELS} | {"quickstart", "quickstart_sglang"}
     assert {path.stem for path in RECIPES.glob("*.yaml")} <= known

@@ -141,6 +141,28 @@ def test_grpo_does_not_depend_on_row_order_or_company() -> None:
     torch.testing.assert_close(grpo(rewards[4:8], groups[4:8], mask[4:8]), whole[4:8], rtol=1e-6, atol=1e-7)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0, -2.5]), min_size=1, max_size=10),
+    absent=st.integers(0, 2**10),
+    std_normalization=st.booleans(),
+)
+def test_a_row_without_response_is_as_if_it_were_not_there(
+    rewards: list[float], absent: int, std_normalization: bool
+) -> None:
+    """Whatever reward it carries: to the bit for the others, 0 for itself. Three groups; some lose all their rows."""
+    rows = len(rewards)
+    missing = torch.tensor([bool(absent >> row & 1) for row in range(rows)])
+    scores, groups = torch.tensor(rewards), torch.arange(rows) % 3
+    mask = torch.ones(rows, 4, dtype=torch.bool) & ~missing[:, None]
+    scores[missing] = 1e6
+    found = grpo(scores, groups, mask, std_normalization=std_normalization)
+    kept = ~missing
+    alone = grpo(scores[kept], groups[kept], mask[kept], std_normalization=std_normalization)
+    assert torch.equal(found[kept], alone)
+    assert not found[missing].any()
+
+
 def test_a_rank_without_rows() -> None:
     none, empty = torch.zeros(0), torch.zeros(0, 4)
     mask = torch.zeros(0, 4, dtype=torch.bool)

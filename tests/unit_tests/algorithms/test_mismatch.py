@@ -39,10 +39,9 @@ def test_numbers_and_worst_token() -> None:
     found = summary(fields)
     assert found.count == int(mask.sum())
     assert found.sum == pytest.approx(float(difference.sum()), rel=1e-12)
-    assert found.metrics() == {
-        "rollout/logprob_diff_max": pytest.approx(0.75, abs=1e-6),
-        "rollout/logprob_diff_mean": pytest.approx(float(difference.mean()), rel=1e-12),
-    }
+    metrics = found.metrics()
+    assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.75, abs=1e-6)
+    assert metrics["rollout/logprob_diff_mean"] == pytest.approx(float(difference.mean()), rel=1e-12)
     place = found.prompt_index, found.sample_index, found.position, found.token_id
     assert place == (11, 1, 4, int(fields["tokens"][3, 4]))
     text = found.describe_worst()
@@ -50,6 +49,25 @@ def test_numbers_and_worst_token() -> None:
         assert part in text
     assert f"{float(fields['rollout_logprobs'][3, 4]):.6g}" in text
     assert f"{float(fields['trainer_logprobs'][3, 4]):.6g}" in text
+
+
+def test_the_histogram_says_which_share_of_tokens_differs_by_how_much() -> None:
+    """A lower end belongs to its bin; what is no number is in the last one; prompts are in none."""
+    differences = [0.0, 9e-7, 1e-6, 5e-4, 0.02, 1.0, 30.0, math.nan]
+    fields = {
+        "rollout_logprobs": torch.zeros(1, 9, dtype=torch.float64),
+        "trainer_logprobs": torch.tensor([[5.0, *differences]], dtype=torch.float64),
+        "loss_mask": torch.arange(9)[None] > 0,
+        "tokens": torch.arange(9)[None],
+        "prompt_index": torch.zeros(1, dtype=torch.int64),
+        "sample_index": torch.zeros(1, dtype=torch.int64),
+    }
+    found = summary(fields)
+    assert found.histogram == (2, 1, 0, 1, 0, 1, 0, 3)
+    assert {name: 8 * share for name, share in found.metrics("a").items() if "share" in name} == {
+        "a_share_below_1e-06": 2, "a_share_from_1e-06": 1, "a_share_from_1e-05": 0, "a_share_from_1e-04": 1,
+        "a_share_from_1e-03": 0, "a_share_from_1e-02": 1, "a_share_from_1e-01": 0, "a_share_from_1e+00": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
@@ -90,6 +108,7 @@ def test_ranks_together_say_what_one_rank_says(cuts: tuple[int, ...]) -> None:
         "token_id",
         "rollout_logprob",
         "trainer_logprob",
+        "histogram",
     ):
         assert getattr(together, name) == getattr(alone, name), name
 

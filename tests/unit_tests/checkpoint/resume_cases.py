@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,16 @@ def one_run(folder: Path, name: str, layout: str, source: str, accelerator: Any)
         config, "checkpoint", save_interval=0 if source else SAVED, resume=str(saved) if source else "auto"
     )
     weights: list[dict[str, torch.Tensor]] = []
-    with session(config, accelerator) as groups:
+    with session(config, accelerator) as groups, ExitStack() as resources:
 
         def after_each_step() -> bool:
             weights.append(weights_of(trainer))
             return False
 
-        trainer = build_trainer(config, accelerator, groups, stop_requested=after_each_step)
+        trainer = build_trainer(config, accelerator, groups, stop_requested=after_each_step, resources=resources)
         first = weights_of(trainer)
         counters = step_counters(trainer.actor.engine)
         trainer.fit()
-        trainer.metrics.close()
         return {
             "start": trainer.start,
             "first": first,

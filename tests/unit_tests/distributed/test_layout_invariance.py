@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,9 @@ class RecordingRollout:
         self.worker = worker
         self.seen: list[torch.Tensor] = []
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Any:
         rollout = self.worker.generate(prompts, step=step, greedy=greedy)
         everyone = self.worker.data_parallel.gather_rows(rollout)
@@ -127,12 +131,11 @@ def run_layouts(rank: int, folder: str, layouts: list[str]) -> dict[str, Any] | 
     for layout in layouts:
         for algorithm in [*ALGORITHMS, *(["grpo recomputed"] if layout == "1" else [])]:
             config = run_config(Path(folder), layout, algorithm)
-            with session(config, accelerator) as groups:
-                trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False)
+            with session(config, accelerator) as groups, ExitStack() as resources:
+                trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
                 trainer.rollout = RecordingRollout(trainer.rollout)
                 trainer.sync.publish()
                 metrics = [trainer.step(step) for step in range(STEPS)]
-                trainer.metrics.close()
                 results[f"{layout} {algorithm}"] = {"tokens": trainer.rollout.seen, "metrics": metrics}
     return results if rank == 0 else None
 

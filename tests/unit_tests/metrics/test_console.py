@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from mega_rl.metrics.console import ConsoleSink, step_line
+from mega_rl.metrics.console import ConsoleSink, GenerationBar, step_line
 
 METRICS = {
     "actor/loss": -0.00213,
@@ -74,3 +74,23 @@ def test_bar_counts_steps_stays_below_the_log_and_leaves_no_trace(monkeypatch: p
     assert step_line(17, METRICS) in text
     assert text.rindex("17/40") > text.index(step_line(17, METRICS))
     assert "reward 0.531" in text[text.rindex("17/40") :]
+
+
+def test_a_generation_shows_itself_below_the_bar_while_it_lasts() -> None:
+    stream = io.StringIO()
+    generation = GenerationBar()
+    generation.show(1, 8, 10.0)  # before there is a bar
+    sink = ConsoleSink(
+        progress_bar=True, total_steps=3, console=Console(file=stream, force_terminal=True), generation=generation
+    )
+    generation.show(2, 8, 123.4)
+    assert sink._progress is not None
+    (task,) = [task for task in sink._progress.tasks if task.total == 8]
+    assert (task.completed, task.visible, task.description) == (2, True, "samples, 123 tok/s")
+    generation.show(8, 8, 120.0)
+    assert not task.visible
+    generation.show(1, 4, 50.0)  # the next one
+    assert (task.completed, task.total, task.visible) == (1, 4, True)
+    sink.close()
+    generation.show(2, 4, 50.0)  # after it
+    assert task.completed == 1

@@ -49,6 +49,7 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
             minibatch_size=2, epochs=1, aggregation="token-mean", max_response_tokens=4, seed=0
         ),
         "kl": kl,
+        "staleness": lambda rollout: {},
         "old_logprobs": RecomputedLogprobs(policy, MismatchGuard(limit=0.5, ranks=FakeRanks())),
         "sync": policy,
         "ranks": FakeRanks(),

@@ -11,45 +11,12 @@ from torch import Tensor
 
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.reward import RewardError, RewardWorker
+from tests.helpers.threads import ThreadGroup
 
 PROMPTS = [
     Prompt(index=17, token_ids=(1, 2), text="1+1=", answer="2"),
     Prompt(index=23, token_ids=(3,), text="2+3=", answer="5"),
 ]
-
-
-class ThreadGroup:
-    """Threads that play ranks; only what the reward role uses."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=10)
-        self._sent: dict[int, Tensor] = {}
-
-    def rank(self, rank: int) -> OneRank:
-        return OneRank(self, rank)
-
-    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor; they must agree in shape and dtype."""
-        self._sent[rank] = tensor
-        self._barrier.wait()
-        sent = [self._sent[source] for source in range(self.size)]
-        self._barrier.wait()
-        assert {(one.shape, one.dtype) for one in sent} == {(tensor.shape, tensor.dtype)}
-        return sent
-
-
-class OneRank:
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self._group = group
-        self.rank = rank
-        self.size = group.size
-
-    def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        return self._group.exchange(self.rank, tensor)[source].clone()
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._group.exchange(self.rank, tensor)).sum(0)
 
 
 def rollout_of() -> Rollout:
@@ -177,6 +144,22 @@ def test_a_failure_on_one_replica_is_an_error_on_all() -> None:
 
     results = score_on(2, function, replicas=2)
     assert all(isinstance(result, RewardError) and "returned nan" in str(result) for result in results)
+
+
+def test_failed_samples_are_not_scored() -> None:
+    """The function does not see them: an empty answer may be one it cannot take."""
+    rollout = rollout_of()
+    rollout.failed = torch.tensor([False, True, False])
+    alone = ThreadGroup(1).rank(0)
+    seen = []
+
+    def function(prompt: str, response: str, answer: str) -> float:
+        seen.append(prompt)
+        return 7.0
+
+    worker = RewardWorker(function, decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
+    assert worker.score(rollout, PROMPTS).tolist() == [7.0, 0.0, 7.0]
+    assert seen == ["2+3=", "2+3="]
 
 
 def test_no_rows() -> None:

@@ -1,4 +1,4 @@
-"""The one place that turns a Config into engines, workers, a rollout engine and a trainer.
+"""A Config turned into a trainer with all its parts, and run.
 
 `mega_rl.accelerator.prepare` must have run before this module is imported: what it imports brings Megatron-Core in.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,36 +16,32 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from mega_rl.algorithms.kl import KLController
+from mega_rl.assemble.roles import Roles, build_estimator, build_roles
+from mega_rl.assemble.rollouts import build_rollouts, start_servers
 from mega_rl.checkpoint.store import DistCheckpointStore
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import is_on_policy
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
-from mega_rl.ddp.optimizer import learning_rate
-from mega_rl.engines.build import build_engine
-from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.metrics.console import GenerationBar
 from mega_rl.metrics.sinks import make_sink
 from mega_rl.metrics.timers import PhaseTimer
-from mega_rl.models.build import DTYPES
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
-from mega_rl.protocols import Engine, Learner, Scored
-from mega_rl.rollout.hf import HFRolloutEngine
-from mega_rl.rollout.weight_sync import EmbeddedWeightSync
+from mega_rl.protocols import Engine, WeightSync
 from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages, MinibatchPlan
+from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
+from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.types import Prompt
-from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
 from mega_rl.workers.reward import RewardWorker
 from mega_rl.workers.reward_functions import resolve
-from mega_rl.workers.rollout import RolloutWorker
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +74,10 @@ def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
 
 def run(config: Config, accelerator: Accelerator) -> int:
     """Train as `config` says on every rank of this job; returns the exit code (0, or 128 + signal when stopped)."""
-    with session(config, accelerator) as groups:
+    with session(config, accelerator) as groups, ExitStack() as resources:
         stop = StopRequest(GroupRanks(groups.world))
-        trainer = build_trainer(config, accelerator, groups, stop_requested=stop)
-        try:
-            trainer.fit()
-        finally:
-            trainer.metrics.close()
-            stop.restore()
+        resources.callback(stop.restore)
+        build_trainer(config, accelerator, groups, stop_requested=stop, resources=resources).fit()
         return stop.exit_code
 
 
@@ -109,51 +100,70 @@ def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
 
 
 def build_trainer(
-    config: Config, accelerator: Accelerator, groups: Groups, *, stop_requested: Callable[[], bool]
+    config: Config,
+    accelerator: Accelerator,
+    groups: Groups,
+    *,
+    stop_requested: Callable[[], bool],
+    resources: ExitStack,
 ) -> PPOTrainer:
-    """Every part of a run, connected."""
+    """Every part of a run, connected; `resources` ends what must end with the run: servers, files of metrics."""
     # Mistakes in data and reward function are found before the weights are loaded, and before anything is written.
     reward_function = resolve(config.reward.function)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     train, held_out = load_data(config, tokenizer, vocab_size=read_hf_config(config.model.path).vocab_size)
+    world = GroupRanks(groups.world)
+    servers = start_servers(config, accelerator, world, resources)  # they come up while the models are built
     roles = build_roles(config, accelerator, groups)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     actor = roles.actor_engine
-    rollout_engine = build_rollout_engine(config, accelerator)
-    world = GroupRanks(groups.world)
     is_writer = world.rank == 0
     run_dir = Path(config.trainer.run_dir)
-    sync = EmbeddedWeightSync(
-        actor.export_weights,
-        rollout_engine,
-        bucket_bytes=config.rollout.bucket_mib << 20,
-        verify_interval=config.rollout.verify_interval,
+    prompts = PromptSampler(
+        train,
+        batch_size=config.trainer.prompts_per_step,
+        shuffle=config.data.shuffle,
+        seed=config.trainer.seed,
     )
     checkpoints = build_checkpoints(config, roles, world, data_fingerprint=fingerprint(train))
-    start = resume(checkpoints, roles.kl, sync)
-    guard = MismatchGuard(limit=config.rollout.logprob_diff_limit, ranks=actor.data_parallel)
+    generation = GenerationBar()
+    rollouts = build_rollouts(
+        config,
+        accelerator,
+        world,
+        servers,
+        roles,
+        checkpoints=checkpoints,
+        prompts=prompts.batch,
+        show_progress=generation.show,
+        resources=resources,
+    )
+    start = resume(checkpoints, roles.kl, rollouts.sync)
+    guard = MismatchGuard(
+        limit=config.rollout.logprob_diff_limit,
+        ranks=actor.data_parallel,
+        current=(lambda: rollouts.sync.weight_version) if config.trainer.async_steps else None,
+    )
     if is_writer:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
+    metrics = make_sink(
+        config.metrics,
+        run_dir,
+        is_writer=is_writer,
+        resume_step=start + 1,
+        total_steps=config.trainer.steps,
+        generation=generation,
+    )
+    resources.callback(metrics.close)
     return PPOTrainer(
         settings=run_settings(config),
-        prompts=PromptSampler(
-            train,
-            batch_size=config.trainer.prompts_per_step,
-            shuffle=config.data.shuffle,
-            seed=config.trainer.seed,
-        ),
+        prompts=prompts,
         val_prompts=held_out,
-        rollout=RolloutWorker(
-            engine=rollout_engine,
-            data_parallel=actor.data_parallel,
-            replica=actor.replica,
-            n=config.rollout.n,
-            seed=config.trainer.seed,
-        ),
+        rollout=rollouts.source,
         reward=RewardWorker(reward_function, decode=decode, replica=actor.replica, everyone=world),
         actor=roles.actor,
         critic=roles.critic,
@@ -161,14 +171,15 @@ def build_trainer(
         estimator=build_estimator(config, roles.kl),
         minibatches=minibatch_plan(config),
         kl=roles.kl,
+        staleness=StalenessGuard(
+            limit=config.trainer.async_steps, ranks=actor.data_parallel, current=lambda: rollouts.sync.weight_version
+        ),
         old_logprobs=UpdateLogprobs(guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard),
-        sync=sync,
+        sync=rollouts.sync,
         ranks=actor.data_parallel,
         timer=PhaseTimer(synchronize=accelerator.synchronize),
-        metrics=make_sink(
-            config.metrics, run_dir, is_writer=is_writer, resume_step=start + 1, total_steps=config.trainer.steps
-        ),
-        checkpoints=checkpoints,
+        metrics=metrics,
+        checkpoints=rollouts.checkpoints,
         decode=decode,
         stop_requested=stop_requested,
         start=start,
@@ -214,7 +225,7 @@ def build_checkpoints(config: Config, roles: Roles, world: GroupRanks, *, data_f
     )
 
 
-def resume(checkpoints: DistCheckpointStore, kl: KLController, sync: EmbeddedWeightSync) -> int:
+def resume(checkpoints: DistCheckpointStore, kl: KLController, sync: WeightSync) -> int:
     """Steps done by the checkpoint that everything was restored from; 0 when the run starts afresh."""
     found = checkpoints.restore()
     if found is None:
@@ -223,97 +234,6 @@ def resume(checkpoints: DistCheckpointStore, kl: KLController, sync: EmbeddedWei
     sync.resume_at(found["state"]["weight_version"])
     log.info("resumed after step %d", found["step"])
     return int(found["step"])
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The models of a run and the engines under them."""
-
-    actor: Learner
-    critic: Learner
-    reference: Scored
-    kl: KLController
-    actor_engine: MegatronEngine
-    critic_engine: MegatronEngine | None
-
-
-def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Roles:
-    """Actor; critic where the advantage needs one; reference where a KL term does."""
-    engine = partial(build_engine, config=config, groups=groups, accelerator=accelerator)
-    algorithm, model = config.algorithm, config.model
-    rate = partial(learning_rate, optim=config.optim, total_steps=config.trainer.steps)
-    kl = build_kl(config)
-    actor_engine = engine("actor", path=Path(model.path), head="lm", trainable=True)
-    policy_loss = PolicyLoss(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        entropy_coef=algorithm.entropy_coef,
-        kl=kl if algorithm.kl_placement == "loss" else None,
-        kl_estimator=algorithm.kl_estimator,
-        on_policy=is_on_policy(config),
-    )
-    actor = LearningWorker(
-        "actor",
-        actor_engine,
-        policy_loss,
-        learning_rate=partial(rate, peak=config.optim.lr),
-        first_step=algorithm.critic_warmup_steps,
-    )
-    critic: Learner = AbsentWorker()
-    critic_engine = None
-    if algorithm.advantage == "gae":
-        critic_engine = engine("critic", path=Path(model.critic_path or model.path), head="value", trainable=True)
-        critic = LearningWorker(
-            "critic",
-            critic_engine,
-            ValueLoss(value_clip=algorithm.value_clip),
-            learning_rate=partial(rate, peak=config.optim.critic_lr),
-        )
-    reference: Scored = AbsentWorker()
-    if algorithm.kl_placement != "none":
-        reference = ReferenceWorker(
-            engine("reference", path=Path(model.ref_path or model.path), head="lm", trainable=False)
-        )
-    return Roles(actor, critic, reference, kl, actor_engine, critic_engine)
-
-
-def build_kl(config: Config) -> KLController:
-    """The controller of the KL coefficient."""
-    algorithm = config.algorithm
-    if algorithm.kl_control == "adaptive":
-        return AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
-    return FixedKL(algorithm.kl_coef if algorithm.kl_placement != "none" else 0.0)
-
-
-def build_estimator(config: Config, kl: KLController) -> AdvantageEstimator:
-    """The advantage estimator that the recipe names."""
-    algorithm = config.algorithm
-    if algorithm.advantage == "grpo":
-        return GRPOAdvantages(std_normalization=algorithm.grpo_std_normalization)
-    return GAEAdvantages(
-        gamma=algorithm.gamma,
-        gae_lambda=algorithm.gae_lambda,
-        whiten=algorithm.whiten_advantages,
-        kl=kl if algorithm.kl_placement == "reward" else None,
-        kl_estimator=algorithm.kl_estimator,
-    )
-
-
-def build_rollout_engine(config: Config, accelerator: Accelerator) -> HFRolloutEngine:
-    """The embedded Hugging Face engine of this rank, without weights yet."""
-    rollout = config.rollout
-    return HFRolloutEngine(
-        config.model.path,
-        dtype=DTYPES[config.model.dtype if rollout.dtype == "auto" else rollout.dtype],
-        device=accelerator.device,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=rollout.max_new_tokens,
-        stop_token_ids=rollout.stop_token_ids,
-        batch_size=rollout.batch_size,
-    )
 
 
 def load_data(

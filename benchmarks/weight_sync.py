@@ -1,0 +1,273 @@
+"""Weights from two trainer ranks (TP2) into one server: buckets in shared memory against the usual ways.
+
+The model has Qwen3-0.6B's shape: 1.19 GB of bfloat16 in 310 tensors, random. The receiver is a process of its own: a
+stand-in with SGLang's endpoints, or with --real a SGLang server on CPUs. See README.md.
+
+    make bench-weight-sync
+    python benchmarks/weight_sync.py --quick      # a small model, for a look at the program, not at the figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from converters import MODELS, write_source
+from e2e import bootstrap
+
+TARGETS = {"copy": (2.5, "at most"), "per tensor": (1 / 5, "at most"), "disk": (1 / 3, "at most")}
+OURS = "shared memory"
+
+
+def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dict[str, Callable[[int], Any]]:
+    """name -> sends all weights, as the version it is given; collective, returns a report or None."""
+    import torch
+    import torch.distributed as dist
+
+    from mega_rl.rollout.sglang.broadcast import DistributedTransport
+    from mega_rl.rollout.sglang.on_disk import DiskTransport
+    from mega_rl.rollout.sglang.shared_memory import SharedMemoryTransport
+    from mega_rl.rollout.sglang.trainer_weights import TrainerWeights
+    from mega_rl.rollout.sglang.transports import Server
+
+    rank = dist.get_rank()
+    weights = TrainerWeights(engine, torch.bfloat16)
+    servers = [Server(0, 1, "here", receiver if rank == 0 else None)]
+    settings: dict[str, Any] = {"bucket_bytes": bucket_mib << 20, "timeout_s": 120.0}
+    shared = SharedMemoryTransport(weights, servers, hosts=["here", "here"], **settings)
+    group = DistributedTransport(weights, servers, **settings)
+    disk = DiskTransport(weights, servers, folder=folder / "sync", source=folder / "model", timeout_s=120.0)
+    source = torch.empty(sum(bucket.nbytes for bucket in weights.buckets(1 << 30)), dtype=torch.uint8).fill_(1)
+    target = torch.empty_like(source)
+
+    def copy(version: int) -> None:
+        if rank == 0:
+            target.copy_(source)
+
+    def per_tensor(version: int) -> None:
+        """A request for each tensor, which travels through shared memory under a name: torch's own way."""
+        from multiprocessing.reduction import ForkingPickler
+
+        import torch.multiprocessing
+
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        for name, tensor in weights.export(bucket_bytes=bucket_mib << 20):
+            if rank == 0:
+                buffer = io.BytesIO()
+                ForkingPickler(buffer).dump([(name, tensor)])
+                receiver.update_from_tensor([base64.b64encode(buffer.getvalue()).decode()], version=version)
+
+    return {
+        "copy": copy,
+        OURS: lambda version: shared.send(version=version),
+        "distributed": lambda version: group.send(version=version),
+        "per tensor": per_tensor,
+        "disk": lambda version: disk.send(version=version),
+    }
+
+
+def rank_main(arguments: argparse.Namespace) -> None:
+    """One of the two trainer ranks: every round each contender in turn; rank 0 writes what was found."""
+    import torch
+
+    rank, folder = int(os.environ["RANK"]), arguments.folder
+    if not arguments.real:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})  # type: ignore[operator]
+    torch.set_num_threads(1)
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    import torch.distributed as dist
+
+    from mega_rl.assemble import session
+    from mega_rl.config.schema import Config, ModelConfig, ParallelConfig
+    from mega_rl.engines.build import build_engine
+    from mega_rl.rollout.sglang.control import Control
+    from mega_rl.rollout.sglang.endpoint import Endpoint
+    from mega_rl.rollout.sglang.keys import Keys
+
+    address = json.loads((folder / "endpoint.json").read_text())
+    receiver = Control(Endpoint(0, address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=120.0)
+    config = Config(model=ModelConfig(path=str(folder / "model"), dtype="bf16"), parallel=ParallelConfig(tp=2))
+    with session(config, accelerator) as groups:
+        engine = build_engine(
+            "actor", path=folder / "model", head="lm", trainable=False, config=config, groups=groups,
+            accelerator=accelerator,
+        )  # fmt: skip
+        runs = contenders(engine, folder, receiver, arguments.bucket_mib)
+        wanted = expected_digest(engine) if not arguments.real else ""
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        requests: dict[str, list[int]] = {name: [] for name in runs}
+        buckets = 0
+        for number in range(arguments.warmup + arguments.rounds):
+            for name in list(runs) if number % 2 else list(reversed(runs)):
+                if rank == 0 and not arguments.real:
+                    ask(receiver, "/zero")
+                before = receiver.requests
+                dist.barrier()
+                start = time.perf_counter()
+                report = runs[name](number + 1)
+                spent = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+                sent = receiver.requests - before
+                if rank == 0 and name != "copy":
+                    check(receiver, name, wanted, version=number + 1, real=arguments.real)
+                if report is not None:
+                    assert not report.failed, report.failed
+                    buckets = report.buckets if name == OURS else buckets
+                if number >= arguments.warmup:
+                    seconds[name].append(float(spent))
+                    requests[name].append(sent)
+        size = sum(tensor.nbytes for _, tensor in engine.export_weights())
+        if rank == 0:
+            found = {"seconds": seconds, "requests": requests, "bytes": size, "buckets": buckets}
+            (folder / "results.json").write_text(json.dumps(found))
+
+
+def ask(receiver: Any, path: str) -> Any:
+    """One of the stand-in's own endpoints."""
+    return receiver._json("POST", path, {})
+
+
+def check(receiver: Any, name: str, wanted: str, *, version: int, real: bool) -> None:
+    """What the receiver holds is what the trainer has; a real server at least says so."""
+    if real:
+        held = receiver.weight_version()
+        assert held == str(version), f"{name}: the server says version {held}, not {version}"
+    else:
+        held = ask(receiver, "/digest")["digest"]
+        assert held == wanted, f"{name}: the receiver holds other weights"
+
+
+def expected_digest(engine: Any) -> str:
+    """Of the trainer's own weights, gathered by the exporter."""
+    from weight_receiver import digest
+
+    return digest(dict(engine.export_weights()))
+
+
+@contextlib.contextmanager
+def stand_in(folder: Path) -> Iterator[dict[str, str]]:
+    """The receiver's address."""
+    command = [sys.executable, str(Path(__file__).with_name("weight_receiver.py")), str(folder / "model")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=threads(1)) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            yield {"url": f"http://127.0.0.1:{port}", "api_key": "none", "admin_key": "none"}
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def real_server(folder: Path) -> Iterator[dict[str, str]]:
+    """A SGLang server of the same model in bfloat16, paused, as it is during an update."""
+    from mega_rl.rollout.sglang.control import Control
+    from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
+
+    settings = ServerSettings(
+        model_path=folder / "model", tp=1, dtype="bfloat16", device="cpu", max_total_tokens=4096, start_timeout_s=300.0
+    )
+    with ServerProcess(settings, index=0, folder=folder) as server:
+        endpoint = server.wait_ready()
+        control = Control(endpoint, timeout_s=60.0)
+        control.pause()
+        control.flush()
+        yield {"url": endpoint.url, "api_key": endpoint.keys.api_key, "admin_key": endpoint.keys.admin_key}
+
+
+def threads(count: int) -> dict[str, str]:
+    """The environment with so many threads."""
+    return {**os.environ, "OMP_NUM_THREADS": str(count), "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def measure(arguments: argparse.Namespace, *, real: bool, rounds: int) -> dict[str, Any]:
+    """Seconds and requests of every contender and round."""
+    with tempfile.TemporaryDirectory(prefix="bench_weights_") as name:
+        folder = Path(name)
+        config = MODELS["dense"]
+        if arguments.quick:
+            config = {**config, "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096}
+        write_source(folder / "model", config)
+        with real_server(folder) if real else stand_in(folder) as address:
+            path = folder / "endpoint.json"
+            path.touch(mode=0o600)
+            path.write_text(json.dumps(address))
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            own = [__file__, "--folder", str(folder), "--rounds", str(rounds), "--warmup", str(arguments.warmup)]
+            own += ["--bucket-mib", str(arguments.bucket_mib), *(["--real"] if real else [])]
+            subprocess.run([sys.executable, *launcher, *own], env=threads(1), check=True, timeout=1800)
+            found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+            return found
+
+
+def report(title: str, found: dict[str, Any], *, judged: bool) -> list[str]:
+    """Prints a table; returns the targets that were missed."""
+    seconds, missed = found["seconds"], []
+    print(f"\n{title}: {found['bytes'] / 1e9:.2f} GB, {found['buckets']} buckets, {len(seconds[OURS])} rounds")
+    for name, spent in seconds.items():
+        requests = statistics.median(found["requests"][name])
+        line = f"  {name:14} {1e3 * statistics.median(spent):8.1f} ms  {requests:5} requests"
+        if name != OURS:
+            ratios = [ours / other for ours, other in zip(seconds[OURS], spent, strict=True)]
+            low, high = bootstrap(ratios)
+            line += f"   {OURS} / it {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+            bound, _ = TARGETS.get(name, (None, ""))
+            if judged and bound is not None:
+                line += f", target {bound:.3f}"
+                if high > bound:
+                    missed.append(
+                        f"{title}: {OURS} / {name} is {high:.3f} at the end of its interval, target {bound:.3f}"
+                    )
+        print(line)
+    for count in found["requests"][OURS]:
+        if count != found["buckets"]:
+            missed.append(f"{title}: {count} requests for {found['buckets']} buckets")
+    return missed
+
+
+def main() -> int:
+    """Print the comparisons; exit code 1 when a target is missed, 2 when the machine was too busy to tell."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--real", action="store_true", help="a SGLang server too, in a third of the rounds")
+    parser.add_argument("--json", type=Path, help="write every sample here")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.folder:
+        rank_main(arguments)
+        return 0
+    load = os.getloadavg()[0]
+    print(f"load average before the run: {load:.1f}")
+    found = {"stand-in": measure(arguments, real=False, rounds=arguments.rounds)}
+    missed = report("stand-in", found["stand-in"], judged=not arguments.quick)
+    if arguments.real:
+        found["SGLang"] = measure(arguments, real=True, rounds=max(3, arguments.rounds // 3))
+        report("SGLang", found["SGLang"], judged=False)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    for line in missed:
+        print(f"missed: {line}")
+    if load > 1.5:
+        print("void: the machine was busy before the run began")
+        return 2
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The models of a run in their roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from mega_rl.config.rules import is_on_policy
+from mega_rl.config.schema import Config
+from mega_rl.ddp.optimizer import learning_rate
+from mega_rl.engines.build import build_engine
+from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.parallel.groups import Groups
+from mega_rl.protocols import Learner, Scored
+from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages
+from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run and the engines under them."""
+
+    actor: Learner
+    critic: Learner
+    reference: Scored
+    kl: KLController
+    actor_engine: MegatronEngine
+    critic_engine: MegatronEngine | None
+    reference_engine: MegatronEngine | None
+
+
+def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Roles:
+    """Actor; critic where the advantage needs one; reference where a KL term does."""
+    engine = partial(build_engine, config=config, groups=groups, accelerator=accelerator)
+    algorithm, model = config.algorithm, config.model
+    rate = partial(learning_rate, optim=config.optim, total_steps=config.trainer.steps)
+    kl = build_kl(config)
+    actor_engine = engine("actor", path=Path(model.path), head="lm", trainable=True)
+    policy_loss = PolicyLoss(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        entropy_coef=algorithm.entropy_coef,
+        kl=kl if algorithm.kl_placement == "loss" else None,
+        kl_estimator=algorithm.kl_estimator,
+        tis_cap=algorithm.tis_cap,
+        on_policy=is_on_policy(config),
+    )
+    actor = LearningWorker(
+        "actor",
+        actor_engine,
+        policy_loss,
+        learning_rate=partial(rate, peak=config.optim.lr),
+        first_step=algorithm.critic_warmup_steps,
+    )
+    critic: Learner = AbsentWorker()
+    critic_engine = None
+    if algorithm.advantage == "gae":
+        critic_engine = engine("critic", path=Path(model.critic_path or model.path), head="value", trainable=True)
+        critic = LearningWorker(
+            "critic",
+            critic_engine,
+            ValueLoss(value_clip=algorithm.value_clip),
+            learning_rate=partial(rate, peak=config.optim.critic_lr),
+        )
+    reference: Scored = AbsentWorker()
+    reference_engine = None
+    if algorithm.kl_placement != "none":
+        reference_engine = engine("reference", path=Path(model.ref_path or model.path), head="lm", trainable=False)
+        reference = ReferenceWorker(reference_engine)
+    return Roles(actor, critic, reference, kl, actor_engine, critic_engine, reference_engine)
+
+
+def build_kl(config: Config) -> KLController:
+    """The controller of the KL coefficient."""
+    algorithm = config.algorithm
+    if algorithm.kl_control == "adaptive":
+        return AdaptiveKL(algorithm.kl_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon)
+    return FixedKL(algorithm.kl_coef if algorithm.kl_placement != "none" else 0.0)
+
+
+def build_estimator(config: Config, kl: KLController) -> AdvantageEstimator:
+    """The advantage estimator that the recipe names."""
+    algorithm = config.algorithm
+    if algorithm.advantage == "grpo":
+        return GRPOAdvantages(std_normalization=algorithm.grpo_std_normalization)
+    return GAEAdvantages(
+        gamma=algorithm.gamma,
+        gae_lambda=algorithm.gae_lambda,
+        whiten=algorithm.whiten_advantages,
+        kl=kl if algorithm.kl_placement == "reward" else None,
+        kl_estimator=algorithm.kl_estimator,
+    )

@@ -1,0 +1,87 @@
+"""The two keys of a server: made, handed over in a file, and checked on every request. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mega_rl.errors import UserError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+# What the holder of the api key may call. All else, known or not, wants the admin key: weights, memory, pausing,
+# aborting, adapters (which SGLang reads with pickle), profiles.
+GENERATION = frozenset({"/generate", "/health", "/health_generate", "/model_info", "/server_info"})
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What opens a server. Not shown by repr."""
+
+    api_key: str = field(repr=False)  # for GENERATION
+    admin_key: str = field(repr=False)  # for all else
+
+    @classmethod
+    def random(cls) -> Keys:
+        """Two keys of 256 bits."""
+        return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+
+    def write(self, path: Path) -> None:
+        """Into a new file that its owner alone can read. Raises FileExistsError."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """From a file with both keys. Raises UserError for one that others can read or that is not such a file."""
+        try:
+            mode = path.stat().st_mode
+            content = json.loads(path.read_text("utf-8"))
+            keys = cls(content["api_key"], content["admin_key"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f'{path}: cannot be read as a file of keys: {type(error).__name__}; it holds {{"api_key": "...", '
+                '"admin_key": "..."}'
+            ) from None
+        if mode & 0o077:
+            raise UserError(f"{path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 {path}")
+        if not (isinstance(keys.api_key, str) and isinstance(keys.admin_key, str)) or not all(asdict(keys).values()):
+            raise UserError(f"{path}: a key is empty or no text; write both as text")
+        return keys
+
+
+class KeyCheck:
+    """ASGI middleware: 401 for a request without the key that its path wants; nothing is open, not even /health.
+
+    Websockets are refused whatever their key: the trainer has no use for them.
+    """
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, api_key: str, admin_key: str) -> None:
+        self._app = app
+        self._api = f"Bearer {api_key}".encode()
+        self._admin = f"Bearer {admin_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._may(scope):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the client sees a 403
+            return
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b'{"error": "missing or wrong key"}'})
+
+    def _may(self, scope: Scope) -> bool:
+        if scope["type"] != "http":
+            return False
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        wanted = self._api if scope["path"] in GENERATION else self._admin
+        return secrets.compare_digest(given, wanted)

@@ -1,0 +1,167 @@
+"""From the train layout to Hugging Face tensors in buckets: where each byte goes, and which rank puts it there.
+
+Plain arithmetic over the export plan, the same on all ranks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from mega_rl.converters.blocks import Copy
+from mega_rl.converters.export_plan import ExportUnit, Piece, export_plan
+from mega_rl.converters.sharding import Sharding
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+
+FLOAT32_BYTES = 4
+# Pieces below are not cut: a copy of its own costs more than the other ranks would save.
+_LEAST_BYTES = 64 << 10
+
+
+class Slot(NamedTuple):
+    """A Hugging Face tensor's place in a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    float32: bool  # else of the dtype in which weights travel
+    start: int  # bytes
+    end: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive units of the model: their tensors lie back to back, float32 ones first.
+
+    So every tensor starts at a multiple of its item size without gaps, which SGLang needs to look at the bytes as what
+    they are, and which it assumes where it lays out a bucket itself.
+    """
+
+    units: tuple[ExportUnit, ...]
+    slots: tuple[Slot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return self.slots[-1].end
+
+
+class ParamWrites(NamedTuple):
+    """What of one of this rank's parameters this rank writes; nothing where other holders write it all."""
+
+    vp_stage: int
+    param: str  # name in the live chunk
+    parts: tuple[tuple[Slot, Copy], ...]  # src of a copy is the slot's side, dst the parameter's, as when loading
+
+
+def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int) -> tuple[Bucket, ...]:
+    """The whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit is alone.
+
+    `itemsize`: bytes per element of the dtype in which weights travel. What SGLang fuses as it arrives (query, key and
+    value; gate and up; the two down projections of latent attention) comes out of one unit (`Rule.together`, or one
+    parameter in Megatron-Core), and a unit is never split.
+    """
+    found: list[Bucket] = []
+    units: list[ExportUnit] = []
+    size = 0
+    for unit in export_plan(sharding):
+        nbytes = sum(prod(shape) for _, shape, _ in unit.tensors) * (FLOAT32_BYTES if unit.float32 else itemsize)
+        if units and size + nbytes > bucket_bytes:
+            found.append(_bucket(units, itemsize))
+            units, size = [], 0
+        units.append(unit)
+        size += nbytes
+    found.append(_bucket(units, itemsize))
+    return tuple(found)
+
+
+def _bucket(units: Sequence[ExportUnit], itemsize: int) -> Bucket:
+    slots: list[Slot] = []
+    at = 0
+    for unit in sorted(units, key=lambda unit: not unit.float32):
+        for name, shape, _ in unit.tensors:
+            end = at + prod(shape) * (FLOAT32_BYTES if unit.float32 else itemsize)
+            slots.append(Slot(name, shape, unit.float32, at, end))
+            at = end
+    return Bucket(tuple(units), tuple(slots))
+
+
+def covers(layout: ParallelLayout, ranks: Sequence[int], *, experts: bool) -> bool:
+    """Whether these ranks hold a whole copy of the model between them."""
+    places = [layout.coordinates(rank) for rank in ranks]
+    common = {(place.pp_rank, place.tp_rank) for place in places}
+    of_experts = {(place.pp_rank, place.ep_rank, place.etp_rank) for place in places}
+    whole = len(common) == layout.pp * layout.tp
+    return whole and (not experts or len(of_experts) == layout.pp * layout.ep * layout.etp)
+
+
+def writes(
+    buckets: Sequence[Bucket], layout: ParallelLayout, *, rank: int, ranks: Sequence[int]
+) -> list[list[ParamWrites]]:
+    """What `rank` writes of each bucket, if `ranks` write all of them together; each byte falls to exactly one rank.
+
+    Ranks that hold the same rectangle have equal shares of its rows. `ranks` cover the model. All parameters of this
+    rank's stage are listed, in one order: to read one that is sharded over data parallelism is collective.
+    """
+    holders = _Holders(layout, ranks)
+    own_stage = layout.coordinates(rank).pp_rank
+    turns: dict[tuple[int, ...], int] = {}
+    found = []
+    for bucket in buckets:
+        slots = {slot.name: slot for slot in bucket.slots}
+        mine: list[ParamWrites] = []
+        for unit in bucket.units:
+            parts: list[list[tuple[Slot, Copy]]] = [[] for _ in unit.params]
+            for name, _, pieces in unit.tensors:
+                for piece in pieces:
+                    who = holders.of(unit, piece)
+                    assert who, f"no rank of {list(ranks)} holds {name}"
+                    if rank in who:
+                        shares = _shares(piece.copy, slots[name], who, rank, turns)
+                        parts[piece.param] += [(slots[name], share) for share in shares]
+            if unit.pp_rank == own_stage:
+                named = zip(unit.params, parts, strict=True)
+                mine += [ParamWrites(unit.vp_stage, param.name, tuple(part)) for param, part in named]
+        found.append(mine)
+    return found
+
+
+class _Holders:
+    """Which ranks hold the same rectangle."""
+
+    def __init__(self, layout: ParallelLayout, ranks: Sequence[int]) -> None:
+        self._places = {rank: layout.coordinates(rank) for rank in ranks}
+        self._etp = layout.etp
+        self._known: dict[tuple[int, bool, int | None], tuple[int, ...]] = {}
+
+    def of(self, unit: ExportUnit, piece: Piece) -> tuple[int, ...]:
+        """Ranks in ascending order."""
+        anywhere = not unit.of_experts and unit.params[piece.param].replicated
+        key = unit.pp_rank, unit.of_experts, None if anywhere else piece.member
+        if key not in self._known:
+            self._known[key] = tuple(rank for rank, at in sorted(self._places.items()) if self._holds(at, *key))
+        return self._known[key]
+
+    def _holds(self, at: RankCoordinates, pp_rank: int, of_experts: bool, member: int | None) -> bool:
+        own = at.ep_rank * self._etp + at.etp_rank if of_experts else at.tp_rank
+        return at.pp_rank == pp_rank and member in (None, own)
+
+
+def _shares(
+    copy: Copy, slot: Slot, holders: tuple[int, ...], rank: int, turns: dict[tuple[int, ...], int]
+) -> Iterator[Copy]:
+    """The rows of a rectangle that fall to this rank; small ones go whole to the holders in turn."""
+    itemsize = (slot.end - slot.start) // prod(slot.shape)
+    count, index = len(holders), holders.index(rank)
+    if copy.rows * copy.cols * itemsize < _LEAST_BYTES or copy.rows < count:
+        turn = turns.get(holders, 0)
+        turns[holders] = (turn + 1) % count
+        if turn == index:
+            yield copy
+        return
+    low, high = copy.rows * index // count, copy.rows * (index + 1) // count
+    row, col = (0, low * copy.step) if copy.transposed else (low, 0)
+    yield copy._replace(
+        src_row=copy.src_row + row, src_col=copy.src_col + col, dst_row=copy.dst_row + low, rows=high - low
+    )

@@ -1,0 +1,170 @@
+"""What SGLang imports and a machine without CUDA does not have. Installed in SGLang's processes only, never in ours.
+
+Each stand-in is one function that names what it stands for, why, and the version that it was seen in. The launcher
+calls `install` before anything of SGLang is imported; with CUDA present it is never called.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def install() -> None:
+    """All stand-ins, in the order in which SGLang's imports meet them."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # without it SGLang takes CUDA and Triton paths on a machine without them
+    # Seeded sampling is compiled otherwise: it takes a C++ compiler, and the first request half a minute and more.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    kernels()
+    torchvision_operators()
+    triton()
+    murmur_hash()
+    sampling_seeds()
+
+
+def kernels() -> None:
+    """`sgl_kernel`: imported for names that CPUs without AMX never call. Each name raises when called.
+
+    PyPI has only its CUDA build (sglang-kernel 0.4.7); every layer has a branch in plain torch.
+    """
+
+    def missing(name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def refuse(*_: object, **__: object) -> Any:
+            raise NotImplementedError(f"sgl_kernel.{name} is CUDA only; SGLang's CPU path should not come here")
+
+        return refuse
+
+    module = _module("sgl_kernel", package=True)
+    module.__getattr__ = missing  # type: ignore[method-assign]
+
+
+def torchvision_operators() -> None:
+    """`torchvision`'s registrations of its C++ operators.
+
+    The build on PyPI (0.28.0) is for CUDA and its library cannot load beside a CPU torch; without the operators,
+    registering them fails and with it every import of transformers.
+    """
+    _module("torchvision._meta_registrations")
+    _module("torchvision._autograd_registrations")
+
+
+def triton() -> None:
+    """`triton`, unless it is installed: SGLang's own stand-in for macOS, told for a moment that this is one.
+
+    No Triton kernel runs on the CPU path; the package would be 1 GB for its import alone. What the file changes in
+    torch for macOS is taken back.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        return
+    import platform
+
+    import torch
+
+    found = importlib.util.find_spec("sglang")
+    assert found is not None, "sglang is not on the path"
+    assert found.origin is not None, "sglang is a folder without code"
+    location = Path(found.origin).with_name("_platform_stubs.py")
+    spec = importlib.util.spec_from_file_location("sglang_platform_stubs", location)
+    assert spec is not None, f"{location} is no Python file"
+    assert spec.loader is not None, f"{location} is no Python file"
+    stubs = importlib.util.module_from_spec(spec)
+    changed: list[tuple[Any, str, Any]] = [
+        (sys, "platform", "darwin"),
+        (platform, "machine", lambda: "arm64"),
+        (torch.backends.mps, "is_available", lambda: True),
+        (torch.Tensor, "to", torch.Tensor.to),
+        (torch.Tensor, "copy_", torch.Tensor.copy_),
+    ]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in changed]
+    mps = dict(vars(torch.mps))
+    sys.modules[spec.name] = stubs
+    try:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+        spec.loader.exec_module(stubs)
+        stubs.install_platform_stubs()
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+        for name in vars(torch.mps).keys() - mps.keys():
+            delattr(torch.mps, name)
+
+
+def murmur_hash() -> None:
+    """`torch.ops.sgl_kernel.murmur_hash32_cpu`: the hash behind seeded sampling, the same 32 bits as SGLang's kernel.
+
+    MurmurHash3 (x86, 32 bits) over four words: the seed's low and high half, the position, the token id.
+    """
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+    _kept_alive.append(library)
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """[n, m] uint32 hashes of seed [n] (64 bits), positions [n] and col_indices [m]."""
+    import torch
+
+    low = 0xFFFFFFFF  # int64 holds the words; products wrap, and their low half is right all the same
+
+    def rotated(x: Tensor, bits: int) -> Tensor:
+        return ((x << bits) | (x >> (32 - bits))) & low
+
+    def mixed(state: Tensor | int, word: Tensor) -> Tensor:
+        scrambled = (rotated((word * 0xCC9E2D51) & low, 15) * 0x1B873593) & low
+        return (rotated(state ^ scrambled, 13) * 5 + 0xE6546B64) & low
+
+    seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
+    rows = mixed(mixed(mixed(0 * seed, seed & low), (seed >> 32) & low), positions.to(torch.int64) & low)
+    hashed = mixed(rows[:, None], col_indices.to(torch.int64)[None, :] & low) ^ 16  # 16 bytes were hashed
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hashed = ((hashed ^ (hashed >> shift)) * factor) & low
+    return (hashed ^ (hashed >> 16)).to(torch.uint32)
+
+
+def sampling_seeds() -> None:
+    """`SamplingBatchInfo.from_schedule_batch`: a request's sampling_seed counts.
+
+    SGLang reads it under --enable-deterministic-inference alone, which wants an attention kernel that needs CUDA. As
+    there, a request without a seed has 42: batches are merged, and one with seeds does not merge with one without.
+    """
+    import torch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    original = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def from_schedule_batch(cls: Any, batch: Any, vocab_size: int) -> Any:
+        info = original(cls, batch, vocab_size)
+        seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+        if info.sampling_seed is None:
+            info.sampling_seed = torch.tensor([42 if seed is None else seed for seed in seeds], dtype=torch.int64)
+        return info
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+_kept_alive: list[Any] = []  # an operator is gone with its library
+
+
+def _module(name: str, *, package: bool = False) -> ModuleType:
+    """An empty module that every later import of `name` finds."""
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=package)
+    if package:
+        module.__path__ = []
+    sys.modules[name] = module
+    return module

@@ -1,0 +1,210 @@
+"""A server with SGLang's control endpoints over real HTTP; its "model" is a few numbers, and it fails when told to.
+
+Its log-probs follow from the numbers that it was sent, so that a lost bucket shows.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from mega_rl.rollout.sglang.endpoint import Endpoint
+from mega_rl.rollout.sglang.keys import GENERATION, Keys
+
+VOCAB_SIZE = 50
+KEYS = Keys("api-secret", "admin-secret")
+
+
+def next_logprobs(weights: Mapping[str, float], temperature: float) -> torch.Tensor:
+    """[V] float64, the log-probs of every token, whatever came before it, under a model of a few named numbers."""
+    total = sum((place + 1) * weights[name] for place, name in enumerate(sorted(weights)))
+    return (torch.cos(torch.arange(1, VOCAB_SIZE + 1) * total).double() / temperature).log_softmax(0)
+
+
+def payload(bucket: Mapping[str, float]) -> str:
+    """What an update of these numbers carries."""
+    return base64.b64encode(json.dumps(bucket).encode()).decode()
+
+
+class UpdateServer:
+    """Use as a context manager. `faults`: path -> (kind, number of the first call that it meets, from 1).
+
+    Kinds: refuse (400), error (500), unsuccessful (200 with success false), html, list, cut, reset, hang, drip,
+    drip_head, die (the server ends), ignore (200 and nothing done), echo (400 that repeats the keys), late (done
+    a second later).
+    """
+
+    def __init__(self, index: int = 0, *, tp: int = 1, info: Mapping[str, Any] | None = None) -> None:
+        self.index, self.tp = index, tp
+        self.info = dict(info or {})
+        self.faults: dict[str, tuple[str, int]] = {}
+        self.calls: list[tuple[str, Any]] = []  # (path, body) in the order in which they came
+        self.weights: dict[str, float] = {}
+        self.version = "default"
+        self.paused = False
+        self.busy = 0  # flushes that it still refuses
+        self.checksum: str | None = None  # None: it has none, as on a CPU
+        self.stopped = threading.Event()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.index, f"http://127.0.0.1:{self._http.server_address[1]}", KEYS)
+
+    def __enter__(self) -> UpdateServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """No connection is taken any more."""
+        if not self.stopped.is_set():
+            self.stopped.set()
+            self._http.shutdown()
+            self._http.server_close()
+
+    def paths(self) -> list[str]:
+        """What was called, in order."""
+        return [path for path, _ in self.calls]
+
+    def number(self, path: str) -> int:
+        """Calls of an endpoint so far."""
+        return self.paths().count(path)
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        """(status, JSON or text) of a call that nothing befalls."""
+        if path == "/generate":
+            return 200, self._generated(body)
+        if path == "/model_info":
+            return 200, {"weight_version": self.version, **self.info.get("model", {})}
+        if path == "/server_info":
+            return 200, {"tp_size": self.tp, **self.info.get("server", {})}
+        if path == "/weights_checker":
+            return self._checksums()
+        if path == "/flush_cache":
+            self.busy -= self.busy > 0
+            return (400, "Flush cache failed.\n") if self.busy else (200, "Cache flushed.\n")
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+            return 200, {"status": "ok"}
+        if path.startswith("/update_weights_from"):
+            assert self.paused, "weights came to a server that generates"
+            assert body["flush_cache"] is False, "a flush would be asserted to succeed"
+            for part in body.get("serialized_named_tensors", ()):
+                self.weights |= json.loads(base64.b64decode(part))
+            self.version = body.get("weight_version", self.version)
+        return 200, {"success": True, "message": "done"}
+
+    def _generated(self, body: Any) -> Any:
+        params = body["sampling_params"]
+        logprobs = next_logprobs(self.weights, params["temperature"])
+        token = int(logprobs.argmax())
+        count = params["max_new_tokens"]
+        return {
+            "output_ids": [token] * count,
+            "meta_info": {"output_token_logprobs": [[float(logprobs[token]), token, None]] * count},
+        }
+
+    def _checksums(self) -> tuple[int, Any]:
+        if self.checksum is None:
+            return 400, {"success": False, "message": "Torch not compiled with CUDA enabled"}
+        ranks = [
+            {"per_gpu_checksum": f"{self.checksum}{rank}", "parallelism_info": {"tp_rank": rank}}
+            for rank in reversed(range(self.tp))
+        ]
+        return 200, {"success": True, "message": "", "ranks": ranks}
+
+
+def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._serve()
+
+        def do_POST(self) -> None:
+            self._serve()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _serve(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            path = self.path.partition("?")[0]
+            wanted = KEYS.api_key if path in GENERATION else KEYS.admin_key
+            if self.headers.get("Authorization") != f"Bearer {wanted}":
+                self._send(401, {"error": "missing or wrong key"})
+                return
+            server.calls.append((path, body))
+            kind, first = server.faults.get(path, ("", 0))
+            if kind and server.number(path) >= first:
+                self._misbehave(kind, path, body)
+            else:
+                self._send(*server.answer(path, body))
+
+        def _send(self, status: int, content: Any) -> None:
+            data = (content if isinstance(content, str) else json.dumps(content)).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _misbehave(self, kind: str, path: str, body: Any) -> None:
+            answers: dict[str, tuple[int, Any]] = {
+                "refuse": (400, {"success": False, "message": "not now " + "x" * 5000 + " the reason"}),
+                "error": (500, "Internal Server Error"),
+                "unsuccessful": (200, {"success": False, "message": "partially updated"}),
+                "html": (200, "<html>"),
+                "list": (200, [1]),
+                "ignore": (200, {"success": True, "message": ""}),
+                "echo": (400, {"message": f"keys {KEYS.api_key} {KEYS.admin_key}"}),
+            }
+            if kind in answers:
+                self._send(*answers[kind])
+                return
+            self.close_connection = True
+            if kind == "late":
+                time.sleep(1.0)
+                self._send(*server.answer(path, body))
+            elif kind == "hang":
+                server.stopped.wait()
+            elif kind == "drip":
+                self._drip([b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", *[b" "] * 1000])
+            elif kind == "drip_head":
+                self._drip([b"HTTP/1.1 200 OK\r\nX-Slow: ", *[b"x"] * 1000])
+            elif kind == "cut":
+                self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"succ')
+            elif kind == "die":
+                threading.Thread(target=server.die).start()
+                server.stopped.wait()
+            else:
+                assert kind == "reset", kind
+
+        def _drip(self, parts: Iterable[bytes]) -> None:
+            for part in parts:
+                try:
+                    self.wfile.write(part)
+                except OSError:
+                    return
+                if server.stopped.wait(0.05):
+                    return
+
+    return Handler
+
+
+def weights_of_version(version: int, names: Sequence[str] = ("a", "b", "c")) -> dict[str, float]:
+    """Numbers that differ from version to version."""
+    return {name: math.sin(7.0 * version + place) for place, name in enumerate(names)}

@@ -1,0 +1,128 @@
+"""A server's side of weight transports, in this process: what SGLang's own code does with what it is sent."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.rollout.sglang.calls import ServerError
+from mega_rl.rollout.sglang.endpoint import Endpoint
+from mega_rl.rollout.sglang.keys import Keys
+
+
+class FakeReceiver:
+    """`transports.Receiver` that keeps what it gets: `weights` by Hugging Face name, as copies.
+
+    `fail(number of the call, from 1)` may raise, sleep, or do what else a broken server does.
+    """
+
+    def __init__(self, index: int = 0, *, tp: int = 1, fail: Callable[[int], None] = lambda number: None) -> None:
+        self.endpoint = Endpoint(index, f"http://127.0.0.1:{31000 + index}", Keys("api", "admin"))
+        self.tp = tp
+        self.weights: dict[str, Tensor] = {}
+        self.versions: list[int | None] = []  # of each update
+        self.calls: list[str] = []
+        self.received = 0  # bytes
+        self._fail = fail
+        self._groups: dict[str, Any] = {}
+
+    def error(self, what: str) -> ServerError:
+        return ServerError(self.endpoint, "/update", what)
+
+    def update_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
+    ) -> None:
+        self._begin("tensor")
+        assert load_format == "flattened_bucket"
+        assert len(payloads) == self.tp
+        # What is admitted is tested with SGLang's own unpickler; see test_transports.py.
+        content = pickle.loads(base64.b64decode(payloads[-1], validate=True))
+        flat = content["flattened_tensor"]
+        assert flat.dtype == torch.uint8
+        for meta in content["metadata"]:
+            tensor = flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+            self._load(meta.name, tensor)
+        self.versions.append(version)
+
+    def init_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
+    ) -> None:
+        self._begin("init")
+        assert (rank_offset, world_size, backend) == (1, self.tp + 1, "gloo")
+        timeout = timedelta(seconds=30)
+        # init_custom_process_group and torch's _new_process_group_helper each put the group's name before the keys.
+        members = [None] * self.tp
+
+        def join(rank: int) -> None:
+            store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+            named = PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store)))
+            members[rank] = dist.ProcessGroupGloo(named, rank + 1, world_size, timeout)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(self.tp)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._groups[group] = members
+
+    def update_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        load_format: str | None = None,
+        version: int | None = None,
+    ) -> None:
+        self._begin("distributed")
+        assert load_format == "flattened_bucket"
+        kinds = [getattr(torch, name) for name in dtypes]
+        sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+        flats = [torch.empty(sum(sizes), dtype=torch.uint8) for _ in range(self.tp)]
+        works = [
+            member.broadcast([flat], _from_rank_0()) for member, flat in zip(self._groups[group], flats, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(flat, flats[0]) for flat in flats)
+        for name, kind, shape, part in zip(names, kinds, shapes, flats[0].split(sizes), strict=True):
+            self._load(name, part.view(kind).reshape(shape))
+        self.versions.append(version)
+
+    def destroy_group(self, group: str) -> None:
+        self._begin("destroy")
+        if self._groups.pop(group, None) is None:
+            raise self.error("The group to be destroyed does not exist.")
+
+    def update_from_disk(self, model_path: str, *, load_format: str | None = None, version: int | None = None) -> None:
+        self._begin("disk")
+        with CheckpointReader(Path(model_path)) as reader:
+            for name in reader.tensors:
+                self._load(name, reader.read(name))
+        self.versions.append(version)
+
+    def _begin(self, what: str) -> None:
+        self.calls.append(what)
+        self._fail(len(self.calls))
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        self.received += tensor.nbytes
+        self.weights[name] = tensor.clone()
+
+
+def _from_rank_0() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return options

@@ -1,0 +1,176 @@
+"""Truncated importance sampling against its definition in float64, and what it does to the policy's loss."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.importance import importance_metrics, truncated_importance_weights
+from mega_rl.algorithms.kl import FixedKL
+from mega_rl.protocols import LossOutput
+from mega_rl.types import TokenOutputs
+from mega_rl.workers.models import PolicyLoss
+
+ROWS, COLUMNS = 5, 7
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP, ENTROPY_COEF, KL_COEF = 0.2, 0.3, 1.5, 0.01, 0.1
+
+
+def tokens_of(seed: int, *, spread: float = 0.7) -> dict[str, Tensor]:
+    """Per-token fields in float64; the first column is off the mask and holds what must not matter."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
+
+    mask = torch.ones(ROWS, COLUMNS, dtype=torch.bool)
+    mask[:, 0] = False
+    old = normal(0.5) - 2
+    fields = {
+        "logprobs": old + normal(0.3),
+        "entropy": normal(0.1) + 1,
+        "old_logprobs": old,
+        "rollout_logprobs": old + normal(spread),
+        "ref_logprobs": old + normal(0.2),
+        "advantages": normal(1.0),
+        "loss_weights": torch.rand(ROWS, COLUMNS, generator=generator, dtype=torch.float64) * mask,
+        "token_weights": mask / mask.sum(),
+    }
+    for name in ("old_logprobs", "rollout_logprobs", "advantages"):
+        fields[name][:, 0] = torch.nan
+    return fields
+
+
+def loss_of(fields: dict[str, Tensor], logprobs: Tensor, **settings: float) -> LossOutput:
+    loss = PolicyLoss(
+        clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=DUAL_CLIP, entropy_coef=ENTROPY_COEF, kl=FixedKL(KL_COEF),
+        kl_estimator="k2", **settings,
+    )  # fmt: skip
+    return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields)
+
+
+def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Tensor:
+    """Token by token, with Python's numbers where a number is enough."""
+    total = torch.zeros((), dtype=torch.float64)
+    for place in itertools.product(range(ROWS), range(1, COLUMNS)):
+        new, old, sampler, advantage = (
+            logprobs[place], fields["old_logprobs"][place], fields["rollout_logprobs"][place],
+            fields["advantages"][place],
+        )  # fmt: skip
+        weight = min(float(torch.exp(old - sampler)), cap)
+        ratio = torch.exp(new - old)
+        objective = torch.minimum(advantage * ratio, advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+        if advantage < 0:
+            objective = torch.maximum(objective, DUAL_CLIP * advantage)
+        token = -weight * objective
+        token = token - ENTROPY_COEF * fields["entropy"][place]
+        token = token + KL_COEF * 0.5 * (new - fields["ref_logprobs"][place]) ** 2
+        total = total + fields["loss_weights"][place] * token
+    return total
+
+
+@pytest.mark.parametrize("cap", [0.5, 1.0, 2.0, 1e9])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_loss_and_gradient_are_those_of_the_definition(seed: int, cap: float) -> None:
+    """Only the policy loss is weighted, and no gradient goes through the weights. float64: 1e-12 is its rounding."""
+    fields = tokens_of(seed)
+    found, expected = (fields["logprobs"].clone().requires_grad_() for _ in range(2))
+    loss = loss_of(fields, found, tis_cap=cap).loss
+    reference = definition(fields, expected, cap=cap)
+    (gradient,) = torch.autograd.grad(loss, found)
+    (expected_gradient,) = torch.autograd.grad(reference, expected)
+    assert float((loss - reference).abs()) < 1e-12
+    assert float((gradient - expected_gradient).abs().max()) < 1e-12
+    without = loss_of(fields, fields["logprobs"]).loss
+    assert float((loss - without).abs()) > 1e-3  # it is a correction at all
+
+
+def test_float32_is_as_near_as_float32_is() -> None:
+    """Relative error of the weights in float32: a few roundings of a log-prob of size 4."""
+    fields = tokens_of(3)
+    old, sampler = (fields[name][:, 1:] for name in ("old_logprobs", "rollout_logprobs"))
+    expected = torch.minimum((old - sampler).exp(), torch.tensor(2.0, dtype=torch.float64))
+    found = truncated_importance_weights(old.float(), sampler.float(), cap=2.0)
+    assert found.dtype == torch.float32
+    assert float(((found - expected) / expected).abs().max()) < 2e-6
+
+
+@pytest.mark.parametrize("cap", [1.0, 2.0])
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_where_the_policies_agree_nothing_changes(cap: float, on_policy: bool) -> None:
+    """To the bit, in loss, gradient and metrics; with `on_policy` the old log-probs are those of the forward."""
+    fields = {name: field.float() for name, field in tokens_of(4).items()}
+    fields["rollout_logprobs"] = fields["logprobs"].clone() if on_policy else fields["old_logprobs"].clone()
+    outputs = []
+    for settings in ({}, {"tis_cap": cap}):
+        logprobs = fields["logprobs"].clone().requires_grad_()
+        out = loss_of(fields, logprobs, on_policy=on_policy, **settings)
+        (gradient,) = torch.autograd.grad(out.loss, logprobs)
+        outputs.append((out, gradient))
+    (plain, plain_gradient), (corrected, gradient) = outputs
+    assert torch.equal(plain.loss, corrected.loss)
+    assert torch.equal(plain_gradient, gradient)
+    extra = {"actor/tis_weight_mean": 1.0, "actor/tis_truncated_fraction": 0.0}
+    assert {name: float(v) for name, v in corrected.sums.items()} == pytest.approx(
+        {name: float(v) for name, v in plain.sums.items()} | extra, rel=1e-6, abs=0
+    )
+
+
+def test_on_policy_corrects_from_the_forward_at_hand() -> None:
+    """The old log-probs of the fields are the rollout's stand-ins then, and say nothing."""
+    fields = tokens_of(5)
+    right = loss_of({**fields, "old_logprobs": fields["logprobs"]}, fields["logprobs"], tis_cap=2.0).loss
+    fields["old_logprobs"] = fields["rollout_logprobs"]
+    assert torch.equal(loss_of(fields, fields["logprobs"], tis_cap=2.0, on_policy=True).loss, right)
+
+
+def test_expectations_under_the_sampler_become_those_under_the_old_policy() -> None:
+    """Summed over a whole vocabulary; a cap below the largest ratio loses weight and never adds any."""
+    generator = torch.Generator().manual_seed(0)
+    old, sampler = (torch.randn(50, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    anything = torch.randn(50, generator=generator, dtype=torch.float64)
+    weights = truncated_importance_weights(old, sampler, cap=1e9)
+    assert float((sampler.exp() * weights * anything).sum()) == pytest.approx(
+        float((old.exp() * anything).sum()), rel=1e-12
+    )
+    capped = truncated_importance_weights(old, sampler, cap=2.0)
+    assert 0.5 < float((sampler.exp() * capped).sum()) < 1.0
+    assert float(capped.max()) == 2.0
+
+
+def test_weights_and_metrics_carry_no_gradient() -> None:
+    """Nor do they when the old log-probs are the forward's own."""
+    old, sampler = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    weights = truncated_importance_weights(old, sampler, cap=2.0)
+    metrics = importance_metrics(old, sampler, token_weights=torch.ones(3) / 3, cap=2.0)
+    assert not any(tensor.requires_grad for tensor in (weights, *metrics.values()))
+
+
+def test_extreme_ratios_stay_finite() -> None:
+    """A token that the sampler thought impossible, or that the old policy does."""
+    old, sampler = torch.tensor([0.0, -500.0, -torch.inf]), torch.tensor([-500.0, 0.0, 0.0])
+    weights = truncated_importance_weights(old, sampler, cap=2.0)
+    assert weights.tolist() == pytest.approx([2.0, 0.0, 0.0], abs=1e-8)
+
+
+def test_metrics_are_token_means() -> None:
+    """Ratios 4, 1, 1/2 with cap 2; the fourth token is off the mask. Two micro-batches add up to the whole."""
+    old = torch.log(torch.tensor([4.0, 1.0, 0.5, 100.0])) - 3
+    weights = torch.tensor([1.0, 1.0, 1.0, 0.0]) / 3
+    sampler = torch.full((4,), -3.0)
+
+    def metrics(part: slice) -> list[float]:
+        found = importance_metrics(old[part], sampler[part], token_weights=weights[part], cap=2.0)
+        assert list(found) == ["actor/tis_weight_mean", "actor/tis_truncated_fraction"]
+        return [float(value) for value in found.values()]
+
+    assert metrics(slice(4)) == pytest.approx([3.5 / 3, 1 / 3])
+    halves = [a + b for a, b in zip(metrics(slice(0, 2)), metrics(slice(2, 4)), strict=True)]
+    assert halves == pytest.approx(metrics(slice(4)))
+
+
+def test_a_cap_of_nothing_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="cap=0"):
+        truncated_importance_weights(torch.zeros(1), torch.zeros(1), cap=0.0)

@@ -1,0 +1,264 @@
+"""Trainer ranks send their weights by every transport; what lands is what `export_hf` gathers, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.config.schema import Config, DdpConfig, ParallelConfig
+from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import exported, make_config, running_engine
+from tests.helpers.models import write_tiny_checkpoint
+
+pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
+
+SOURCES = {"qwen3": "qwen3", "moe": "qwen3_moe", "mla": "deepseek_v3"}
+# case -> (ranks, source, parallel, dtype of the engine)
+CASES: dict[str, tuple[int, str, ParallelConfig, str]] = {
+    "tp2": (2, "qwen3", ParallelConfig(tp=2), "bf16"),
+    "pp2": (2, "qwen3", ParallelConfig(pp=2), "fp32"),
+    "fsdp2": (2, "qwen3", ParallelConfig(), "fp32"),
+    "ep2": (2, "moe", ParallelConfig(ep=2), "fp32"),
+    "tp2-ep2": (2, "moe", ParallelConfig(tp=2, ep=2, etp=1, sequence_parallel=True), "bf16"),
+    "mla-tp2": (2, "mla", ParallelConfig(tp=2, sequence_parallel=True), "bf16"),
+    "tp2-pp2": (4, "qwen3", ParallelConfig(tp=2, pp=2), "bf16"),
+    "tp2-dp2": (4, "qwen3", ParallelConfig(tp=2), "fp32"),
+}
+BUCKETS = (1, 9_000, 1 << 30)  # every unit alone, a few, everything
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TIMEOUT_S = 60.0
+
+
+def config_of(case: str, root: Path) -> Config:
+    _, source, parallel, dtype = CASES[case]
+    ddp = DdpConfig(implementation="torch_fsdp2") if case == "fsdp2" else DdpConfig()
+    config = make_config(root / source, dtype=dtype, ddp=ddp)
+    return dataclasses.replace(config, parallel=parallel)
+
+
+@contextmanager
+def weights_of(case: str, root: Path, *, dtype: torch.dtype | None = None) -> Iterator[Any]:
+    """An engine on this rank, as transports see it."""
+    with running_engine(config_of(case, root), trainable=case == "fsdp2") as engine:
+        from mega_rl.rollout.sglang.trainer_weights import TrainerWeights
+
+        yield TrainerWeights(engine, dtype or DTYPES[CASES[case][3]])
+
+
+def servers_for(rank: int, hosts: tuple[str, ...], leaders: dict[int, int], **kwargs: Any) -> list[Any]:
+    """Server i of every leader's host; the receiver on its leader."""
+    from mega_rl.rollout.sglang.transports import Server
+    from tests.helpers.weight_receiver import FakeReceiver
+
+    return [
+        Server(index, 1 + index, hosts[leader], FakeReceiver(index, tp=1 + index, **kwargs) if rank == leader else None)
+        for index, leader in leaders.items()
+    ]
+
+
+def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        name
+        for name in {**expected, **found}
+        if name not in expected
+        or name not in found
+        or expected[name].dtype != found[name].dtype
+        or not torch.equal(expected[name], found[name])
+    ]
+
+
+def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
+    """What every transport did in every case, twice each; the second time with other weights."""
+    answers: dict[str, Any] = {}
+    for case in cases:
+        with weights_of(case, Path(root)) as weights:
+            for name, make in makers(weights, Path(root)).items():
+                answers[f"{case} {name}"] = send_twice(rank, weights, make)
+    return answers
+
+
+def makers(weights: Any, root: Path) -> dict[str, Callable[[list[Any], tuple[str, ...]], Any]]:
+    from mega_rl.rollout.sglang.broadcast import DistributedTransport
+    from mega_rl.rollout.sglang.on_disk import DiskTransport
+    from mega_rl.rollout.sglang.shared_memory import SharedMemoryTransport
+
+    def shared(nbytes: int) -> Callable[[list[Any], tuple[str, ...]], Any]:
+        return lambda servers, hosts: SharedMemoryTransport(
+            weights, servers, hosts=hosts, bucket_bytes=nbytes, timeout_s=TIMEOUT_S
+        )
+
+    found = {f"shared_memory {nbytes}": shared(nbytes) for nbytes in BUCKETS}
+    found["distributed"] = lambda servers, hosts: DistributedTransport(
+        weights, servers, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S
+    )
+    if not weights.sharded:
+        found["disk"] = lambda servers, hosts: DiskTransport(
+            weights, servers, folder=root / "run" / "weights", source=root / "qwen3", timeout_s=TIMEOUT_S
+        )
+    return found
+
+
+def send_twice(rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any]) -> dict[str, Any]:
+    from mega_rl.rollout.sglang.reshard import covers
+
+    world, layout = int(os.environ["WORLD_SIZE"]), weights.engine.sharding.layout
+    # Two hosts where each has a whole copy, else one.
+    split = world == 4 and covers(layout, [0, 1], experts=weights.experts)
+    hosts = ("a", "a", "b", "b") if split else ("a",) * world
+    transport = make([], hosts)
+    leaders = {0: 0, 1: 2 if split and transport.name == "shared_memory" else 0}
+    servers = servers_for(rank, hosts, leaders)
+    transport = make(servers, hosts)
+    answer: dict[str, Any] = {"different": [], "reports": [], "mapped": 0}
+    for version in (3, 4):
+        expected = {name: tensor.clone() for name, tensor in exported(weights.engine).items()}
+        report = transport.send(version=version)
+        for server in servers:
+            if server.receiver is not None:
+                answer["different"] += differences(expected, server.receiver.weights)
+                server.receiver.weights = {}
+        answer["reports"].append(
+            {"bytes": report.bytes, "buckets": report.buckets, "tensors": report.tensors, "requests": report.requests,
+             "failed": str(report.failed), "seconds": report.seconds}
+        )  # fmt: skip
+        if not weights.sharded:
+            with torch.no_grad():
+                for chunk in weights.chunks():
+                    for parameter in chunk.parameters():
+                        parameter.mul_(-1.5)
+    answer["memory"] = getattr(transport, "memory_bytes", 0)
+    answer["expected_bytes"] = sum(tensor.nbytes for tensor in expected.values())
+    answer["names"] = len(expected)
+    answer["sizes"] = (
+        [bucket.nbytes for bucket in getattr(transport._open, "buckets", [])] if hasattr(transport, "_open") else []
+    )
+    transport.close()
+    answer["versions"] = [server.receiver.versions for server in servers if server.receiver is not None]
+    answer["received"] = [server.receiver.received for server in servers if server.receiver is not None]
+    answer["calls"] = [len(server.receiver.calls) for server in servers if server.receiver is not None]
+    return answer
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    for name, family in SOURCES.items():
+        write_tiny_checkpoint(folder / name, family=family, vocab_size=51, dtype=torch.bfloat16, tied=family == "qwen3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """By case and transport, what every rank found."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world_size in (2, 4):
+        cases = [case for case, (size, *_) in CASES.items() if size == world_size]
+        ranks = run_ranks(world_size, send_all, str(root), cases, timeout_s=400)
+        for key in ranks[0]:
+            found[key] = [answer[key] for answer in ranks]
+    return found
+
+
+TRANSPORTS = [*(f"shared_memory {nbytes}" for nbytes in BUCKETS), "distributed", "disk"]
+SENDINGS = [(case, name) for case in CASES for name in TRANSPORTS if (case, name) != ("fsdp2", "disk")]
+
+
+@pytest.mark.parametrize(("case", "transport"), SENDINGS)
+def test_what_lands_is_what_export_gathers(answers: dict[str, Any], case: str, transport: str) -> None:
+    """Names, dtypes and bits of every update; each byte once; as many requests as buckets; the version at the end."""
+    ranks = answers[f"{case} {transport}"]
+    reports = ranks[0]["reports"]
+    for answer in ranks:
+        assert answer["different"] == []
+        assert answer["reports"] == reports, "ranks disagree"
+        nbytes, names = answer["expected_bytes"], answer["names"]
+        assert [(report["bytes"], report["tensors"]) for report in reports] == [(nbytes, names)] * 2
+        assert all(report["failed"] == "{}" for report in reports)
+        assert answer["received"] == [2 * nbytes] * len(answer["received"])
+        for versions in answer["versions"]:
+            last = reports[0]["buckets"]
+            assert versions == [*[None] * (last - 1), 3, *[None] * (last - 1), 4]
+    calls = sum(sum(answer["calls"]) for answer in ranks)
+    requests = [report["requests"] for report in reports]
+    connecting = 2 if transport == "distributed" else 0
+    assert requests == [2 * reports[0]["buckets"] + connecting, 2 * reports[0]["buckets"]]
+    assert calls == sum(requests) + connecting  # and as many to leave the groups
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shared_memory_is_two_neighbouring_buckets(answers: dict[str, Any], case: str) -> None:
+    for nbytes in BUCKETS:
+        for answer in answers[f"{case} shared_memory {nbytes}"]:
+            sizes = answer["sizes"]
+            pairs = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)]
+            assert answer["memory"] <= max(pairs) + 128
+            largest = max(sizes)
+            assert answer["memory"] <= max(2 * nbytes, nbytes + largest, 2 * largest) + 128
+    few = answers[f"{case} shared_memory {BUCKETS[1]}"][0]
+    assert few["memory"] < few["expected_bytes"], "the whole model is in memory once more"
+
+
+def fail_some(rank: int, root: str) -> dict[str, Any]:
+    """Two servers, one of which breaks at some request: what all ranks are told, and what the other one got."""
+    from tests.helpers.weight_receiver import FakeReceiver
+
+    answers: dict[str, Any] = {}
+    with weights_of("tp2", Path(root)) as weights:
+        for name, make in makers(weights, Path(root)).items():
+            for at in (1, 2):
+                servers = servers_for(rank, ("a", "a"), {0: 0, 1: 0})
+                if rank == 0:
+                    broken: FakeReceiver = servers[1].receiver
+
+                    def fail(number: int, at: int = at, broken: Any = broken) -> None:
+                        if number == at:
+                            raise broken.error("out of order")
+
+                    broken._fail = fail
+                transport = make(servers, ("a", "a"))
+                report = transport.send(version=7)
+                answer = {"failed": {str(i): why for i, why in report.failed.items()}, "different": []}
+                if rank == 0:
+                    answer["calls"] = [len(server.receiver.calls) for server in servers]
+                    answer["buckets"] = report.buckets
+                    answer["different"] = differences(exported_now(weights), servers[0].receiver.weights)
+                else:
+                    exported_now(weights)
+                # The server is well again, and gets everything.
+                again = transport.send(version=8, servers=[1])
+                answer["again"] = len(again.failed)
+                expected = exported_now(weights)
+                if rank == 0:
+                    answer["different"] += differences(expected, servers[1].receiver.weights)
+                    answer["first"] = servers[0].receiver.versions[-1]
+                transport.close()
+                answers[f"{name} {at}"] = answer
+    return answers
+
+
+def exported_now(weights: Any) -> dict[str, torch.Tensor]:
+    return exported(weights.engine)
+
+
+def test_a_server_that_fails_hinders_no_other(root: Path) -> None:
+    """All ranks learn who failed and why; the others have all weights; the failed one can be served again."""
+    ranks = run_ranks(2, fail_some, str(root), timeout_s=300)
+    for key, answer in ranks[0].items():
+        if key in ("disk 2", f"shared_memory {BUCKETS[-1]} 2"):
+            assert answer["failed"] == {}  # it gets one request only
+            continue
+        assert list(answer["failed"]) == ["1"], key
+        assert "out of order" in answer["failed"]["1"]
+        assert ranks[1][key]["failed"] == answer["failed"]
+        assert answer["different"] == [], key
+        assert answer["again"] == ranks[1][key]["again"] == 0
+        assert answer["first"] == 7
+        at = int(key.split()[-1])
+        assert answer["calls"][1] == at, f"{key}: requests went on after the failure"

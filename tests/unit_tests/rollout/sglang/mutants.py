@@ -1,0 +1,166 @@
+"""Ways in which an answer of /generate is wrong, each with the name that it must get."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.helpers.fake_sglang import STOP
+
+Answer = dict[str, Any]
+
+
+def _meta(**changes: Any) -> Callable[[Answer], Any]:
+    def change(answer: Answer) -> Answer:
+        answer["meta_info"].update(changes)
+        return answer
+
+    return change
+
+
+def _without(*path: str) -> Callable[[Answer], Any]:
+    def change(answer: Answer) -> Answer:
+        holder = answer
+        for name in path[:-1]:
+            holder = holder[name]
+        del holder[path[-1]]
+        return answer
+
+    return change
+
+
+def _tokens(function: Callable[[list[int]], Any], *, logprobs: bool = True) -> Callable[[Answer], Any]:
+    """Other output_ids, with all else as it should be beside them."""
+
+    def change(answer: Answer) -> Answer:
+        tokens = function(answer["output_ids"])
+        answer["output_ids"] = tokens
+        if logprobs:
+            meta = answer["meta_info"]
+            meta["output_token_logprobs"] = [[-1.0, token, None] for token in tokens]
+            meta["completion_tokens"] = len(tokens)
+            meta["weight_versions"][-1]["end"] = len(tokens)
+        return answer
+
+    return change
+
+
+def _logprob(value: Any) -> Callable[[Answer], Any]:
+    def change(answer: Answer) -> Answer:
+        answer["meta_info"]["output_token_logprobs"][1][0] = value
+        return answer
+
+    return change
+
+
+def _entries(function: Callable[[list[Any]], Any]) -> Callable[[Answer], Any]:
+    def change(answer: Answer) -> Answer:
+        answer["meta_info"]["output_token_logprobs"] = function(answer["meta_info"]["output_token_logprobs"])
+        return answer
+
+    return change
+
+
+def _spans(*spans: tuple[Any, Any, Any]) -> Callable[[Answer], Any]:
+    return _meta(weight_versions=[{"version": v, "start": a, "end": b} for v, a, b in spans])
+
+
+def _text(function: Callable[[bytes], bytes]) -> Callable[[Answer], bytes]:
+    return lambda answer: function(json.dumps(answer).encode())
+
+
+# name -> (kind, change of a right answer of 6 tokens without a stop token: to another answer or to bytes)
+MUTANTS: dict[str, tuple[str, Callable[[Answer], Any]]] = {
+    "empty body": ("cut_json", lambda _: b""),
+    "half a body": ("cut_json", _text(lambda text: text[: len(text) // 2])),
+    "last byte cut": ("cut_json", _text(lambda text: text[:-1])),
+    "cut within a string": ("cut_json", _text(lambda text: text[: text.index(b"weight_ver") + 4])),
+    "cut within the ids": ("cut_json", _text(lambda text: text[: text.index(b"[") + 3])),
+    "html": ("bad_json", lambda _: b"<html>Bad gateway</html>"),
+    "two answers": ("bad_json", _text(lambda text: text + text)),
+    "no utf-8": ("bad_json", _text(lambda text: text.replace(b"length", b"\xff\xfe"))),
+    "nested a hundred thousand deep": ("bad_json", lambda _: b"[" * 100_000),
+    "number of ten thousand digits": (
+        "bad_json",
+        _text(lambda text: text.replace(b"[", b"[" + b"9" * 10_000 + b",", 1)),
+    ),
+    "huge body": ("too_large", _text(lambda text: b" " * 2**20 + text)),
+    "list of one": ("wrong_count", lambda answer: [answer]),
+    "list of two": ("wrong_count", lambda answer: [answer, answer]),
+    "empty list": ("wrong_count", lambda _: []),
+    "null": ("not_an_object", lambda _: None),
+    "a number": ("not_an_object", lambda _: 17),
+    "a string": ("not_an_object", lambda _: "ok"),
+    "no meta_info": ("not_an_object", _without("meta_info")),
+    "meta_info is text": ("not_an_object", lambda answer: {**answer, "meta_info": "fine"}),
+    "another request's id": ("wrong_id", _meta(id="somebody-else")),
+    "no id": ("wrong_id", _without("meta_info", "id")),
+    "another prompt": ("wrong_prompt", _meta(prompt_tokens=99)),
+    "no prompt count": ("wrong_prompt", _without("meta_info", "prompt_tokens")),
+    "no output_ids": ("missing_output_ids", _without("output_ids")),
+    "output_ids null": ("bad_output_ids", lambda answer: {**answer, "output_ids": None}),
+    "output_ids text": ("bad_output_ids", lambda answer: {**answer, "output_ids": "3 4 5"}),
+    "ids as floats": ("bad_output_ids", _tokens(lambda ids: [float(i) for i in ids], logprobs=False)),
+    "ids as text": ("bad_output_ids", _tokens(lambda ids: [str(i) for i in ids], logprobs=False)),
+    "an id is true": ("bad_output_ids", _tokens(lambda ids: [True, *ids[1:]], logprobs=False)),
+    "ids nested": ("bad_output_ids", _tokens(lambda ids: [ids], logprobs=False)),
+    "id beyond the vocabulary": ("token_out_of_vocabulary", _tokens(lambda ids: [*ids[:-1], 50])),
+    "id far beyond": ("token_out_of_vocabulary", _tokens(lambda ids: [2**63, *ids[1:]])),
+    "negative id": ("token_out_of_vocabulary", _tokens(lambda ids: [-1, *ids[1:]])),
+    "one token more": ("too_many_tokens", _tokens(lambda ids: [*ids, 7])),
+    "no token": ("empty_response", _tokens(lambda _: [])),
+    "another count": ("token_count", _meta(completion_tokens=5)),
+    "no count": ("token_count", _without("meta_info", "completion_tokens")),
+    "no log-probs": ("missing_logprobs", _without("meta_info", "output_token_logprobs")),
+    "log-probs null": ("missing_logprobs", _meta(output_token_logprobs=None)),
+    "log-probs text": ("bad_logprobs", _meta(output_token_logprobs="-1.5")),
+    "log-probs bare": ("bad_logprobs", _entries(lambda entries: [entry[0] for entry in entries])),
+    "log-prob without id": ("bad_logprobs", _entries(lambda entries: [[entry[0]] for entry in entries])),
+    "log-prob is text": ("bad_logprobs", _logprob("-1.5")),
+    "log-prob is true": ("bad_logprobs", _logprob(True)),
+    "log-prob is a list": ("bad_logprobs", _logprob([-1.0])),
+    "a log-prob short": ("logprob_count", _entries(lambda entries: entries[:-1])),
+    "a log-prob more": ("logprob_count", _entries(lambda entries: [*entries, entries[0]])),
+    "log-probs shifted": ("logprob_token", _entries(lambda entries: [*entries[1:], entries[0]])),
+    "log-prob NaN": ("non_finite_logprob", _logprob(float("nan"))),
+    "log-prob null": ("non_finite_logprob", _logprob(None)),
+    "log-prob -inf": ("non_finite_logprob", _logprob(float("-inf"))),
+    "log-prob inf": ("non_finite_logprob", _logprob(float("inf"))),
+    "log-prob overflows": ("non_finite_logprob", _text(lambda text: re.sub(rb"\[\[-[0-9.]+", b"[[-1e999", text))),
+    "log-prob a whole number beyond floats": ("non_finite_logprob", _logprob(-(10**400))),
+    "log-prob positive": ("positive_logprob", _logprob(0.5)),
+    "log-prob hardly positive": ("positive_logprob", _logprob(1e-4)),
+    "no finish_reason": ("missing_finish", _without("meta_info", "finish_reason")),
+    "finish_reason null": ("missing_finish", _meta(finish_reason=None)),
+    "finish_reason unknown": ("unknown_finish", _meta(finish_reason={"type": "tired"})),
+    "finish_reason a list": ("unknown_finish", _meta(finish_reason=["stop"])),
+    "finish_reason type a list": ("unknown_finish", _meta(finish_reason={"type": ["stop"]})),
+    "stop without a stop token": ("no_stop_token", _meta(finish_reason={"type": "stop", "matched": 7})),
+    "length on a stop token": ("unknown_finish", _tokens(lambda ids: [*ids[:-1], STOP])),
+    "goes on after a stop token": ("token_after_stop", _tokens(lambda ids: [*ids[:2], STOP, *ids[3:]])),
+    "too short": ("short_length", _tokens(lambda ids: ids[:-1])),
+    "mixed versions": ("mixed_versions", _spans(("1", 0, 2), ("2", 2, 6))),
+    "spans end early": ("bad_version_spans", _spans(("1", 0, 5))),
+    "spans end late": ("bad_version_spans", _spans(("1", 0, 7))),
+    "spans leave a gap": ("bad_version_spans", _spans(("1", 0, 2), ("1", 3, 6))),
+    "spans overlap": ("bad_version_spans", _spans(("1", 0, 3), ("1", 2, 6))),
+    "spans go backwards": ("bad_version_spans", _spans(("1", 0, 4), ("1", 4, 2), ("1", 2, 6))),
+    "spans of text": ("bad_version_spans", _spans(("1", "0", "6"))),
+    "spans are no list": ("bad_version_spans", _meta(weight_versions={"1": 6})),
+    "no spans": ("bad_version_spans", _meta(weight_versions=[])),
+}
+
+# These say that the server holds other weights: it is taken out of rotation, and no sample tried again there.
+STALE_MUTANTS: dict[str, tuple[str, Callable[[Answer], Any]]] = {
+    "older version": ("wrong_version", lambda answer: _spans(("0", 0, 6))(_meta(weight_version="0")(answer))),
+    "newer version": ("wrong_version", lambda answer: _spans(("2", 0, 6))(_meta(weight_version="2")(answer))),
+    "never updated": (
+        "wrong_version",
+        lambda answer: _spans(("default", 0, 6))(_meta(weight_version="default")(answer)),
+    ),
+    "version a number": ("wrong_version", lambda answer: _spans((1, 0, 6))(_meta(weight_version=1)(answer))),
+    "no version": ("missing_version", lambda answer: _without("meta_info", "weight_version")(answer)),
+    "end version only differs": ("wrong_version", _meta(weight_version="7")),
+}

@@ -1,0 +1,201 @@
+"""What is refused before anything is sent. Answers of servers are those of SGLang 0.5.20, cut to what is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.parts import hf_tensors
+from mega_rl.converters.sharding import Sharding
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.rollout.sglang.checks import Expected, SentTensor, mismatches, sent_tensors
+from tests.helpers.models import write_tiny_checkpoint
+
+SERVER = {
+    "version": "0.5.20",
+    "dtype": "float32",
+    "tp_size": 2,
+    "dp_size": 1,
+    "pp_size": 1,
+    "quantization": None,
+    "speculative_algorithm": None,
+    "is_embedding": False,
+    "json_model_override_args": "{}",
+}
+FAMILIES = {"qwen3": {}, "llama": {"tied": False}, "qwen3_moe": {"tied": False}, "deepseek_v3": {"tied": False}}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checks")
+    return {
+        family: write_tiny_checkpoint(root / family, family=family, **options) for family, options in FAMILIES.items()
+    }
+
+
+def expected_for(path: Path, **parallel: Any) -> Expected:
+    hf = read_hf_config(path)
+    layout = ParallelLayout(**parallel)
+    return Expected(hf, sent_tensors(Sharding(hf, layout), torch.float32), "float32", tp=2)
+
+
+def model_info(path: Path, **changes: Any) -> dict[str, Any]:
+    config = json.loads((path / "config.json").read_text())
+    described = {key: config[key] for key in ("model_type", "architectures")}
+    return {"model_path": str(path), "is_generation": True, **described, **changes}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "parallel", [{}, {"world_size": 2, "tp": 2}, {"world_size": 2, "pp": 2}], ids=["1", "tp2", "pp2"]
+)
+def test_a_server_of_the_same_model_gets_its_weights(
+    checkpoints: dict[str, Path], family: str, parallel: dict[str, int]
+) -> None:
+    path = checkpoints[family]
+    assert mismatches(model_info(path), SERVER, expected_for(path, **parallel)) == []
+    # Nor is anything found where the checkpoint is on another host.
+    assert mismatches(model_info(path, model_path="/elsewhere"), SERVER, expected_for(path, **parallel)) == []
+
+
+def test_what_is_sent_does_not_depend_on_the_layout(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["qwen3_moe"]
+    alone = expected_for(path).sent
+    assert {tensor.name: tensor.shape for tensor in alone} == {
+        name: info.shape for name, info in hf_tensors(read_hf_config(path), head="lm").items()
+    }
+    # Experts come in an order of their own where they are spread, and nothing else changes.
+    for parallel in ({"tp": 2}, {"ep": 2}, {"pp": 2}):
+        assert sorted(expected_for(path, world_size=2, **parallel).sent) == sorted(alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"version": "0.4.9"}, "runs SGLang '0.4.9'"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16', rollouts are to be in float32"),
+        ({"dtype": "auto"}, "dtype='auto'"),
+        ({"tp_size": 1}, "tp_size=1, sglang.tp is 2"),
+        ({"dp_size": 2}, "dp_size=2 must be 1"),
+        ({"pp_size": 2}, "pp_size=2 must be 1"),
+        ({"quantization": "fp8"}, "quantization='fp8' must be None"),
+        ({"speculative_algorithm": "EAGLE"}, "the draft model would keep its old weights"),
+        ({"json_model_override_args": '{"rms_norm_eps": 0.5}'}, "norm_eps=0.5, the trainer's model has"),
+        ({"json_model_override_args": "[1]"}, "cannot be read"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named(checkpoints: dict[str, Path], changes: Any, found: str) -> None:
+    path = checkpoints["qwen3"]
+    (problem,) = mismatches(model_info(path), {**SERVER, **changes}, expected_for(path))
+    assert found in problem
+
+
+def test_the_short_name_of_a_dtype_is_the_dtype(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["qwen3"]
+    assert mismatches(model_info(path), {**SERVER, "dtype": "float"}, expected_for(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"model_type": "llama"}, "serves model_type='llama', the trainer's model is 'qwen3'"),
+        ({"architectures": ["LlamaForCausalLM"]}, "serves architectures=['LlamaForCausalLM']"),
+        ({"is_generation": False}, "does not generate"),
+    ],
+)
+def test_another_model_is_named(checkpoints: dict[str, Path], changes: Any, found: str) -> None:
+    path = checkpoints["qwen3"]
+    (problem,) = mismatches(model_info(path, **changes), SERVER, expected_for(path))
+    assert found in problem
+
+
+NORM, HEAD, EXTRA = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.2.extra.weight"
+Change = Callable[[dict[str, SentTensor]], list[SentTensor]]
+SENT: dict[str, tuple[Change, list[str]]] = {
+    "missing": (
+        lambda sent: [tensor for name, tensor in sent.items() if name not in (NORM, HEAD)],
+        [f"{HEAD} [64, 32] would not be sent", f"{NORM} [32] would not be sent"],
+    ),
+    "unknown": (
+        lambda sent: [*sent.values(), SentTensor(EXTRA, (3,), torch.float32)],
+        [f"{EXTRA} [3] would be sent and is no part of its model"],
+    ),
+    "shape": (
+        lambda sent: [*(sent | {NORM: sent[NORM]._replace(shape=(31,))}).values()],
+        [f"{NORM} would be sent as [31], its model has [32]"],
+    ),
+    "transposed": (
+        lambda sent: [*(sent | {HEAD: sent[HEAD]._replace(shape=(32, 64))}).values()],
+        [f"{HEAD} would be sent as [32, 64], its model has [64, 32]"],
+    ),
+    "twice": (lambda sent: [*sent.values(), sent[NORM]], [f"{NORM} would be sent 2 times"]),
+    "dtype": (
+        lambda sent: [*(sent | {NORM: sent[NORM]._replace(dtype=torch.float8_e4m3fn)}).values()],
+        [f"{NORM} would be sent as torch.float8_e4m3fn, which SGLang cannot load"],
+    ),
+}
+
+
+@pytest.mark.parametrize("reachable", [True, False], ids=["read", "elsewhere"])
+@pytest.mark.parametrize("change", SENT)
+def test_every_tensor_that_does_not_fit_is_named(checkpoints: dict[str, Path], change: str, *, reachable: bool) -> None:
+    path = checkpoints["qwen3"]
+    expected = expected_for(path)
+    alter, found = SENT[change]
+    altered = replace(expected, sent=tuple(alter({tensor.name: tensor for tensor in expected.sent})))
+    info = model_info(path) if reachable else model_info(path, model_path="/elsewhere")
+    assert sorted(mismatches(info, SERVER, altered)) == sorted(found)
+
+
+def test_all_that_is_wrong_comes_at_once(checkpoints: dict[str, Path]) -> None:
+    found = mismatches(
+        model_info(checkpoints["llama"]), {**SERVER, "dtype": "bfloat16"}, expected_for(checkpoints["qwen3"])
+    )
+    for part in (
+        "dtype='bfloat16'",
+        "serves model_type='llama'",
+        "family='llama', the trainer's model has 'qwen3'",
+        "tied=False, the trainer's model has True",
+        "qk_norm=False, the trainer's model has True",
+        "lm_head.weight [50, 32] would not be sent",
+        *(f"model.layers.{layer}.self_attn.q_norm.weight [16] would be sent and is no part" for layer in range(4)),
+    ):
+        assert sum(part in line for line in found) == 1, part
+
+
+def test_the_files_of_the_checkpoint_count_not_its_config_alone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = checkpoints["qwen3"]
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.extra.weight"] = torch.zeros(3)
+    tensors[NORM] = torch.zeros(31)
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = mismatches(model_info(path, model_path=str(tmp_path)), SERVER, expected_for(path))
+    assert sorted(found) == [
+        "model.layers.0.extra.weight [3] would not be sent",
+        f"{NORM} would be sent as [32], its model has [31]",
+    ]
+
+
+def test_a_server_without_files_has_its_config(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = checkpoints["qwen3"]
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())  # as with --load-format dummy
+    info = model_info(path, model_path=str(tmp_path))
+    assert mismatches(info, SERVER, expected_for(path)) == []
+    (tmp_path / "config.json").write_text("{")
+    (problem,) = mismatches(info, SERVER, expected_for(path))
+    assert "cannot be read" in problem
+
+
+@pytest.mark.parametrize("nonsense", [{}, {"model_path": None}, {"model_path": "\0"}, {"model_type": 5}])
+def test_answers_of_nonsense_are_problems_not_crashes(checkpoints: dict[str, Path], nonsense: Any) -> None:
+    assert mismatches(nonsense, {}, expected_for(checkpoints["qwen3"]))
+    assert mismatches(nonsense, {key: [{}] for key in SERVER}, expected_for(checkpoints["qwen3"]))

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mega_rl.rollout.sglang.calls import ServerError
+from mega_rl.rollout.sglang.control import Control
+from mega_rl.rollout.sglang.endpoint import Endpoint
+from tests.helpers.update_server import KEYS, UpdateServer
+
+
+@pytest.fixture
+def server() -> Iterator[UpdateServer]:
+    with UpdateServer(3) as running:
+        running.paused = True
+        yield running
+
+
+@pytest.fixture
+def control(server: UpdateServer) -> Iterator[Control]:
+    steering = Control(server.endpoint, timeout_s=20.0)
+    yield steering
+    steering.close()
+
+
+UPDATE = {"flush_cache": False, "abort_all_requests": False}
+GROUP = {"address": "127.0.0.1", "port": 5, "rank_offset": 1, "world_size": 3, "group": "g", "backend": "gloo"}
+CALLS: list[tuple[Callable[[Control], Any], str, Any]] = [
+    (lambda c: c.pause(), "/pause_generation", {"mode": "abort"}),
+    (lambda c: c.pause("retract"), "/pause_generation", {"mode": "retract"}),
+    (lambda c: c.continue_(), "/continue_generation", {}),
+    (lambda c: c.flush(), "/flush_cache", None),
+    (lambda c: c.abort_all(), "/abort_request", {"rid": "", "abort_all": True}),
+    (lambda c: c.generate({"sampling_params": {"temperature": 1, "max_new_tokens": 1}}), "/generate", ...),
+    (
+        lambda c: c.update_from_tensor(["e30="], load_format="flattened_bucket", version=7),
+        "/update_weights_from_tensor",
+        {"serialized_named_tensors": ["e30="], "load_format": "flattened_bucket", "weight_version": "7", **UPDATE},
+    ),
+    (
+        lambda c: c.update_from_tensor(["e30="]),
+        "/update_weights_from_tensor",
+        {"serialized_named_tensors": ["e30="], "load_format": None, **UPDATE},
+    ),
+    (
+        lambda c: c.update_from_distributed(names=["w"], dtypes=["bfloat16"], shapes=[(2, 3)], group="g", version=0),
+        "/update_weights_from_distributed",
+        {
+            "names": ["w"],
+            "dtypes": ["bfloat16"],
+            "shapes": [[2, 3]],
+            "group_name": "g",
+            "load_format": None,
+            "weight_version": "0",
+            **UPDATE,
+        },
+    ),
+    (
+        lambda c: c.update_from_disk("/ckpt", version=2),
+        "/update_weights_from_disk",
+        {"model_path": "/ckpt", "load_format": None, "weight_version": "2", **UPDATE},
+    ),
+    (
+        lambda c: c.init_group(**GROUP),
+        "/init_weights_update_group",
+        {
+            "master_address": "127.0.0.1",
+            "master_port": 5,
+            "rank_offset": 1,
+            "world_size": 3,
+            "group_name": "g",
+            "backend": "gloo",
+        },
+    ),
+    (lambda c: c.destroy_group("g"), "/destroy_weights_update_group", {"group_name": "g"}),
+    # SGLang's default would end every request in flight.
+    (
+        lambda c: c.set_version(4),
+        "/update_weight_version",
+        {"new_version": "4", "abort_all_requests": False},
+    ),
+    (lambda c: c.release_memory(["kv_cache"]), "/release_memory_occupation", {"tags": ["kv_cache"]}),
+    (lambda c: c.resume_memory(), "/resume_memory_occupation", {"tags": None}),
+    (lambda c: c.model_info(), "/model_info", None),
+    (lambda c: c.server_info(), "/server_info", None),
+    (lambda c: c.healthy(), "/health", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "path", "body"), CALLS, ids=[f"{path[1:]}-{i}" for i, (_, path, _) in enumerate(CALLS)]
+)
+def test_every_call_has_its_endpoint_key_and_body(
+    server: UpdateServer, control: Control, call: Callable[[Control], Any], path: str, body: Any
+) -> None:
+    server.weights = {"a": 1.0}
+    call(control)
+    assert server.paths() == [path]  # with another key the call is not recorded
+    assert body is ... or server.calls[0][1] == body
+    assert control.requests == 1
+
+
+# What befalls an update -> what the error says of it.
+ENDS = {
+    "refuse": "HTTP 400: not now xx",
+    "error": "HTTP 500: Internal Server Error",
+    "unsuccessful": "no success: partially updated",
+    "html": "no JSON",
+    "list": "no object but [1]",
+    "cut": "RemoteProtocolError",
+    "reset": "RemoteProtocolError",
+    "die": "",
+    "hang": "waited 0.3 s for its answer",
+    "drip": "waited 0.3 s for its answer",
+    "drip_head": "waited 0.3 s for its answer",
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_whatever_befalls_a_call_is_one_error_in_time(server: UpdateServer, control: Control, kind: str) -> None:
+    path = "/update_weights_from_tensor"
+    server.faults = {path: (kind, 1)}
+    if "waited" in ENDS[kind]:
+        control.timeout_s = 0.3
+    start = time.monotonic()
+    with pytest.raises(ServerError) as caught:
+        control.update_from_tensor(["e30="])
+    assert time.monotonic() - start < 10.0
+    text = str(caught.value)
+    assert text.startswith(f"SGLang server 3 at {server.endpoint.url}, {path}: ")
+    assert ENDS[kind] in text
+    assert len(text) < 700
+    assert "\n" not in text
+    assert kind != "refuse" or text.endswith("the reason")  # of long words the end is kept too
+    assert caught.value.server == 3
+    assert caught.value.path == path
+
+
+def test_a_server_that_is_gone_is_an_error_too(server: UpdateServer, control: Control) -> None:
+    server.die()
+    with pytest.raises(ServerError, match="ConnectError") as caught:
+        control.continue_()
+    assert caught.value.status is None
+    assert not control.healthy()
+
+
+def test_no_error_and_no_repr_shows_a_key(server: UpdateServer, control: Control) -> None:
+    server.faults = {"/continue_generation": ("echo", 1)}
+    with pytest.raises(ServerError) as caught:
+        control.continue_()
+    assert "keys *** ***" in str(caught.value)
+    shown = repr(caught.value) + repr(control) + repr(vars(control))
+    assert KEYS.api_key not in shown
+    assert KEYS.admin_key not in shown
+
+
+def test_a_wrong_key_is_told_as_such(server: UpdateServer) -> None:
+    keys = type(KEYS)(KEYS.admin_key, KEYS.api_key)
+    swapped = Control(Endpoint(3, server.endpoint.url, keys), 5.0)
+    with pytest.raises(ServerError, match="HTTP 401: missing or wrong key"):
+        swapped.pause()
+    with pytest.raises(ServerError, match="HTTP 401"):
+        swapped.checksums()
+    assert not swapped.healthy()
+
+
+def test_flushing_goes_on_until_the_server_is_idle(server: UpdateServer, control: Control) -> None:
+    server.busy = 4
+    control.flush()
+    assert server.number("/flush_cache") == 4
+
+
+@pytest.mark.parametrize("kind", ["refuse", "hang"])
+def test_flushing_ends_at_its_deadline_and_says_what_it_waited_for(
+    server: UpdateServer, control: Control, kind: str
+) -> None:
+    server.faults = {"/flush_cache": (kind, 1)}
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"waited 0.* s for") as caught:
+        control.flush(0.4)
+    assert 0.3 < time.monotonic() - start < 5.0
+    if kind == "refuse":
+        assert "waited 0.4 s for the server to be idle" in str(caught.value)
+        assert server.number("/flush_cache") > 2
+
+
+def test_flushing_does_not_repeat_what_no_repetition_helps(server: UpdateServer, control: Control) -> None:
+    server.faults = {"/flush_cache": ("error", 1)}
+    with pytest.raises(ServerError, match="HTTP 500"):
+        control.flush()
+    assert server.number("/flush_cache") == 1
+
+
+def test_checksums_are_of_every_rank_or_none(server: UpdateServer, control: Control) -> None:
+    assert control.checksums() is None
+    server.checksum = "c0ffee"
+    found = control.checksums()
+    assert found is not None
+    assert [entry["per_gpu_checksum"] for entry in found] == ["c0ffee0"]
+    server.faults = {"/weights_checker": ("error", 1)}
+    with pytest.raises(ServerError, match="HTTP 500"):
+        control.checksums()
+
+
+def test_the_version_is_a_text(server: UpdateServer, control: Control) -> None:
+    assert control.weight_version() == "default"
+    server.info = {"model": {"weight_version": None}}
+    with pytest.raises(ServerError, match="no weight_version"):
+        control.weight_version()
+
+
+def test_a_restarted_server_is_steered_at_its_new_place(server: UpdateServer, control: Control) -> None:
+    with UpdateServer(3) as successor:
+        server.die()
+        control.move(successor.endpoint)
+        control.continue_()
+        assert successor.paths() == ["/continue_generation"]

@@ -1,0 +1,265 @@
+"""The engine over a scripted fleet: servers come back before their samples do, and every sample is there once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import UserError
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.rollout.sglang.engine import (
+    FailedSamples,
+    RolloutFailedError,
+    ServersLostError,
+    SglangRolloutEngine,
+    sampling_seed,
+)
+from mega_rl.rollout.sglang.results import FleetResult, State
+from mega_rl.rollout.sglang.samples import Failure, Key, Sample, SampleRequest, Sampling
+from mega_rl.types import Prompt
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
+PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
+Script = Callable[[list[SampleRequest], Mapping[Key, Sample]], FleetResult]
+
+
+def served(requests: Sequence[SampleRequest], *, version: int = 1) -> FleetResult:
+    """An answer to every request: its seed tells them apart."""
+    result = FleetResult()
+    for request in requests:
+        result.samples[request.key] = Sample([request.seed % 40 + 2, 1], [-0.5, -0.25], [version] * 2, "stop")
+    result.stats.requests, result.stats.tokens, result.stats.seconds = len(requests), 2 * len(requests), 0.5
+    return result
+
+
+class ScriptedFleet:
+    """Answers one generation after the other as the script says; `all_ready` once servers were brought back."""
+
+    def __init__(self, *script: Script) -> None:
+        self.script = list(script)
+        self.asked: list[tuple[list[Key], int, Sampling]] = []
+        self.servers = [(State.READY, ""), (State.READY, "")]
+
+    def states(self) -> list[tuple[State, str]]:
+        return self.servers
+
+    def start(
+        self, requests: list[SampleRequest], sampling: Sampling, *, version: int, partials: Any, **_: Any
+    ) -> ScriptedFleet:
+        self.asked.append(([request.key for request in requests], version, sampling))
+        self.answer = (
+            self.script.pop(0)(requests, partials) if len(self.script) > 1 else self.script[0](requests, partials)
+        )
+        return self
+
+    def result(self) -> FleetResult:
+        return self.answer
+
+
+def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: int = 2, **given: Any) -> Any:
+    brought_back: list[list[int]] = []
+
+    def bring_back(lost: Sequence[int]) -> None:
+        brought_back.append(list(lost))
+        for index in lost:
+            fleet.servers[index] = (State.READY, "")
+
+    engine = SglangRolloutEngine(
+        fleet,
+        everyone=SingleRank(),
+        weight_version=given.pop("weight_version", lambda: 1),
+        bring_back=bring_back,
+        sampling=SAMPLING,
+        max_positions=given.pop("max_positions", 64),
+        timeout_s=5.0,
+        concurrency=4,
+        restarts=restarts,
+        failed=failed or FailedSamples(mask=False, max_share=0.0),
+        **given,
+    )
+    return engine, brought_back
+
+
+def generate(engine: SglangRolloutEngine, **given: Any) -> Any:
+    return engine.generate(PROMPTS, [5, 6, 7], n=2, seed=(0, 3), **given)
+
+
+def test_rows_come_by_prompt_then_sample_and_each_has_its_own_seed() -> None:
+    fleet = ScriptedFleet(lambda requests, _: served(requests))
+    engine, _ = engine_over(fleet)
+    rows = generate(engine)
+    assert rows.prompt_index.tolist() == [5, 5, 6, 6, 7, 7]
+    assert rows.sample_index.tolist() == [0, 1] * 3
+    seeds = [sampling_seed((0, 3), prompt, sample) for prompt in (5, 6, 7) for sample in (0, 1)]
+    assert len(set(seeds)) == 6
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert rows.tokens[:, 2].tolist() == [seed % 40 + 2 for seed in seeds]
+    assert sampling_seed((0, 4), 5, 0) != seeds[0]  # another step
+    assert engine.metrics() == {
+        "sglang/requests": 6.0,
+        "sglang/retries": 0.0,
+        "sglang/failed_tries": 0.0,
+        "sglang/tokens": 12.0,
+        "sglang/seconds": 0.5,
+        "sglang/tokens_per_second": 24.0,
+    }
+    assert engine.metrics() == {}
+
+
+def test_greedy_is_asked_for() -> None:
+    fleet = ScriptedFleet(lambda requests, _: served(requests))
+    engine, _ = engine_over(fleet)
+    generate(engine, greedy=True)
+    assert fleet.asked[0][2].greedy
+
+
+def test_lost_servers_are_brought_back_before_what_they_owe_is_asked_for_again() -> None:
+    partial = Sample([9], [-0.125], [1], "partial")
+
+    def loses_two(requests: list[SampleRequest], _: Any) -> FleetResult:
+        result = served(requests[:4])
+        result.unserved = {requests[4].key: partial, requests[5].key: Sample()}
+        fleet.servers[1] = (State.DOWN, "it has ended")
+        return result
+
+    seen: list[Any] = []
+
+    def serves(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> FleetResult:
+        seen.append(dict(partials))
+        assert fleet.servers[1][0] is State.READY, "asked before the server was back"
+        return served(requests)
+
+    fleet = ScriptedFleet(loses_two, serves)
+    engine, brought_back = engine_over(fleet)
+    rows = generate(engine)
+    assert brought_back == [[1]]
+    assert [keys for keys, _, _ in fleet.asked[1:]] == [[(7, 0), (7, 1)]]
+    assert seen == [{(7, 0): partial, (7, 1): Sample()}]
+    assert rows.prompt_index.tolist() == [5, 5, 6, 6, 7, 7]
+    assert bool((rows.lengths == 4).all())
+
+
+def test_a_server_that_was_lost_without_owing_anything_comes_back_too() -> None:
+    def loses_one(requests: list[SampleRequest], _: Any) -> FleetResult:
+        fleet.servers[0] = (State.STALE, "it answered with another version")
+        return served(requests)
+
+    fleet = ScriptedFleet(loses_one)
+    engine, brought_back = engine_over(fleet)
+    generate(engine)
+    assert brought_back == [[0]]
+    assert len(fleet.asked) == 1
+
+
+def test_servers_that_do_not_stay_end_the_run() -> None:
+    def loses_all(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> FleetResult:
+        result = FleetResult(unserved=dict(partials))
+        fleet.servers[0] = (State.DOWN, "it has ended")
+        return result
+
+    fleet = ScriptedFleet(loses_all)
+    engine, brought_back = engine_over(fleet, restarts=2)
+    with pytest.raises(ServersLostError, match=r"6 samples are without an answer.*server 0: it has ended"):
+        generate(engine)
+    assert brought_back == [[0], [0]]
+
+
+def fails_one(requests: list[SampleRequest], _: Any) -> FleetResult:
+    result = served(requests[1:])
+    result.failures[requests[0].key] = Failure("cut_json", "server 0: the answer is cut", tries=4)
+    return result
+
+
+def test_a_failed_sample_ends_the_run() -> None:
+    engine, _ = engine_over(ScriptedFleet(fails_one))
+    with pytest.raises(
+        RolloutFailedError, match=r"1 of 6 samples have no answer \(sglang.failed_samples=fatal.*is cut"
+    ):
+        generate(engine)
+
+
+def test_or_stays_out_of_the_loss() -> None:
+    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(mask=True, max_share=0.2))
+    rows = generate(engine)
+    assert rows.failed.tolist() == [True] + [False] * 5
+    assert not rows.loss_mask[0].any()
+    assert int(rows.lengths[0]) == 2
+
+
+def test_but_not_more_of_them_than_the_user_allows() -> None:
+    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(mask=True, max_share=0.1))
+    with pytest.raises(RolloutFailedError, match=r"more than sglang.max_failed_share=0.1"):
+        generate(engine)
+
+
+def test_prompts_leave_room_for_a_response() -> None:
+    engine, _ = engine_over(ScriptedFleet(lambda requests, _: served(requests)), max_positions=5)
+    with pytest.raises(UserError, match=r"the longest prompt has 2 tokens and rollout.max_new_tokens=4"):
+        generate(engine)
+
+
+class InterruptibleFleet(ScriptedFleet):
+    """A generation that waits to be interrupted, then gives what it has; the next one ends by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interrupted = threading.Event()
+
+    def start(
+        self, requests: list[SampleRequest], sampling: Sampling, *, version: int, partials: Any, **_: Any
+    ) -> InterruptibleFleet:
+        self.asked.append(([request.key for request in requests], version, sampling))
+        self.requests, self.version, self.partials = requests, version, dict(partials)
+        return self
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def result(self) -> FleetResult:
+        if len(self.asked) > 1:
+            result = served(self.requests, version=self.version)
+            for key, partial in self.partials.items():
+                result.samples[key].token_ids = [*partial.token_ids, 1]
+                result.samples[key].versions = [*partial.versions, self.version]
+                result.samples[key].logprobs = [*partial.logprobs, -0.25]
+            return result
+        assert self.interrupted.wait(10)
+        result = FleetResult(interrupted=True)
+        result.unserved = {request.key: Sample([9], [-0.125], [self.version], "partial") for request in self.requests}
+        return result
+
+
+def test_an_update_breaks_responses_off_and_they_go_on_under_the_new_weights() -> None:
+    fleet, version = InterruptibleFleet(), [1]
+    engine, _ = engine_over(fleet, weight_version=lambda: version[0], token_versions=True)
+    sampled: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: sampled.append(engine.sample(PROMPTS, [5, 6, 7], n=2, seed=(0, 3))), daemon=True
+    )
+    thread.start()
+    while not fleet.asked:
+        time.sleep(0.01)
+    engine.interrupt()
+    time.sleep(0.2)
+    assert len(fleet.asked) == 1, "requests were sent while the weights were being updated"
+    version[0] = 2
+    engine.resume()
+    thread.join(10)
+    rows = engine.collect(sampled[0])
+    assert [asked[1] for asked in fleet.asked] == [1, 2]
+    assert rows.token_versions.tolist() == [[0, 0, 1, 2]] * 6
+    assert rows.weight_version.tolist() == [1] * 6
+    assert torch.equal(rows.loss_mask, torch.tensor([[False, False, True, True]] * 6))
+
+
+def test_an_interruption_without_a_generation_under_way_only_holds_the_next_one_back() -> None:
+    fleet = ScriptedFleet(lambda requests, _: served(requests))
+    engine, _ = engine_over(fleet)
+    engine.interrupt()
+    engine.resume()
+    assert len(generate(engine)) == 6

@@ -1,0 +1,491 @@
+"""A scripted server that answers wrongly, late, cut or not at all: each sample ends exactly once and in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from mega_rl.rollout.sglang import jobs, replicas
+from mega_rl.rollout.sglang.failures import KINDS
+from mega_rl.rollout.sglang.fleet import Fleet
+from mega_rl.rollout.sglang.results import FleetResult, State
+from mega_rl.rollout.sglang.samples import SampleRequest, Sampling
+from tests.helpers.fake_sglang import STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
+from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=6, stop_token_ids=(STOP,))
+SETTINGS: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_concurrency": 8,
+    "retries": 1,
+    "request_timeout_s": 4.0,
+    "stall_timeout_s": 1.0,
+    "grace_s": 0.2,
+}
+BAD = 0  # the prompt that scripts deal badly with
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits between tries, a tenth as long as they are."""
+    monkeypatch.setattr(jobs, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(replicas, "_PROBE_WAIT_S", 0.02)
+
+
+def requests(num_prompts: int = 2, n: int = 1) -> list[SampleRequest]:
+    """Samples of 6 tokens that meet no stop token."""
+    return [
+        SampleRequest(key=(prompt, sample), prompt=(3 + prompt % 40, 4, 5), seed=1 + 3 * (prompt * n + sample))
+        for prompt in range(num_prompts)
+        for sample in range(n)
+    ]
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """No thread and no socket more than before."""
+    threads, process = threading.active_count(), psutil.Process()
+    descriptors = process.num_fds()
+    yield
+    end = time.monotonic() + 5
+    while (threading.active_count(), process.num_fds()) > (threads, descriptors) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert threading.active_count() <= threads
+    assert process.num_fds() <= descriptors
+
+
+def generate(
+    scripts: Sequence[Script],
+    asked: Sequence[SampleRequest],
+    *,
+    within_s: float,
+    deadline_s: float = 20.0,
+    prepare: Callable[[list[FakeServer]], None] | None = None,
+    **settings: Any,
+) -> tuple[FleetResult, list[FakeServer]]:
+    """A generation over servers with these scripts, checked for what holds whatever fails."""
+    with nothing_left_behind(), ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(script, index=i)) for i, script in enumerate(scripts)]
+        if prepare:
+            prepare(servers)
+        with Fleet([server.endpoint for server in servers], **{**SETTINGS, **settings}) as fleet:
+            for index in range(len(servers)):
+                fleet.mark_ready(index, VERSION)
+            began = time.monotonic()
+            result = fleet.generate(asked, SAMPLING, version=VERSION, deadline=began + deadline_s)
+            seconds = time.monotonic() - began
+            assert not asyncio.run_coroutine_threadsafe(_other_tasks(), fleet._loop).result(5)
+    check_exactly_once(result, asked)
+    assert seconds < within_s, f"{seconds:.2f} s, {result.stats}"
+    return result, servers
+
+
+async def _other_tasks() -> set[str]:
+    await asyncio.sleep(0)
+    return {repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+
+def check_exactly_once(result: FleetResult, asked: Sequence[SampleRequest]) -> None:
+    ended = Counter([*result.samples, *result.failures, *result.unserved])
+    assert ended == Counter(request.key for request in asked)
+    for request in asked:
+        if request.key in result.samples:
+            assert is_right(result.samples[request.key], request, SAMPLING)
+    assert result.stats.tokens >= sum(len(sample.token_ids) for sample in result.samples.values())
+    assert all(failure.kind in KINDS for failure in result.failures.values())
+
+
+def mutate(change: Callable[[Any], Any]) -> Script:
+    async def script(exchange: Exchange) -> None:
+        changed = change(exchange.answer())
+        await exchange.send(changed if isinstance(changed, bytes) else json.dumps(changed).encode())
+
+    return script
+
+
+def at_first(script: Script, *, tries: int = 1) -> Script:
+    """`script` for the first tries of the bad prompt, then as a good server."""
+
+    async def then_right(exchange: Exchange) -> None:
+        bad = exchange.prompt == BAD and exchange.number < tries
+        await (script if bad else right)(exchange)
+
+    return then_right
+
+
+def always(script: Script) -> Script:
+    """`script` for each try of the bad prompt; all others are served well."""
+    return at_first(script, tries=10**6)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_bad_answer_is_tried_again_then_reported(name: str) -> None:
+    kind, change = MUTANTS[name]
+    bad = mutate(change)
+
+    async def script(exchange: Exchange) -> None:
+        recovers = exchange.prompt == 2 and exchange.number == 0
+        await (bad if exchange.prompt == BAD or recovers else right)(exchange)
+
+    result, _ = generate([script], requests(3), within_s=5.0)
+    failure = result.failures.pop((BAD, 0))
+    assert (failure.kind, failure.tries) == (kind, 2)
+    assert "server 0" in failure.message
+    assert "(0, 0)" in failure.message
+    assert set(result.samples) == {(1, 0), (2, 0)}
+    assert result.stats.failed_tries == {kind: 3}
+    assert (result.stats.requests, result.stats.retries) == (5, 2)
+
+
+@pytest.mark.parametrize("name", STALE_MUTANTS)
+def test_a_server_with_other_weights_is_taken_out(name: str) -> None:
+    kind, change = STALE_MUTANTS[name]
+    result, _ = generate([mutate(change), right], requests(4), within_s=3.0)
+    assert len(result.samples) == 4
+    stale, good = result.stats.replicas
+    assert (stale.state, good.state) == (State.STALE, State.READY)
+    assert kind in stale.reason
+    assert set(result.stats.failed_tries) == {kind}
+    alone, _ = generate([mutate(change)], requests(4), within_s=3.0)
+    assert len(alone.unserved) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "rejected"),
+        (413, "rejected"),
+        (422, "rejected"),
+        (429, "overloaded"),
+        (500, "server_error"),
+        (502, "unavailable"),
+        (503, "unavailable"),
+        (504, "unavailable"),
+        (204, "unexpected_status"),
+        (302, "unexpected_status"),
+    ],
+)
+def test_a_refused_sample_does_not_hold_up_the_others(status: int, kind: str) -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.send(b'{"error": {"message": "no"}}' if status != 204 else b"", status=status)
+
+    result, _ = generate([always(refuse)], requests(4), within_s=8.0)
+    assert result.failures[BAD, 0].kind == kind
+    assert len(result.samples) == 3
+    tries = 1 if kind == "rejected" else 3  # retries + servers + 1
+    assert result.stats.failed_tries == {kind: tries}
+    if kind != "rejected":
+        result, _ = generate([at_first(refuse)], requests(4), within_s=4.0)
+        assert len(result.samples) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, "unauthorized"), (403, "unauthorized"), (404, "not_found"), (405, "not_found")]
+)
+def test_a_server_that_refuses_all_is_left(status: int, kind: str) -> None:
+    async def refuse(exchange: Exchange) -> None:
+        # A server that says what it was sent must not bring our keys into our messages.
+        await exchange.send(exchange.server.paths[-1][1].replace("bearer ", "").encode(), status=status)
+
+    result, _ = generate([refuse, right], requests(6), within_s=4.0)
+    assert len(result.samples) == 6
+    assert set(result.stats.failed_tries) == {kind}
+    alone, _ = generate([refuse], requests(2), within_s=6.0)
+    assert len(alone.unserved) == 2
+    reason = alone.stats.replicas[0].reason
+    assert kind in reason
+    assert "key-of-the-fake" not in reason
+    assert alone.stats.replicas[0].state is State.DOWN
+
+
+async def hangs(exchange: Exchange) -> None:
+    await exchange.forever()
+
+
+async def headers_then_nothing(exchange: Exchange) -> None:
+    await exchange.raw(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n")
+    await exchange.forever()
+
+
+async def half_headers_then_nothing(exchange: Exchange) -> None:
+    await exchange.raw(b"HTTP/1.1 200 OK\r\nContent-Le")
+    await exchange.forever()
+
+
+async def half_a_body_then_nothing(exchange: Exchange) -> None:
+    content = json.dumps(exchange.answer()).encode()
+    await exchange.send(content[:100], length=len(content))
+    await exchange.forever()
+
+
+async def drips(exchange: Exchange) -> None:
+    content = json.dumps(exchange.answer()).encode()
+    await exchange.send(b"", length=len(content))
+    for byte in content:
+        await exchange.raw(bytes([byte]))
+        await asyncio.sleep(0.1)
+
+
+async def drips_headers(exchange: Exchange) -> None:
+    for byte in b"HTTP/1.1 200 OK\r\n" + b"X-More: yes\r\n" * 1000:
+        await exchange.raw(bytes([byte]))
+        await asyncio.sleep(0.1)
+
+
+SLOW = [hangs, headers_then_nothing, half_headers_then_nothing, half_a_body_then_nothing, drips, drips_headers]
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_a_sample_that_a_server_lost_is_asked_for_again(slow: Script) -> None:
+    """The server lives: others are served and its own check says so."""
+    result, _ = generate([at_first(slow)], requests(4), within_s=2.5, request_timeout_s=2.0)
+    assert len(result.samples) == 4
+    assert result.stats.failed_tries == {"timeout": 1}
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_no_request_outlives_its_deadline(slow: Script) -> None:
+    result, _ = generate([always(slow)], requests(4), within_s=2.0, request_timeout_s=1.0)
+    assert (result.failures[BAD, 0].kind, len(result.samples)) == ("timeout", 3)
+
+
+@pytest.mark.parametrize("slow", SLOW)
+def test_a_wedged_server_that_answers_pings_is_left(slow: Script) -> None:
+    """/health says 200; generation hangs, of samples and probes alike."""
+
+    def wedge(servers: list[FakeServer]) -> None:
+        servers[0].wedged = True
+
+    settings = {"request_timeout_s": 10.0, "stall_timeout_s": 0.2}
+    result, _ = generate([slow, right], requests(6), within_s=3.0, prepare=wedge, **settings)
+    assert len(result.samples) == 6
+    assert set(result.stats.failed_tries) == {"stalled"}
+    assert result.stats.replicas[0].state in (State.SUSPECT, State.DOWN)
+    alone, _ = generate([slow], requests(4), within_s=4.0, prepare=wedge, **settings)
+    assert len(alone.unserved) == 4
+    assert alone.stats.replicas[0].state is State.DOWN
+
+
+def test_the_generation_has_a_deadline_of_its_own() -> None:
+    result, _ = generate([always(hangs)], requests(4), within_s=1.5, deadline_s=1.0, request_timeout_s=60.0)
+    assert (result.failures[BAD, 0].kind, len(result.samples)) == ("deadline", 3)
+
+
+async def closes(exchange: Exchange) -> None:
+    exchange.writer.close()
+
+
+async def resets(exchange: Exchange) -> None:
+    exchange.reset()
+
+
+async def closes_after_headers(exchange: Exchange) -> None:
+    await exchange.send(b"", length=100)
+    exchange.writer.close()
+
+
+async def resets_after_headers(exchange: Exchange) -> None:
+    await exchange.send(b"", length=100)
+    exchange.reset()
+
+
+async def closes_mid_body(exchange: Exchange) -> None:
+    content = json.dumps(exchange.answer()).encode()
+    await exchange.send(content[:100], length=len(content))
+    exchange.writer.close()
+
+
+async def resets_mid_body(exchange: Exchange) -> None:
+    content = json.dumps(exchange.answer()).encode()
+    await exchange.send(content[:100], length=len(content))
+    await asyncio.sleep(0.05)
+    exchange.reset()
+
+
+async def closes_in_the_headers(exchange: Exchange) -> None:
+    await exchange.raw(b"HTTP/1.1 200 OK\r\nContent-Le")
+    exchange.writer.close()
+
+
+async def is_no_http(exchange: Exchange) -> None:
+    await exchange.raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+
+
+async def has_bad_chunks(exchange: Exchange) -> None:
+    await exchange.raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n")
+
+
+async def has_endless_headers(exchange: Exchange) -> None:
+    await exchange.raw(b"HTTP/1.1 200 OK\r\n" + b"X-More: " + b"y" * 2**20 + b"\r\n\r\n")
+
+
+BROKEN: list[tuple[Script, str]] = [
+    (closes, "disconnected"),
+    (resets, "disconnected"),
+    (closes_after_headers, "disconnected"),
+    (resets_after_headers, "disconnected"),
+    (closes_mid_body, "disconnected"),
+    (resets_mid_body, "disconnected"),
+    (closes_in_the_headers, "disconnected"),
+    (is_no_http, "protocol"),
+    (has_bad_chunks, "protocol"),
+    (has_endless_headers, "protocol"),
+]
+
+
+@pytest.mark.parametrize(("broken", "kind"), BROKEN)
+def test_a_broken_connection_is_tried_again_then_reported(broken: Script, kind: str) -> None:
+    once, _ = generate([at_first(broken)], requests(4), within_s=3.0)
+    assert len(once.samples) == 4
+    assert once.stats.failed_tries == {kind: 1}
+    always_so, _ = generate([always(broken)], requests(4), within_s=4.0)
+    assert always_so.failures[BAD, 0].kind == kind
+    assert (len(always_so.samples), always_so.stats.failed_tries) == (3, {kind: 3})
+
+
+@pytest.mark.parametrize(("broken", "kind"), BROKEN)
+def test_a_broken_server_loses_its_traffic_to_another(broken: Script, kind: str) -> None:
+    result, _ = generate([broken, right], requests(12), within_s=4.0)
+    assert len(result.samples) == 12
+    assert set(result.stats.failed_tries) == {kind}
+    alone, _ = generate([broken], requests(12), within_s=5.0)
+    assert len(alone.unserved) == 12
+    assert kind in alone.stats.replicas[0].reason
+
+
+async def _die_at_once(exchange: Exchange) -> None:
+    exchange.server.die()
+
+
+async def _die_after_headers(exchange: Exchange) -> None:
+    await exchange.send(b"", length=100)
+    exchange.server.die()
+
+
+async def _die_mid_body(exchange: Exchange) -> None:
+    await exchange.send(b'{"output_ids": [', length=1000)
+    exchange.server.die()
+
+
+async def _die_after_an_answer(exchange: Exchange) -> None:
+    if len(exchange.server.seen) > 1:  # only the first request is answered, however slow the machine
+        await asyncio.sleep(30)
+    await right(exchange)
+    await asyncio.sleep(0.02)  # the answer is read
+    exchange.server.die()
+
+
+@pytest.mark.parametrize("die", [_die_at_once, _die_after_headers, _die_mid_body, _die_after_an_answer])
+def test_a_server_that_dies_at_any_phase_loses_no_sample(die: Script) -> None:
+    result, _ = generate([die, right], requests(20), within_s=4.0)
+    assert len(result.samples) == 20
+    assert set(result.stats.failed_tries) <= {"disconnected", "refused"}
+    alone, _ = generate([die], requests(20), within_s=4.0, retries=0)
+    assert len(alone.samples) + len(alone.unserved) == 20
+    assert len(alone.unserved) >= 12, "no more than were answered before the end"
+    assert alone.stats.replicas[0].state is State.DOWN
+
+
+def test_a_server_that_was_never_there() -> None:
+    def kill(servers: list[FakeServer]) -> None:
+        servers[0].kill()
+
+    result, _ = generate([right, right], requests(20), within_s=2.0, prepare=kill)
+    assert len(result.samples) == 20
+    assert set(result.stats.failed_tries) == {"refused"}
+    one_by_one, _ = generate([right, right], requests(20), within_s=4.0, max_concurrency=1, prepare=kill)
+    assert one_by_one.stats.failed_tries == {"refused": 1}, "no second request to where nobody listens"
+    alone, _ = generate([right], requests(20), within_s=4.0, prepare=kill)
+    assert (len(alone.unserved), alone.stats.replicas[0].state) == (20, State.DOWN)
+
+
+def test_an_answer_sent_twice_counts_once() -> None:
+    async def twice(exchange: Exchange) -> None:
+        await right(exchange)
+        await right(exchange)
+
+    result, servers = generate([twice], requests(40), within_s=4.0, max_concurrency=2)
+    assert len(result.samples) == len(servers[0].seen) == 40
+    assert result.stats.replicas[0].answers == 40
+    assert not result.stats.failed_tries
+
+
+def test_answers_swapped_between_samples_are_refused() -> None:
+    """Two good answers, each to the other's question."""
+    waiting: list[Exchange] = []
+
+    async def swap(exchange: Exchange) -> None:
+        if exchange.is_probe or exchange.number > 0:
+            await right(exchange)
+            return
+        waiting.append(exchange)
+        while len(waiting) < 2:
+            await asyncio.sleep(0.01)
+        other = waiting[1 - waiting.index(exchange)]
+        await exchange.send_json(other.answer())
+
+    result, _ = generate([swap], requests(2), within_s=4.0)
+    assert result.stats.failed_tries == {"wrong_id": 2}
+    assert len(result.samples) == 2
+
+
+def test_chaos() -> None:
+    """1000 samples, three servers: one is killed, one hangs, and of the rest's answers one in ten is bad in 8 ways.
+
+    The makespan is bounded against that of one good server, which is what is left: 2.5 times, plus the time until the
+    hanging server is found out.
+    """
+    rng = random.Random(0)
+    names = ["half a body", "no log-probs", "id beyond the vocabulary", "log-prob NaN", "another request's id"]
+    faults: list[Script] = [mutate(MUTANTS[name][1]) for name in names]
+
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.send(b"", status=503)
+
+    faults += [refuse, resets_mid_body, closes]
+    fired: Counter[int] = Counter()
+
+    async def flaky(exchange: Exchange) -> None:
+        await asyncio.sleep(0.02)
+        fault = rng.randrange(80)
+        if fault < len(faults) and not exchange.is_probe:
+            fired[fault] += 1
+            await faults[fault](exchange)
+        else:
+            await right(exchange)
+
+    async def killed(exchange: Exchange) -> None:
+        if len(exchange.server.seen) > 100:
+            exchange.server.die()
+        await flaky(exchange)
+
+    async def hung(exchange: Exchange) -> None:
+        if len(exchange.server.seen) > 100:
+            exchange.server.wedged = True
+            await exchange.forever()
+        await flaky(exchange)
+
+    async def slow(exchange: Exchange) -> None:
+        await asyncio.sleep(0.02)
+        await right(exchange)
+
+    asked = requests(250, n=4)
+    settings = {"max_concurrency": 16, "retries": 6, "request_timeout_s": 30.0, "stall_timeout_s": 0.5}
+    ideal, _ = generate([slow], asked, within_s=30.0, **settings)
+    result, _ = generate([killed, flaky, hung], asked, within_s=60.0, deadline_s=60.0, **settings)
+    assert len(result.samples) == 1000, result.stats
+    assert min(fired.values()) > 0
+    assert len(fired) == 8
+    assert [replica.state is State.READY for replica in result.stats.replicas] == [False, True, False]
+    ratio = result.stats.seconds / ideal.stats.seconds
+    assert result.stats.seconds < 2.5 * ideal.stats.seconds + 2 * 0.5, f"{ratio:.2f} times the ideal"

@@ -1,0 +1,352 @@
+"""Routing over replicas: who gets what, how much at a time, and what an interrupted generation keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mega_rl.errors import UserError
+from mega_rl.rollout.sglang.fleet import Fleet, FleetHungError
+from mega_rl.rollout.sglang.jobs import Job
+from mega_rl.rollout.sglang.results import FleetResult, Progress, State
+from mega_rl.rollout.sglang.samples import Sample, SampleRequest, Sampling
+from tests.helpers.fake_sglang import KEYS, STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, stop_token_ids=(STOP,))
+
+
+def requests(num: int, n: int = 1) -> list[SampleRequest]:
+    return [SampleRequest((p, s), (3 + p % 40, 4, 5), p * n + s) for p in range(num) for s in range(n)]
+
+
+@contextmanager
+def fleet_of(
+    *scripts: Script, seconds_per_token: float = 0.0, **settings: Any
+) -> Iterator[tuple[Fleet, list[FakeServer]]]:
+    given = {"max_concurrency": 4, "retries": 1, "request_timeout_s": 20.0, "grace_s": 2.0, **settings}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(FakeServer(script, index=i, seconds_per_token=seconds_per_token))
+            for i, script in enumerate(scripts)
+        ]
+        fleet = stack.enter_context(Fleet([one.endpoint for one in servers], vocab_size=VOCABULARY, **given))
+        for index in range(len(servers)):
+            fleet.mark_ready(index, VERSION)
+        yield fleet, servers
+
+
+def generate(fleet: Fleet, asked: list[SampleRequest], *, version: int = VERSION, **more: Any) -> FleetResult:
+    sampling = more.pop("sampling", SAMPLING)
+    return fleet.generate(asked, sampling, version=version, deadline=time.monotonic() + 30, **more)
+
+
+async def slow(exchange: Exchange) -> None:
+    await asyncio.sleep(0.05)
+    await right(exchange)
+
+
+def test_requests_spread_evenly_and_never_exceed_the_concurrency() -> None:
+    asked = requests(60)
+    with fleet_of(slow, slow, slow) as (fleet, servers):
+        result = generate(fleet, asked)
+        assert all(is_right(result.samples[request.key], request, SAMPLING) for request in asked)
+        assert [server.most_in_flight for server in servers] == [4, 4, 4]
+        assert [replica.most_in_flight for replica in result.stats.replicas] == [4, 4, 4]
+        assert max(abs(len(server.seen) - 20) for server in servers) <= 6
+        assert result.stats.tokens == sum(len(sample.token_ids) for sample in result.samples.values())
+
+
+def test_a_slow_replica_gets_less() -> None:
+    async def slower(exchange: Exchange) -> None:
+        await asyncio.sleep(0.4)
+        await right(exchange)
+
+    with fleet_of(slow, slower) as (fleet, servers):
+        generate(fleet, requests(60))
+        assert len(servers[0].seen) > 2 * len(servers[1].seen)
+
+
+def test_a_thousand_waiting_samples_open_no_more_connections_than_allowed() -> None:
+    most: list[int] = []
+
+    async def count(exchange: Exchange) -> None:
+        most.append(exchange.server.connections)
+        await right(exchange)
+
+    with fleet_of(count) as (fleet, _):
+        result = generate(fleet, requests(1000))
+        assert len(result.samples) == 1000
+        assert max(most) <= 4 + 4  # a closed connection may not have been noticed yet
+
+
+def test_samples_of_a_prompt_meet_its_prefix() -> None:
+    with fleet_of(slow, slow, max_concurrency=32) as (fleet, servers):
+        generate(fleet, requests(8, n=4))
+        homes = [{tuple(body["input_ids"]) for body in server.seen} for server in servers]
+        assert not homes[0] & homes[1]
+        assert [len(server.seen) for server in servers] == [16, 16]
+
+
+def test_what_a_request_asks_for() -> None:
+    with fleet_of(right) as (fleet, (server,)):
+        generate(fleet, [SampleRequest((5, 2), (7, 8), 1234)])
+        body = dict(server.seen[-1])
+        assert body.pop("rid").split("-")[1:] == ["5", "2", "1"]
+        assert body == {
+            "input_ids": [7, 8],
+            "return_logprob": True,
+            "sampling_params": {
+                "max_new_tokens": 12,
+                "stop_token_ids": [STOP],
+                "ignore_eos": False,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": -1,
+                "sampling_seed": 1234,
+            },
+        }
+        generate(fleet, requests(1), sampling=replace(SAMPLING, greedy=True, top_k=5))
+        params = server.seen[-1]["sampling_params"]
+        assert (params["temperature"], params["top_p"]) == (0.7, 1e-6)
+        assert not {"top_k", "sampling_seed"} & set(params)
+        assert {path: key for path, key in server.paths} == {"/generate": f"bearer {KEYS.api_key}"}
+
+
+def test_only_ready_replicas_of_the_version_get_traffic() -> None:
+    with fleet_of(right, right, right) as (fleet, servers):
+        fleet.mark_stale(0)
+        fleet.mark_down(1, "killed")
+        assert len(generate(fleet, requests(10)).samples) == 10
+        assert [len(server.seen) for server in servers] == [0, 0, 10]
+        assert [state for state, _ in fleet.states()] == [State.STALE, State.DOWN, State.READY]
+        result = generate(fleet, requests(10), version=2)
+        assert (len(result.unserved), result.stats.requests) == (10, 0)
+        for server in servers:
+            server.version = 2
+        fleet.mark_ready(0, 2)
+        assert len(generate(fleet, requests(10), version=2).samples) == 10
+        assert [len(server.seen) for server in servers] == [10, 0, 10]
+
+
+def test_replicas_begin_without_traffic() -> None:
+    with (
+        FakeServer() as server,
+        Fleet([server.endpoint], vocab_size=VOCABULARY, max_concurrency=4, retries=0, request_timeout_s=5.0) as fleet,
+    ):
+        assert len(generate(fleet, requests(3)).unserved) == 3
+        assert fleet.states()[0][0] is State.STALE
+
+
+def test_a_server_declared_dead_gives_its_samples_to_another_at_once() -> None:
+    with fleet_of(right, right, seconds_per_token=0.05) as (fleet, servers):
+        servers[0].seconds_per_token = 100.0
+        handle = fleet.start(requests(8), SAMPLING, version=VERSION, deadline=time.monotonic() + 20)
+        while not servers[0].seen:
+            time.sleep(0.01)
+        fleet.mark_down(0, "its process has ended")
+        result = handle.result()
+        assert len(result.samples) == 8
+        assert set(result.stats.failed_tries) == {"server_down"}
+        assert result.stats.seconds < 5
+
+
+def test_a_server_that_comes_back_gets_traffic_within_the_generation() -> None:
+    with fleet_of(right, right, seconds_per_token=0.02) as (fleet, servers):
+        fleet.mark_down(1)
+        handle = fleet.start(requests(40), SAMPLING, version=VERSION, deadline=time.monotonic() + 20)
+        while len(servers[0].seen) < 4:
+            time.sleep(0.01)
+        fleet.mark_ready(1, VERSION)
+        assert len(handle.result().samples) == 40
+        assert len(servers[1].seen) > 5
+
+
+def test_a_suspect_server_that_generates_again_is_used_again() -> None:
+    async def recovers(exchange: Exchange) -> None:
+        if len(exchange.server.seen) <= 4 and not exchange.is_probe:
+            await exchange.send(b"", status=500)
+        else:
+            await right(exchange)
+
+    with fleet_of(recovers, retries=4) as (fleet, (server,)):
+        result = generate(fleet, requests(12))
+        assert len(result.samples) == 12
+        assert server.probes == 1
+        assert fleet.states() == [(State.READY, "")]
+
+
+def test_interrupting_keeps_what_there_is_and_the_rest_goes_on_from_there() -> None:
+    asked = requests(12)
+    with fleet_of(right, right, seconds_per_token=0.05, max_concurrency=3) as (fleet, servers):
+        handle = fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + 30)
+        time.sleep(0.3)
+        began = time.monotonic()
+        handle.interrupt()
+        first = handle.result()
+        assert time.monotonic() - began < 1.5
+        assert first.interrupted
+        assert not first.failures
+        assert first.samples.keys() | first.unserved.keys() == {request.key for request in asked}
+        assert sum(0 < len(sample.token_ids) < 12 for sample in first.unserved.values()) >= 3
+        assert all(sample.finish == "partial" for sample in first.unserved.values())
+        assert {key for path, key in servers[0].paths if path == "/abort_request"} == {f"bearer {KEYS.admin_key}"}
+        rest = [request for request in asked if request.key in first.unserved]
+        second = generate(fleet, rest, partials=first.unserved)
+        both = {**first.samples, **second.samples}
+        assert all(is_right(both[request.key], request, SAMPLING) for request in asked)
+        tokens = sum(len(sample.token_ids) for sample in both.values())
+        assert first.stats.tokens + second.stats.tokens == tokens, "no token was generated twice"
+
+
+def test_a_slow_sample_goes_on_where_its_first_try_ended() -> None:
+    request = SampleRequest((0, 0), (3, 4, 5), 1)
+    with fleet_of(right, seconds_per_token=0.1, request_timeout_s=2.0, retries=1) as (fleet, (server,)):
+        result = generate(fleet, [request])
+        assert is_right(result.samples[0, 0], request, SAMPLING)
+        assert result.stats.failed_tries == {"timeout": 1}
+        assert len(server.seen[1]["input_ids"]) > 3 + 5, "what the first try had is not asked for again"
+        assert server.seen[1]["sampling_params"]["max_new_tokens"] < 12
+
+
+def test_a_request_that_the_server_gives_up_goes_on() -> None:
+    from tests.helpers.fake_sglang import right_answer
+
+    async def gives_up(exchange: Exchange) -> None:
+        await exchange.send_json(
+            right_answer(exchange.body, num_tokens=4) if exchange.number == 0 else exchange.answer()
+        )
+
+    request = SampleRequest((0, 0), (3, 4, 5), 1)
+    with fleet_of(gives_up) as (fleet, (server,)):
+        result = generate(fleet, [request])
+        assert is_right(result.samples[0, 0], request, SAMPLING)
+        assert result.stats.failed_tries == {"aborted": 1}
+        assert result.stats.tokens == 12
+        assert len(server.seen[1]["input_ids"]) == 7
+
+
+def test_partial_responses_of_other_weights_begin_anew_unless_mixing_is_wanted() -> None:
+    request = SampleRequest((0, 0), (3, 4, 5), 1)
+    whole = Sample()
+    with fleet_of(right) as (fleet, _):
+        whole = generate(fleet, [request]).samples[0, 0]
+    before = Sample(whole.token_ids[:5], whole.logprobs[:5], [VERSION] * 5)
+    for mixed in (False, True):
+        with fleet_of(right, allow_mixed_versions=mixed) as (fleet, (server,)):
+            server.version = 2
+            fleet.mark_ready(0, 2)
+            sample = generate(fleet, [request], version=2, partials={(0, 0): before}).samples[0, 0]
+            assert (sample.token_ids, sample.logprobs) == (whole.token_ids, whole.logprobs)
+            assert sample.versions == ([VERSION] * 5 + [2] * 7 if mixed else [2] * 12)
+            assert len(server.seen[0]["input_ids"]) == (8 if mixed else 3)
+
+
+def test_partial_responses_that_are_whole_ask_nobody() -> None:
+    ended = Sample([3] * 12, [-1.0] * 12, [VERSION] * 12)
+    stopped = Sample([3, STOP], [-1.0] * 2, [VERSION] * 2)
+    with fleet_of(right) as (fleet, (server,)):
+        result = generate(fleet, requests(2), partials={(0, 0): ended, (1, 0): stopped})
+        assert not server.seen
+        assert [result.samples[key].finish for key in ((0, 0), (1, 0))] == ["length", "stop"]
+
+
+def test_a_moved_server_is_asked_at_its_new_address() -> None:
+    with fleet_of(right) as (fleet, (server,)), FakeServer() as successor:
+        server.kill()
+        assert len(generate(fleet, requests(3)).unserved) == 3
+        fleet.move(0, successor.endpoint)
+        fleet.mark_ready(0, VERSION)
+        assert len(generate(fleet, requests(3)).samples) == 3
+        assert len(successor.seen) == 3
+
+
+@pytest.mark.parametrize("prompt", [(), (3, VOCABULARY), (-1,)])
+def test_a_prompt_that_would_kill_a_server_is_not_sent(prompt: tuple[int, ...]) -> None:
+    with fleet_of(right) as (fleet, (server,)):
+        with pytest.raises(UserError, match=r"prompt 4 .*tokenizer"):
+            generate(fleet, [SampleRequest((4, 0), prompt, 1)])
+        assert not server.seen
+
+
+def test_one_generation_at_a_time_and_none_after_the_end() -> None:
+    with fleet_of(right, seconds_per_token=0.05) as (fleet, _):
+        handle = fleet.start(requests(2), SAMPLING, version=VERSION, deadline=time.monotonic() + 20)
+        with pytest.raises(RuntimeError, match="under way"):
+            generate(fleet, requests(1))
+        assert len(handle.result().samples) == 2
+    fleet.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        generate(fleet, requests(1))
+
+
+def test_closing_ends_a_generation_under_way() -> None:
+    async def never(exchange: Exchange) -> None:
+        await exchange.forever()
+
+    with fleet_of(never) as (fleet, _):
+        fleet.start(requests(4), SAMPLING, version=VERSION, deadline=time.monotonic() + 60)
+        began = time.monotonic()
+        fleet.close()
+        assert time.monotonic() - began < 5
+
+
+def test_a_generation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mega_rl.rollout.sglang import fleet as module
+    from mega_rl.rollout.sglang.generation import Generation
+
+    async def hang(_: Generation) -> FleetResult:
+        await asyncio.sleep(60)
+        return FleetResult()
+
+    monkeypatch.setattr(module, "_SLACK_S", 0.2)
+    monkeypatch.setattr(Generation, "run", hang)
+    with fleet_of(right) as (fleet, _), pytest.raises(FleetHungError, match="0 of 3 samples"):
+        fleet.generate(requests(3), SAMPLING, version=VERSION, deadline=time.monotonic() + 0.1)
+
+
+def test_the_waits_between_tries_grow_and_depend_on_the_sample_alone() -> None:
+    def waits(seed: int) -> list[float]:
+        return [Job(SampleRequest((0, 0), (3,), seed), bad_answers=failed).backoff_s() for failed in range(1, 9)]
+
+    assert waits(1) == waits(1) != waits(2)
+    for failed, wait in enumerate(waits(1)):
+        assert 0.5 <= wait / min(5.0, 0.1 * 2**failed) <= 1.5
+
+
+def test_progress_is_reported_to_the_end() -> None:
+    reports: list[Progress] = []
+    with fleet_of(slow) as (fleet, _):
+        result = generate(fleet, requests(40), progress=reports.append)
+    assert [report.ended for report in reports] == [False] * (len(reports) - 1) + [True]
+    assert len(reports) >= 2
+    assert (reports[-1].done, reports[-1].total, reports[-1].tokens) == (40, 40, result.stats.tokens)
+    assert reports[-1].tokens_per_second > 0
+
+
+def test_keys_are_in_no_repr_and_no_message() -> None:
+    async def repeats(exchange: Exchange) -> None:
+        keys = f"{KEYS.api_key} {KEYS.admin_key}"
+        answer = exchange.answer()
+        answer["meta_info"]["id"] = keys
+        content = {0: json.dumps(answer), 1: keys, 2: json.dumps({keys: keys})}[exchange.prompt % 3]
+        await exchange.send(content.encode(), status=400 if exchange.prompt == 1 else 200)
+
+    with fleet_of(repeats, retries=0) as (fleet, _):
+        result = generate(fleet, requests(3))
+        text = f"{result} {fleet._replicas[0].client!r} {fleet.states()} {vars(fleet._replicas[0])}"
+        assert len(result.failures) == 3
+    assert "of-the-fake" not in text
+
+
+def test_the_client_needs_no_torch() -> None:
+    code = "import sys, mega_rl.rollout.sglang.fleet as f; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

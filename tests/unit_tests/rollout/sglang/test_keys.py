@@ -1,0 +1,143 @@
+"""Keys: made, handed over, and wanted by every path. That a real server wants them: test_server.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.errors import UserError
+from mega_rl.rollout.sglang.keys import GENERATION, KeyCheck, Keys
+
+KEYS = Keys("the-api-key", "the-admin-key")
+
+
+def ask(path: str, authorization: str | None, *, kind: str = "http") -> list[dict[str, Any]]:
+    """What a client is answered by an application behind a KeyCheck, which itself answers 204."""
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read of a request that is refused")
+
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    check = KeyCheck(app, api_key=KEYS.api_key, admin_key=KEYS.admin_key)
+    asyncio.run(check({"type": kind, "path": path, "headers": headers}, receive, send))
+    return sent
+
+
+def status(path: str, authorization: str | None) -> int:
+    return ask(path, authorization)[0]["status"]
+
+
+@pytest.mark.parametrize("path", sorted(GENERATION))
+def test_what_generates_wants_the_api_key(path: str) -> None:
+    assert status(path, "Bearer the-api-key") == 204
+    assert status(path, "Bearer the-admin-key") == 401
+
+
+# Known and unknown ones, and ways to write one that is open to the api key.
+@pytest.mark.parametrize(
+    "path",
+    ["/update_weights_from_tensor", "/abort_request", "/no/such", "/", "", "/generate/", "//generate", "/HEALTH"],
+)
+def test_all_else_wants_the_admin_key(path: str) -> None:
+    assert status(path, "Bearer the-admin-key") == 204
+    assert status(path, "Bearer the-api-key") == 401
+
+
+@pytest.mark.parametrize("path", ["/generate", "/health", "/update_weights_from_tensor"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer x",
+        "the-api-key",
+        "the-admin-key",
+        "bearer the-api-key",
+        "Bearer the-api-key ",
+        "Bearer the-api-ke",
+        "Bearer the-admin-key2",
+        "Basic the-admin-key",
+        "Bearer the-api-key, Bearer the-admin-key",
+    ],
+)
+def test_no_other_key_opens(path: str, given: str | None) -> None:
+    answer = ask(path, given)
+    assert answer[0]["status"] == 401
+    assert b"key" in answer[1]["body"]
+
+
+def test_websockets_are_closed_and_start_up_passes() -> None:
+    closed = ask("/v1/realtime", "Bearer the-admin-key", kind="websocket")
+    assert [message["type"] for message in closed] == ["websocket.close"]
+    assert ask("", None, kind="lifespan")[0]["status"] == 204  # reaches the application
+
+
+def test_random_keys_differ_and_are_not_shown() -> None:
+    first, second = Keys.random(), Keys.random()
+    assert len({first.api_key, first.admin_key, second.api_key, second.admin_key}) == 4
+    assert min(map(len, (first.api_key, first.admin_key))) >= 43  # 256 bits in base64
+    assert first.api_key not in repr(first)
+    assert first.admin_key not in repr(first)
+
+
+def test_the_file_is_its_owners_alone_and_new(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    before = os.umask(0)
+    try:
+        KEYS.write(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert Keys.read(path) == KEYS
+    with pytest.raises(FileExistsError):
+        KEYS.write(path)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="link"):
+        KEYS.write(tmp_path / "link")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"api_key": "a"}',
+        '{"api_key": "a", "admin_key": ""}',
+        '{"api_key": 1, "admin_key": "b"}',
+    ],
+)
+def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(content, encoding="utf-8")
+    path.chmod(0o600)
+    with pytest.raises(UserError, match=r"keys\.json"):
+        Keys.read(path)
+
+
+def test_a_file_that_others_read_is_refused_without_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"api_key": "secret-a", "admin_key": "secret-b"}), encoding="utf-8")
+    path.chmod(0o640)
+    with pytest.raises(UserError, match="chmod 600") as caught:
+        Keys.read(path)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(UserError, match="nowhere"):
+        Keys.read(tmp_path / "nowhere")

@@ -1,0 +1,122 @@
+"""The client against a real SGLang server: tokens, log-probs, seeds, stops, aborts, and a kill in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mega_rl.rollout.sglang.endpoint import Endpoint
+from mega_rl.rollout.sglang.fleet import Fleet
+from mega_rl.rollout.sglang.results import FleetResult, State
+from mega_rl.rollout.sglang.samples import Sample, SampleRequest, Sampling
+from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.sglang import needs_sglang, request, running_server
+
+pytestmark = needs_sglang
+
+VERSION = 1
+GREEDY = Sampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,), greedy=True)
+SAMPLED = Sampling(temperature=0.8, top_p=1.0, top_k=0, max_new_tokens=150, stop_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Endpoint, Path]]:
+    folder = tmp_path_factory.mktemp("real_generation")
+    write_tiny_checkpoint(folder / "model")
+    with running_server(folder / "model", folder) as (process, endpoint):
+        request(endpoint, "/update_weight_version", {"new_version": str(VERSION)}, key="admin")
+        yield process.pid, endpoint, folder / "model"
+
+
+@pytest.fixture
+def fleet(server: tuple[int, Endpoint, Path]) -> Iterator[Fleet]:
+    with Fleet([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as fleet:
+        fleet.mark_ready(0, VERSION)
+        yield fleet
+
+
+def requests(num: int) -> list[SampleRequest]:
+    return [SampleRequest((i, 0), tuple(3 + (i + j) % 40 for j in range(2 + i % 5)), 1000 + i) for i in range(num)]
+
+
+def generate(fleet: Fleet, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> FleetResult:
+    return fleet.generate(asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
+
+
+def logprobs_of(path: Path, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*asked.prompt, *sample.token_ids]])).logits[0, len(asked.prompt) - 1 : -1]
+    chosen = torch.tensor(sample.token_ids)[:, None]
+    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+
+
+def test_greedy_tokens_and_all_logprobs_are_the_models(fleet: Fleet, server: tuple[int, Endpoint, Path]) -> None:
+    asked = requests(6)
+    for sampling, temperature in ((GREEDY, GREEDY.temperature), (SAMPLED, SAMPLED.temperature)):
+        result = generate(fleet, asked, sampling)
+        assert not result.stats.failed_tries
+        for one in asked:
+            sample = result.samples[one.key]
+            expected = logprobs_of(server[2], one, sample, temperature)
+            assert sample.logprobs == pytest.approx(expected, abs=1e-5)  # fp32, another order of additions
+    model = AutoModelForCausalLM.from_pretrained(server[2], dtype=torch.float32)
+    greedy = generate(fleet, asked, GREEDY)
+    for one in asked:
+        prompt = torch.tensor([one.prompt])
+        tokens = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=1, pad_token_id=0)
+        assert greedy.samples[one.key].token_ids == tokens[0, len(one.prompt) :].tolist()
+
+
+def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: Fleet) -> None:
+    asked = requests(12)
+    first = generate(fleet, asked, SAMPLED)
+    again = generate(fleet, list(reversed(asked)), SAMPLED)
+    other = generate(fleet, [SampleRequest(one.key, one.prompt, one.seed + 1) for one in asked], SAMPLED)
+    tokens = [[result.samples[one.key].token_ids for one in asked] for result in (first, again, other)]
+    assert tokens[0] == tokens[1]
+    assert sum(one == two for one, two in zip(tokens[0], tokens[2], strict=True)) <= 2  # one-token ones may agree
+    stopped = [sample for sample in first.samples.values() if sample.finish == "stop"]
+    assert stopped
+    assert all(sample.token_ids.index(1) == len(sample.token_ids) - 1 for sample in stopped)
+    assert all(len(sample.token_ids) == 150 for sample in first.samples.values() if sample.finish == "length")
+
+
+def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: Fleet) -> None:
+    asked = requests(12)
+    whole = generate(fleet, asked, SAMPLED)
+    handle = fleet.start(asked, SAMPLED, version=VERSION, deadline=time.monotonic() + 200)
+    time.sleep(0.6 * whole.stats.seconds)
+    handle.interrupt()
+    first = handle.result()
+    assert not first.failures
+    rest = [one for one in asked if one.key in first.unserved]
+    second = generate(fleet, rest, SAMPLED, partials=first.unserved)
+    for one in asked:
+        sample, expected = {**first.samples, **second.samples}[one.key], whole.samples[one.key]
+        assert (sample.token_ids, sample.versions) == (expected.token_ids, expected.versions)
+        assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert first.stats.tokens + second.stats.tokens == whole.stats.tokens, "no token was generated twice"
+
+
+def test_a_killed_server_loses_no_sample(fleet: Fleet, server: tuple[int, Endpoint, Path]) -> None:
+    """The last test here: it takes the server away."""
+    asked = requests(40)
+    handle = fleet.start(asked, SAMPLED, version=VERSION, deadline=time.monotonic() + 200)
+    time.sleep(1.0)
+    os.killpg(server[0], signal.SIGKILL)
+    began = time.monotonic()
+    result = handle.result()
+    assert time.monotonic() - began < 30
+    assert not result.failures
+    assert result.samples.keys() | result.unserved.keys() == {one.key for one in asked}
+    assert len(result.samples) + len(result.unserved) == len(asked)
+    assert result.unserved
+    assert fleet.states()[0][0] is State.DOWN

@@ -1,0 +1,239 @@
+"""Where each byte goes and who writes it: on all trained families, without processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mega_rl.converters.blocks import matrix_shape
+from mega_rl.converters.export_plan import export_plan
+from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.converters.plan import build_plan
+from mega_rl.converters.sharding import Sharding, check_layout
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.preflight import TRAINED
+from mega_rl.rollout.sglang import reshard
+from mega_rl.rollout.sglang.buckets import filled, slot_tensor, write_parts
+from mega_rl.rollout.sglang.reshard import Bucket, covers, plan_buckets, writes
+from tests.unit_tests.converters.fakes import hf_state
+from tests.unit_tests.converters.tiny_configs import TINY
+
+LAYOUTS = (
+    ParallelLayout(),
+    ParallelLayout(world_size=2, tp=2),
+    ParallelLayout(world_size=2, pp=2),
+    ParallelLayout(world_size=3),
+    ParallelLayout(world_size=4, tp=2),
+    ParallelLayout(world_size=4, tp=2, pp=2),
+    ParallelLayout(world_size=4, tp=2, pp=2, vpp=2),
+    ParallelLayout(world_size=2, cp=2),
+)
+EXPERT_LAYOUTS = (
+    ParallelLayout(world_size=2, ep=2),
+    ParallelLayout(world_size=4, ep=2),
+    ParallelLayout(world_size=2, tp=2, ep=2),
+    ParallelLayout(world_size=4, ep=2, etp=2),
+    ParallelLayout(world_size=8, tp=2, pp=2, ep=2),
+)
+# What one parameter of SGLang's is made of: stacked_params_mapping of srt/models/{llama,qwen2,qwen3,glm4,gemma3_causal,
+# mixtral,olmoe,qwen2_moe,qwen3_moe,glm4_moe}.py, and srt/models/deepseek_common/deepseek_weight_loader.py, which keeps
+# one of the last pair only until the end of a request.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+def sharding_of(family: str, layout: ParallelLayout = LAYOUTS[0], **changes: Any) -> Sharding:
+    """A tiny model of a family; multi-token prediction layers are left out, as in training."""
+    config = {"model_type": family, "architectures": ["X"], **TINY[family], "num_nextn_predict_layers": 0, **changes}
+    return Sharding(parse_hf_config(config), layout)
+
+
+def layouts_for(family: str) -> list[ParallelLayout]:
+    hf = sharding_of(family).hf
+    possible = LAYOUTS + (EXPERT_LAYOUTS if hf.moe is not None else ())
+    return [layout for layout in possible if not check_layout(hf, layout)]
+
+
+def held(sharding: Sharding, state: dict[str, Tensor], rank: int) -> list[dict[str, Tensor]]:
+    """This rank's parameters, filled as when loading."""
+    chunks = []
+    for vp_stage in range(sharding.layout.vpp):
+        chunk = {}
+        for param in build_plan(sharding, sharding.layout.coordinates(rank), vp_stage=vp_stage):
+            value = torch.zeros(param.shape)
+            matrix = value.view(matrix_shape(param.shape))
+            for c in param.copies:
+                if c.hf_name is not None:
+                    rows, cols = c.src_shape
+                    source = state[c.hf_name].view(matrix_shape(tuple(state[c.hf_name].shape)))
+                    part = source[c.src_row : c.src_row + rows, c.src_col : c.src_col + cols : c.step]
+                    target = matrix[c.dst_row : c.dst_row + c.rows, c.dst_col : c.dst_col + c.cols]
+                    target.copy_(part.T if c.transposed else part)
+            chunk[param.name] = value
+        chunks.append(chunk)
+    return chunks
+
+
+def written(
+    sharding: Sharding, buckets: Sequence[Bucket], ranks: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[list[Tensor], list[int]]:
+    """(bytes of each bucket after all ranks have written, bytes that each rank wrote); nothing is written twice."""
+    flats = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in buckets]
+    times = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in buckets]
+    sizes = []
+    for rank in ranks:
+        live = held(sharding, state, rank)
+        marks = [{name: torch.full_like(value, -1.0) for name, value in chunk.items()} for chunk in live]
+        total = 0
+        for bucket, part, flat, count in zip(
+            buckets, writes(buckets, sharding.layout, rank=rank, ranks=ranks), flats, times, strict=True
+        ):
+            total += write_parts(part, live, flat, dtype)
+            mine = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            write_parts(part, marks, mine, dtype)  # -1 has a byte that is not 0 in each of its elements
+            for slot in bucket.slots:
+                element = 4 if slot.float32 else dtype.itemsize
+                seen = mine[slot.start : slot.end].view(-1, element).any(1)
+                count[slot.start : slot.end].view(-1, element).add_(seen.to(torch.uint8)[:, None])
+        sizes.append(total)
+    for count in times:
+        assert (count == 1).all(), "a byte was written twice, or never"
+    return flats, sizes
+
+
+@pytest.mark.parametrize("family", TRAINED)
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_all_ranks_together_write_the_checkpoint(family: str, data: st.DataObject) -> None:
+    """Every byte once, by whatever ranks share a host, in buckets of any size, in the checkpoint's own bits."""
+    layout = data.draw(st.sampled_from(layouts_for(family)))
+    bucket_bytes = data.draw(st.one_of(st.integers(1, 200), st.integers(200, 40_000), st.just(1 << 30)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    tied = data.draw(st.booleans())
+    sharding = sharding_of(family, layout, tie_word_embeddings=tied)
+    state = hf_state(sharding.hf)
+    buckets = plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=dtype.itemsize)
+    with patch.object(reshard, "_LEAST_BYTES", data.draw(st.sampled_from([1, 64 << 10]))):  # pieces cut, and whole
+        flats, _ = written(sharding, buckets, range(layout.world_size), state, dtype)
+    found = {}
+    for bucket, flat in zip(buckets, flats, strict=True):
+        for slot in bucket.slots:
+            found[slot.name] = slot_tensor(flat, slot, dtype)
+    assert found.keys() == state.keys()
+    assert ("lm_head.weight" in found) != tied
+    for name, tensor in found.items():
+        assert torch.equal(tensor, state[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("family", TRAINED)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_buckets_keep_order_bounds_and_what_sglang_fuses(family: str, data: st.DataObject) -> None:
+    """No gap and no misaligned tensor; larger than asked only when it is one unit; fused tensors together."""
+    layout = data.draw(st.sampled_from(layouts_for(family)))
+    bucket_bytes = data.draw(st.integers(1, 60_000))
+    itemsize = data.draw(st.sampled_from([2, 4]))
+    sharding = sharding_of(family, layout)
+    plan = export_plan(sharding)
+    buckets = plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize)
+    assert [unit for bucket in buckets for unit in bucket.units] == list(plan)
+    place = {}
+    for number, bucket in enumerate(buckets):
+        assert bucket.nbytes <= bucket_bytes or len(bucket.units) == 1
+        at = 0
+        for slot in bucket.slots:
+            element = 4 if slot.float32 else itemsize
+            assert slot.start == at
+            assert slot.start % element == 0
+            at = slot.end
+            assert slot.end - slot.start == prod(slot.shape) * element
+            assert place.setdefault(slot.name, number) == number
+    fused = 0
+    for name, number in place.items():
+        for group in FUSED:
+            found = re.fullmatch(rf"(.*\.){group[0]}(\..*)", name)
+            for other in group[1:] if found else ():
+                together = f"{found[1]}{other}{found[2]}"
+                fused += together in place
+                assert place.get(together, number) == number, f"{name} and {together} are in different buckets"
+    # glm4's gate and up are one tensor, mixtral's experts have other names: attention is left.
+    assert fused >= 4
+
+
+def test_float32_tensors_come_first_in_a_bucket() -> None:
+    """Of an odd number of bf16 elements before it a float32 tensor would start where SGLang cannot read it."""
+    sharding = sharding_of("deepseek_v3")
+    (bucket,) = plan_buckets(sharding, bucket_bytes=1 << 30, itemsize=2)
+    kinds = [slot.float32 for slot in bucket.slots]
+    assert sum(kinds) == 3
+    assert kinds == sorted(kinds, reverse=True)
+    assert all(slot.name.endswith("e_score_correction_bias") for slot in bucket.slots if slot.float32)
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(world_size=4), ParallelLayout(world_size=4, tp=2)], ids=str)
+def test_copies_of_the_model_share_the_work(layout: ParallelLayout) -> None:
+    """With large tensors no rank writes more than a tenth above its even share."""
+    sharding = sharding_of("qwen3", layout, hidden_size=256, vocab_size=2048, intermediate_size=1024, head_dim=64)
+    buckets = plan_buckets(sharding, bucket_bytes=1 << 20, itemsize=4)
+    _, sizes = written(sharding, buckets, range(4), hf_state(sharding.hf), torch.float32)
+    total = sum(bucket.nbytes for bucket in buckets)
+    assert sum(sizes) == total
+    assert max(sizes) <= 1.1 * total / 4
+
+
+def test_ranks_of_one_host_may_be_enough() -> None:
+    """Of two copies over four ranks each pair that holds a whole one does, and each byte falls to one of the pair."""
+    layout = ParallelLayout(world_size=4, tp=2)
+    sharding = sharding_of("qwen3", layout)
+    assert covers(layout, [0, 1], experts=False)
+    assert covers(layout, [1, 2], experts=False)
+    assert not covers(layout, [0, 2], experts=False)
+    buckets = plan_buckets(sharding, bucket_bytes=4096, itemsize=4)
+    written(sharding, buckets, [2, 3], hf_state(sharding.hf), torch.float32)
+
+
+def test_experts_may_be_spread_over_more_ranks_than_the_rest() -> None:
+    layout = ParallelLayout(world_size=2, ep=2)
+    assert covers(layout, [0], experts=False)
+    assert not covers(layout, [0], experts=True)
+    assert covers(layout, [0, 1], experts=True)
+
+
+def test_a_rank_without_writes_still_lists_its_parameters() -> None:
+    """Reading a weight that is sharded over data parallelism takes all those ranks, in one order."""
+    layout = ParallelLayout(world_size=2)
+    sharding = sharding_of("qwen3", layout)
+    buckets = plan_buckets(sharding, bucket_bytes=4096, itemsize=4)
+    lists = [writes(buckets, layout, rank=rank, ranks=[0, 1]) for rank in range(2)]
+    names = [[[(write.vp_stage, write.param) for write in part] for part in parts] for parts in lists]
+    assert names[0] == names[1]
+    assert any(not write.parts for part in lists[0] for write in part)
+
+
+def test_filled_takes_tensors_as_they_come() -> None:
+    """Bucket after bucket, in turns of two buffers; a tensor that belongs nowhere is an error."""
+    sharding = sharding_of("deepseek_v3")
+    state = hf_state(sharding.hf)
+    buckets = plan_buckets(sharding, bucket_bytes=20_000, itemsize=2)
+    stream = [(name, state[name]) for bucket in buckets for unit in bucket.units for name, _, _ in unit.tensors]
+    asked = []
+
+    def memory(number: int, nbytes: int) -> Tensor:
+        asked.append((number, nbytes))
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    for bucket, data in filled(iter(stream), buckets, memory, torch.bfloat16):
+        for slot in bucket.slots:
+            expected = state[slot.name].to(torch.float32 if slot.float32 else torch.bfloat16)
+            assert torch.equal(slot_tensor(data, slot, torch.bfloat16), expected)
+    assert asked == [(number, bucket.nbytes) for number, bucket in enumerate(buckets)]
+    with pytest.raises(AssertionError, match="belongs to no bucket"):
+        list(filled(iter([*stream, ("x", torch.zeros(1))]), buckets, memory, torch.bfloat16))

@@ -1,0 +1,467 @@
+"""A server's life: what it is told, how its start fails, who may talk to it, and that nothing of it is left.
+
+Two real servers, started together: `own` of one rank belongs to another program, `pair` of two ranks to this one. The
+tests that end them stand last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import UserError
+from mega_rl.rollout.sglang import group, installation, launcher, server
+from mega_rl.rollout.sglang.endpoint import Endpoint
+from mega_rl.rollout.sglang.keys import GENERATION, Keys
+from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings, ServerStartError
+from mega_rl.rollout.sglang.settings import arguments, cpu_binding, environment
+from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.sglang import (
+    DEVICE,
+    START_S,
+    assert_gone,
+    generate,
+    listening_addresses,
+    needs_sglang,
+    owner,
+    private_folder,
+    request,
+    shared_files,
+)
+
+SETTINGS = ServerSettings(Path("/some/checkpoint"))
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a server is told
+
+
+def test_arguments_on_a_cpu() -> None:
+    assert arguments(replace(SETTINGS, tp=2), 31001) == [
+        "--model-path", "/some/checkpoint", "--host", "127.0.0.1", "--port", "31001", "--device", "cpu",
+        "--dtype", "float32", "--tp-size", "2", "--random-seed", "0", "--attention-backend", "torch_native",
+        "--max-total-tokens", "32768", "--skip-tokenizer-init", "--sleep-on-idle",
+    ]  # fmt: skip
+
+
+def test_arguments_on_cuda() -> None:
+    plain = replace(SETTINGS, device="cuda", dtype="bfloat16", tp=4, base_gpu=4)
+    common = [
+        "--model-path", "/some/checkpoint", "--host", "127.0.0.1", "--port", "31001", "--device", "cuda",
+        "--dtype", "bfloat16", "--tp-size", "4", "--random-seed", "0", "--base-gpu-id", "4",
+    ]  # fmt: skip
+    assert arguments(plain, 31001) == [*common, "--skip-tokenizer-init"]
+    full = replace(plain, max_total_tokens=9, mem_fraction=0.6, memory_saver=True, deterministic=True)
+    assert arguments(full, 31001) == [
+        *common, "--max-total-tokens", "9", "--mem-fraction-static", "0.6", "--skip-tokenizer-init",
+        "--enable-memory-saver", "--enable-deterministic-inference",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::", "0:0::0"])
+def test_an_address_that_means_all_interfaces_is_refused(host: str) -> None:
+    with pytest.raises(UserError, match="all interfaces"):
+        replace(SETTINGS, host=host)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cpus", "expected"),
+    [
+        (1, [0, 1], ("0,1", 2)),
+        (2, [0, 1], ("0|1", 1)),
+        (2, [3, 5, 8, 9, 10], ("3,5|8,9", 2)),
+        (4, [0, 1], ("0|1|0|1", 1)),
+        (3, [7], ("7|7|7", 1)),
+    ],
+)
+def test_ranks_share_the_cpus_that_this_process_may_use(ranks: int, cpus: list[int], expected: tuple[str, int]) -> None:
+    assert cpu_binding(ranks, cpus) == expected
+
+
+def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "LOCAL_RANK": "1",
+            "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "PET_NNODES": "1", "OMP_NUM_THREADS": "77"}  # fmt: skip
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    told = environment(replace(SETTINGS, tp=2), scratch=tmp_path, packages=Path("/packages"))
+    assert not told.keys() & (ours.keys() - {"OMP_NUM_THREADS"})
+    assert told["OMP_NUM_THREADS"] != "77"
+    assert told["CUDA_VISIBLE_DEVICES"] == "2,3"
+    root = str(Path(server.__file__).parents[3])
+    assert told["PYTHONPATH"].split(os.pathsep) == [root, "/packages", "/mine"]
+    assert len(told["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    assert told["GLOO_SOCKET_IFNAME"] == "lo"
+    elsewhere = environment(replace(SETTINGS, device="cuda", host="10.0.0.7"), scratch=tmp_path, packages=None)
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in elsewhere
+    assert elsewhere.get("GLOO_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which SGLang
+
+
+def make_installation(prefix: Path, version: str) -> None:
+    package = prefix / "sglang" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    information = prefix / "sglang" / f"sglang-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n", "utf-8")
+
+
+def test_sglang_in_its_own_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda _: None)
+    assert installation.find_sglang(tmp_path) is None
+    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20.*make sglang"):
+        installation.require_sglang(device="cpu", prefix=tmp_path)
+    with pytest.raises(UserError, match=r"mega_rl\[sglang\]"):
+        installation.require_sglang(device="cuda", prefix=tmp_path)
+    make_installation(tmp_path, "0.5.20")
+    found = installation.Installation("0.5.20", tmp_path / "sglang")
+    assert installation.find_sglang(tmp_path) == installation.require_sglang(device="cpu", prefix=tmp_path) == found
+    with pytest.raises(UserError, match="no CUDA kernels"):
+        installation.require_sglang(device="cuda", prefix=tmp_path)
+    shutil.rmtree(tmp_path / "sglang")
+    make_installation(tmp_path, "0.5.19")
+    with pytest.raises(UserError, match=r"SGLang 0\.5\.19 is installed; mega_rl works with 0\.5\.20"):
+        installation.require_sglang(prefix=tmp_path)
+
+
+def test_the_trainers_process_gets_no_sglang_from_it_and_preflight_no_torch() -> None:
+    code = (
+        "import sys\nfrom mega_rl.rollout.sglang import server\nserver.require_sglang()\n"
+        "print(sorted({'torch', 'sglang', 'torchvision'} & sys.modules.keys()), any('sglang' in p for p in sys.path))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[] False"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starts that fail, with a program that behaves as told in SGLang's place
+
+SCRIPTED = """
+import json, os, sys, threading, time, http.server
+how = sys.argv[1]
+options = dict(zip(sys.argv[2:], sys.argv[3:]))
+address = (options["--host"], int(options["--port"]))
+print("a scripted server says hello", flush=True)
+if how == "dies":
+    print("Traceback (most recent call last):\\n  File x, line 1\\n    source code\\nValueError: no such model")
+    sys.exit(3)
+if how == "clash once" and not os.path.exists(os.environ["CLASHED"]):
+    open(os.environ["CLASHED"], "w").close()
+    how = "clash"
+if how == "clash":
+    print(f"[Errno 98] error while attempting to bind on address {address}: Address already in use", flush=True)
+    sys.exit(1)
+if how == "is silent":
+    os.fork()
+    time.sleep(600)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        self.answer(503 if how == "is never healthy" else 200, b"")
+    def do_POST(self):
+        if how == "hangs":
+            time.sleep(600)
+        if how == "dies at the first token":
+            os.abort()
+        bodies = {"generates nothing": b'{"output_ids": []}', "is cut": b'{"output_ids": ['}
+        bodies["fails"] = b'{"error": "oom"}'
+        self.answer(500 if how == "fails" else 200, bodies.get(how, b'{"output_ids": [7]}'))
+    def log_message(self, *_):
+        pass
+
+http.server.ThreadingHTTPServer(address, Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Makes a ServerProcess whose program behaves as told; nothing of it may be left."""
+    monkeypatch.setattr(server, "require_sglang", lambda **_: installation.Installation("0.5.20", None))
+    made: list[ServerProcess] = []
+
+    def make(how: str, *, timeout_s: float = 30.0) -> ServerProcess:
+        monkeypatch.setattr(server, "PROGRAM", (sys.executable, "-c", SCRIPTED, how))
+        made.append(ServerProcess(replace(SETTINGS, start_timeout_s=timeout_s), index=5, folder=tmp_path / "logs"))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.stop()
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "said"),
+    [
+        ("dies", 30.0, r"ended with exit code 3 before /health answered"),
+        ("is silent", 2.0, r"/health did not answer 200 within 2 s \(last: ConnectionRefusedError"),
+        ("is never healthy", 2.0, r"/health did not answer 200 within 2 s \(last: status 503\)"),
+        ("hangs", 2.0, r"the first generation failed: TimeoutError"),
+        ("dies at the first token", 30.0, r"the first generation failed: \w+: .*"),
+        ("generates nothing", 30.0, r"the first generation was answered 200: \{'output_ids': \[\]\}"),
+        ("is cut", 30.0, r"the first generation failed: JSONDecodeError"),
+        ("fails", 30.0, r"the first generation was answered 500: \{'error': 'oom'\}"),
+        ("clash", 30.0, r"ended with exit code 1 .*(\n.*)*Address already in use"),
+    ],
+)
+def test_a_start_that_fails_says_where_and_leaves_nothing(scripted: Any, how: str, timeout_s: float, said: str) -> None:
+    process = scripted(how, timeout_s=timeout_s)
+    process_group = process.pid
+    start = time.monotonic()
+    with pytest.raises(ServerStartError, match=said) as caught:
+        process.wait_ready()
+    assert time.monotonic() - start < 30.0
+    message = str(caught.value)
+    assert message.startswith("SGLang server 5 did not start: ")
+    assert str(process.log_file) in message
+    assert "\n  a scripted server says hello" in message
+    assert not group.members(process_group)
+    assert not process.alive
+    assert process.exit_code is not None
+    if how == "dies":
+        assert message.endswith("\n  Traceback (most recent call last):\n  ValueError: no such model")
+
+
+def test_a_port_that_was_taken_meanwhile_is_replaced(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CLASHED", str(tmp_path / "clashed"))
+    process = scripted("clash once")
+    with caplog.at_level(logging.WARNING):
+        endpoint = process.wait_ready()
+    assert "trying another port" in caplog.text
+    assert process.alive
+    assert process.log_file.read_text("utf-8").count("hello") == 2  # appended
+    first = (process.pid, endpoint)
+    process.restart()
+    assert not group.members(first[0])
+    again = process.wait_ready()
+    assert again.keys != endpoint.keys
+    assert process.log_file.read_text("utf-8").count("hello") == 3
+    os.kill(process.pid, signal.SIGKILL)
+    while process.alive:
+        time.sleep(0.01)
+    assert process.exit_code == -signal.SIGKILL
+    process.stop()
+    process.stop()
+    assert process.exit_code == -signal.SIGKILL
+
+
+def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
+    with server.reserve_port("127.0.0.1") as reserved:
+        address = reserved.getsockname()
+        with socket.create_server(address) as listener:  # as uvicorn does it, with SO_REUSEADDR
+            assert listener.getsockname() == address
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        drawn = set()
+        for _ in range(200):
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                drawn.add(listener.getsockname()[1])
+        assert address[1] not in drawn
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Real servers
+
+
+@dataclass(frozen=True)
+class Running:
+    """A real server that generates."""
+
+    group: int  # its processes
+    endpoint: Endpoint
+    log_file: Path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mixture of experts. Not tied, for of the mixtures SGLang ties none: it leaves their output layer at zero."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), family="qwen3_moe", tied=False)
+
+
+@pytest.fixture(scope="module")
+def both(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Running, Running, ServerProcess, Any]]:
+    """`own`, `pair`, the latter's ServerProcess and the former's program."""
+    folder = tmp_path_factory.mktemp("own")
+    settings = ServerSettings(checkpoint, tp=2, device=DEVICE, max_total_tokens=20000, start_timeout_s=START_S)
+    program = owner(checkpoint, folder, ready=True)
+    try:
+        with ServerProcess(settings, index=1, folder=tmp_path_factory.mktemp("pair")) as process:
+            pair = Running(process.pid or 0, process.wait_ready(), process.log_file)
+            assert program.stdout is not None
+            said = json.loads(program.stdout.readline())
+            endpoint = Endpoint(0, said["url"], Keys(said["api_key"], said["admin_key"]))
+            yield Running(said["pid"], endpoint, folder / "server-0.log"), pair, process, program
+    finally:
+        program.kill()
+        program.communicate()
+
+
+@pytest.fixture(scope="module")
+def own(both: Any) -> Running:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def pair(both: Any) -> Running:
+    return both[1]
+
+
+def routes(endpoint: Endpoint) -> list[tuple[str, str]]:
+    """(method, path) of every endpoint that the server says it has, and of some more."""
+    status, described = request(endpoint, "/openapi.json", key="admin")
+    assert status == 200
+    found = [
+        (method.upper(), re.sub(r"\{[^}]*\}", "x", path))
+        for path, methods in described["paths"].items()
+        for method in methods
+    ]
+    extra = [
+        "/",
+        "/docs",
+        "/redoc",
+        "/openapi.json",
+        "/metrics",
+        "/metrics/",
+        "/no/such/path",
+        "//generate",
+        "/health/x",
+    ]
+    return [*found, *(("GET", path) for path in extra), ("OPTIONS", "/generate"), ("HEAD", "/health")]
+
+
+@needs_sglang
+def test_every_endpoint_refuses_a_missing_and_a_wrong_key(own: Running) -> None:
+    found = routes(own.endpoint)
+    assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= {path for _, path in found}
+    assert len(found) > 80, "SGLang 0.5.20 has about 90"
+    let_in = []
+    for method, path in found:
+        wrong_for_it = "admin" if path in GENERATION else "api"
+        for key in (None, "wrong", wrong_for_it):
+            status, _ = request(own.endpoint, path, {} if method == "POST" else None, key=key, method=method)
+            if status != 401:
+                let_in.append((method, path, key, status))
+    assert not let_in
+    status, _ = request(own.endpoint, "/health")
+    assert status == 200, "and the server is none the worse for it"
+
+
+@needs_sglang
+def test_the_keys_are_nowhere_to_be_read(own: Running, pair: Running) -> None:
+    for running in (own, pair):
+        keys = (running.endpoint.keys.api_key, running.endpoint.keys.admin_key)
+        _, settings = request(running.endpoint, "/server_info")
+        assert settings["tp_size"], "the answer holds the server's settings"
+        log = running.log_file.read_text("utf-8")
+        assert "server_args=" in log
+        shown = [json.dumps(settings), log]
+        for process in group.members(running.group):
+            shown += [*process.cmdline(), *process.environ().values()]
+        assert not [text[:200] for text in shown for key in keys if key in text]
+
+
+@needs_sglang
+def test_only_loopback_listens(own: Running, pair: Running) -> None:
+    for running in (own, pair):
+        assert listening_addresses(running.group) == {"127.0.0.1"}
+
+
+@needs_sglang
+def test_experts_compute_what_transformers_computes_on_one_rank_and_on_two(
+    own: Running, pair: Running, checkpoint: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    prompts = [[3, 4, 5], [7], list(range(2, 40)), [9] * 20]
+    for running in (own, pair):
+        for prompt, answer in zip(prompts, generate(running.endpoint, prompts, max_new_tokens=32), strict=True):
+            tokens = answer["output_ids"]
+            with torch.no_grad():
+                expected = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            assert tokens == expected.argmax(-1).tolist()
+            given = torch.tensor([logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]])
+            # float32 sums in another order: 7e-7 seen
+            torch.testing.assert_close(
+                given, expected.gather(1, torch.tensor(tokens)[:, None])[:, 0], atol=1e-5, rtol=0
+            )
+
+
+@needs_sglang
+def test_seeds_decide_samples_whatever_else_is_in_the_batch(own: Running) -> None:
+    """A stand-in's work on CPUs; on CUDA it takes --enable-deterministic-inference."""
+
+    def sample(seeds: list[int | None], prompt: list[int]) -> list[list[int]]:
+        params = [
+            {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+            | ({} if seed is None else {"sampling_seed": seed})
+            for seed in seeds
+        ]
+        status, answers = request(
+            own.endpoint, "/generate", {"input_ids": [prompt] * len(seeds), "sampling_params": params}
+        )
+        assert status == 200, answers
+        return [answer["output_ids"] for answer in answers]
+
+    prompt = [3, 4, 5]
+    (alone,) = sample([11], prompt)
+    assert sample([11], prompt) == [alone]
+    assert len(set(alone)) > 4, "this is sampling, not the greedy token"
+    together = sample([2**62 + 5, 11, 0, 11, 12, None], prompt)
+    assert together[1] == together[3] == alone
+    others = [tuple(together[place]) for place in (0, 1, 2, 4)]
+    assert len(set(others)) == 4
+    assert sample([2**62 + 5], prompt) == [together[0]]
+
+
+@needs_sglang
+def test_a_server_whose_main_process_is_killed_leaves_nothing(both: Any) -> None:
+    _, pair, process, _ = both
+    files, folder = shared_files(pair.group), private_folder(pair.group)
+    assert len(group.members(pair.group)) >= 5, "the main process, what cleans up, two ranks, the detokenizer"
+    assert files, "the ranks' message queue"
+    os.kill(pair.group, signal.SIGKILL)
+    assert_gone(pair.group, files)
+    assert not process.alive
+    assert process.exit_code == -signal.SIGKILL
+    process.stop()
+    assert not folder.exists()
+
+
+@needs_sglang
+def test_a_server_whose_trainer_is_killed_leaves_nothing(both: Any) -> None:
+    own, _, _, program = both
+    folder = private_folder(own.group)
+    assert (folder / launcher.KEYS_FILE).stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = shared_files(own.group)
+    program.kill()
+    assert_gone(own.group, {*files, folder})

@@ -1,0 +1,509 @@
+"""Updates of scripted servers over real HTTP. The transport is one of these tests: it sends one number per bucket."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.converters.sharding import Sharding
+from mega_rl.errors import RunError, UserErrors
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.agreement import agreed
+from mega_rl.rollout.sglang.checks import Expected, sent_tensors
+from mega_rl.rollout.sglang.control import Control, ServerError
+from mega_rl.rollout.sglang.endpoint import Endpoint
+from mega_rl.rollout.sglang.probe import Probe
+from mega_rl.rollout.sglang.sync import SglangWeightSync
+from mega_rl.rollout.sglang.transports import SendReport
+from mega_rl.types import Rollout, TokenOutputs
+from tests.helpers.distributed import run_ranks
+from tests.helpers.update_server import KEYS, VOCAB_SIZE, UpdateServer, next_logprobs, payload, weights_of_version
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+HF = parse_hf_config(CONFIG)
+EXPECTED = Expected(HF, sent_tensors(Sharding(HF), torch.float32), "float32")
+INFO = {
+    "model": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "is_generation": True, "model_path": "x"},
+    "server": {"version": "0.5.20", "dtype": "float32", "dp_size": 1, "pp_size": 1},
+}
+TEMPERATURE = 0.7
+UPDATE = "/update_weights_from_tensor"
+
+
+class Trainer:
+    """Weights that a version determines, sent one number per request, and their own log-probs."""
+
+    def __init__(self, controls: dict[int, Control], ranks: Ranks, num_servers: int) -> None:
+        self.controls, self.ranks, self.num_servers = controls, ranks, num_servers
+        self.weights = weights_of_version(1)
+        self.sent: list[tuple[int, list[int]]] = []
+
+    def step(self, version: int) -> None:
+        self.weights = weights_of_version(version)
+
+    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
+        assert servers is not None
+        self.sent.append((version, list(servers)))
+        failed = {}
+        for server in set(servers) & set(self.controls):
+            try:
+                for number, (name, value) in enumerate(self.weights.items()):
+                    last = number == len(self.weights) - 1
+                    self.controls[server].update_from_tensor(
+                        [payload({name: value})], version=version if last else None
+                    )
+            except ServerError as error:
+                failed[server] = str(error)
+        agreed_on = agreed(self.ranks, failed, num_servers=self.num_servers)
+        return SendReport(bytes=12, buckets=3, tensors=3, requests=3 * len(servers), failed=agreed_on)
+
+    def evaluate(self, batch: Rollout) -> TokenOutputs:
+        logprobs = next_logprobs(self.weights, TEMPERATURE)[batch.tokens]
+        return TokenOutputs(logprobs=(logprobs * batch.loss_mask).float())
+
+    name = "test"
+
+    def close(self) -> None:
+        pass
+
+
+class Rotation:
+    """What was said of each server."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
+        self.history: list[tuple[int, str]] = []
+
+    def _say(self, index: int, word: str, reason: str = "") -> None:
+        self.said[index], self.reasons[index] = word, reason
+        self.history.append((index, word))
+
+    def mark_down(self, index: int, reason: str) -> None:
+        self._say(index, "down", reason)
+
+    def mark_stale(self, index: int, reason: str) -> None:
+        self._say(index, "stale", reason)
+
+    def mark_ready(self, index: int, version: int) -> None:
+        self._say(index, f"ready {version}")
+
+
+class Run:
+    """Servers, a trainer's rank and what joins them."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        *,
+        ranks: Ranks | None = None,
+        own: Sequence[int] | None = None,
+        timeout_s: float = 20.0,
+        verify_interval: int = 2,
+        **options: Any,
+    ) -> None:
+        ranks = ranks or SingleRank()
+        own = range(len(endpoints)) if own is None else own
+        self.controls = {i: Control(endpoints[i], timeout_s) for i in own}
+        self.trainer = Trainer(self.controls, ranks, len(endpoints))
+        self.rotation = Rotation()
+        self.sync = SglangWeightSync(
+            self.trainer,
+            self.rotation,
+            ranks,
+            controls=self.controls,
+            num_servers=len(endpoints),
+            expected=EXPECTED,
+            probe=Probe(self.trainer.evaluate, ranks, VOCAB_SIZE, TEMPERATURE, num_tokens=4, limit=1e-4),
+            verify_interval=verify_interval,
+            **options,
+        )
+
+
+@pytest.fixture
+def servers() -> Iterator[list[UpdateServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(UpdateServer(i, info=INFO)) for i in range(3)]
+
+
+def run_of(servers: Sequence[UpdateServer], **options: Any) -> Run:
+    return Run([server.endpoint for server in servers], **options)
+
+
+def test_an_update_is_bracketed_and_proved(servers: list[UpdateServer]) -> None:
+    servers[0].busy = 3
+    run = run_of(servers)
+    metrics = run.sync.publish()
+    bracket = ["/server_info", "/model_info", "/server_info", "/pause_generation"]
+    rest = [*[UPDATE] * 3, "/model_info", "/continue_generation", "/generate", "/weights_checker"]
+    assert servers[0].paths() == [*bracket, *["/flush_cache"] * 3, *rest]
+    assert servers[1].paths() == [*bracket, "/flush_cache", *rest]
+    versions = [body.get("weight_version") for path, body in servers[1].calls if path == UPDATE]
+    assert versions == [None, None, "1"]  # with the last bucket, so that no earlier failure looks like success
+    assert run.sync.weight_version == 1
+    assert run.rotation.said == {0: "ready 1", 1: "ready 1", 2: "ready 1"}
+    assert [word for index, word in run.rotation.history if index == 0] == ["stale", "ready 1"]
+    assert metrics["rollout/weight_version"] == 1.0
+    assert metrics["sync/requests"] == 3 * 12 + 2  # buckets + constant, and two flushes more
+    assert metrics["sync/failed_servers"] == 0.0
+    assert 0.0 <= metrics["sync/probe_logprob_diff_max"] < 1e-6
+    assert (metrics["sync/bytes"], metrics["sync/buckets"], metrics["sync/tensors"]) == (12.0, 3.0, 3.0)
+    phases = [f"sync/{phase}_seconds" for phase in ("check", "pause", "send", "continue", "probe", "checksum")]
+    assert metrics["sync/seconds"] == pytest.approx(sum(metrics[phase] for phase in phases))
+
+
+def test_later_updates_ask_less_and_probe_every_time(servers: list[UpdateServer]) -> None:
+    run = run_of(servers[:1])
+    for version in (1, 2, 3):
+        run.trainer.step(version)
+        metrics = run.sync.publish()
+        assert servers[0].version == str(version)
+        assert servers[0].weights == weights_of_version(version)
+        assert metrics["sync/probe_logprob_diff_max"] < 1e-6
+    assert servers[0].number("/generate") == 3
+    assert servers[0].number("/weights_checker") == 2  # of publishes 1 and 3: verify_interval=2
+    assert servers[0].number("/server_info") == 3 + 1  # is it there, three times; what is it, once
+
+
+# (endpoint, kind, first call that it meets) -> (what is said of server 1, part of the reason)
+FAULTS = [
+    ("/server_info", "error", 1, "down", "scheduler does not answer"),
+    ("/model_info", "html", 1, "stale", "no JSON"),
+    ("/pause_generation", "refuse", 1, "stale", "/pause_generation: HTTP 400"),
+    ("/pause_generation", "hang", 1, "stale", "/pause_generation: waited 1 s"),
+    ("/flush_cache", "refuse", 1, "stale", "waited 1 s for the server to be idle"),
+    (UPDATE, "die", 1, "down", UPDATE),
+    (UPDATE, "die", 2, "down", UPDATE),
+    (UPDATE, "reset", 3, "stale", UPDATE),
+    (UPDATE, "cut", 2, "stale", UPDATE),
+    (UPDATE, "unsuccessful", 2, "stale", "no success: partially updated"),
+    (UPDATE, "error", 3, "stale", "HTTP 500"),
+    (UPDATE, "hang", 3, "stale", "waited 1 s"),
+    (UPDATE, "drip", 2, "stale", "waited 1 s"),
+    (UPDATE, "ignore", 3, "stale", "weight_version is 'default' after the update to version 1"),
+    ("/continue_generation", "refuse", 1, "stale", "/continue_generation: HTTP 400"),
+    ("/continue_generation", "die", 1, "down", "/continue_generation"),
+    ("/generate", "html", 1, "stale", "/generate"),
+    ("/generate", "list", 1, "stale", "no answer to a probe"),
+    ("/generate", "die", 1, "down", "/generate"),
+    ("/weights_checker", "error", 1, "stale", "/weights_checker: HTTP 500"),
+    ("/weights_checker", "list", 1, "stale", "answered no object"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "first", "said", "reason"), FAULTS, ids=[f"{f[0][1:]}-{f[1]}-{f[2]}" for f in FAULTS]
+)
+def test_a_server_that_fails_stays_out_and_the_others_go_on(
+    servers: list[UpdateServer], path: str, kind: str, first: int, said: str, reason: str
+) -> None:
+    servers[1].faults = {path: (kind, first)}
+    # The deadline only decides where waiting is the fault.
+    run = run_of(servers, timeout_s=1.0 if "waited" in reason else 20.0)
+    start = time.monotonic()
+    metrics = run.sync.publish()
+    assert time.monotonic() - start < 15.0
+    assert metrics["sync/failed_servers"] == 1.0
+    assert run.rotation.said == {0: "ready 1", 1: said, 2: "ready 1"}
+    assert (1, "ready 1") not in run.rotation.history
+    assert run.rotation.reasons[1].startswith("SGLang server 1 at http")
+    assert reason in run.rotation.reasons[1]
+    assert run.sync.ready == {0, 2}
+    assert run.sync.weight_version == 1
+    for healthy in (servers[0], servers[2]):
+        assert healthy.weights == weights_of_version(1)
+        assert not healthy.paused
+
+
+def test_a_lost_bucket_shows_in_the_probe(servers: list[UpdateServer]) -> None:
+    run = run_of(servers)
+    run.sync.publish()
+    run.trainer.step(2)
+    servers[2].faults = {UPDATE: ("ignore", 5)}  # the second bucket of the second update, and all after
+    servers[2].version = "2"  # and it claims the version
+    metrics = run.sync.publish()
+    assert run.rotation.said == {0: "ready 2", 1: "ready 2", 2: "stale"}
+    found = run.rotation.reasons[2]
+    at_server = next_logprobs(servers[2].weights, TEMPERATURE)
+    token = int(at_server.argmax())
+    theirs, ours = float(at_server[token]), float(next_logprobs(run.trainer.weights, TEMPERATURE)[token])
+    said = re.search(r"probe token 0 \(id (\d+)\) has log-prob (\S+) at the server and (\S+) at the trainer", found)
+    assert said is not None
+    assert int(said[1]) == token
+    assert float(said[2]) == pytest.approx(theirs, abs=1e-6)
+    assert float(said[3]) == pytest.approx(ours, abs=1e-6)
+    assert "sglang.probe_limit" in found
+    assert metrics["sync/probe_logprob_diff_max"] == pytest.approx(abs(ours - theirs), rel=1e-3)
+
+
+def test_a_trainer_without_a_number_proves_nothing(servers: list[UpdateServer]) -> None:
+    run = run_of(servers[:1])
+    run.trainer.weights = {"a": math.nan}
+    servers[0].answer = lambda path, body: (200, _answer_of(path, [2] * 4, [-1.0] * 4))  # type: ignore[method-assign]
+    with pytest.raises(RunError, match=r"-1 at the server and nan at the trainer, apart by inf"):
+        run.sync.publish()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [
+        ([2] * 3, [-1.0] * 3),
+        ([2] * 4, [-1.0] * 3),
+        ([VOCAB_SIZE] * 4, [-1.0] * 4),
+        ([-1] * 4, [-1.0] * 4),
+        ([2] * 4, [-1.0, math.nan, -1.0, -1.0]),
+        ([2] * 4, [None] * 4),
+        (None, None),
+    ],
+)
+def test_a_probe_without_an_answer_fails(servers: list[UpdateServer], tokens: Any, logprobs: Any) -> None:
+    servers[0].answer = lambda path, body: (200, _answer_of(path, tokens, logprobs))  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="/generate: no answer to a probe"):
+        run_of(servers[:1]).sync.publish()
+
+
+def _answer_of(path: str, tokens: Any, logprobs: Any) -> Any:
+    """What a server that has version 1 answers, these tokens among it."""
+    pairs = None if tokens is None else [list(pair) for pair in zip(logprobs, tokens, strict=False)]
+    generated = {"output_ids": tokens, "meta_info": {"output_token_logprobs": pairs}}
+    info = {"weight_version": "1", **INFO["model"], **INFO["server"]}
+    return generated if path == "/generate" else {"success": True, **info}
+
+
+def test_an_update_after_a_failed_one_heals(servers: list[UpdateServer]) -> None:
+    servers[1].faults = {UPDATE: ("error", 2)}
+    run = run_of(servers)
+    run.sync.publish()
+    servers[1].faults = {}
+    run.trainer.step(2)
+    assert run.sync.publish()["sync/failed_servers"] == 0.0
+    assert run.rotation.said == {0: "ready 2", 1: "ready 2", 2: "ready 2"}
+    assert servers[1].number("/model_info") == 2 + 1  # checked twice, its version once: it may have been restarted
+
+
+def test_a_restarted_server_is_refit_with_the_version_of_the_others(servers: list[UpdateServer]) -> None:
+    run = run_of(servers[:2])
+    run.sync.publish()
+    run.trainer.step(2)
+    servers[1].faults = {UPDATE: ("die", 5)}
+    run.sync.publish()
+    assert run.rotation.said == {0: "ready 2", 1: "down"}
+    calls = len(servers[0].calls)
+    with UpdateServer(1, info=INFO) as successor:
+        run.controls[1].move(successor.endpoint)
+        metrics = run.sync.refit([1])
+        assert successor.weights == weights_of_version(2)
+        assert successor.version == "2"
+        assert successor.number("/server_info") == 2  # it was checked anew
+        assert run.rotation.said == {0: "ready 2", 1: "ready 2"}
+        assert run.sync.weight_version == 2
+        assert metrics["sync/failed_servers"] == 0.0
+        assert len(servers[0].calls) == calls  # it goes on generating, undisturbed
+
+
+def test_a_refit_that_fails_leaves_the_others_alone(servers: list[UpdateServer]) -> None:
+    run = run_of(servers[:2])
+    run.sync.publish()
+    servers[1].faults = {"/pause_generation": ("error", 2)}
+    assert run.sync.refit([1])["sync/failed_servers"] == 1.0
+    assert run.rotation.said == {0: "ready 1", 1: "stale"}
+    servers[1].faults = {}
+    run.sync.refit([1])
+    assert run.sync.ready == {0, 1}
+
+
+def test_a_refit_needs_a_version(servers: list[UpdateServer]) -> None:
+    with pytest.raises(RuntimeError, match="before any weights"):
+        run_of(servers).sync.refit([0])
+
+
+def test_without_a_server_left_the_run_ends_with_all_reasons(servers: list[UpdateServer]) -> None:
+    servers[0].faults = {UPDATE: ("die", 1)}
+    servers[1].faults = {UPDATE: ("error", 2)}
+    run = run_of(servers[:2])
+    with pytest.raises(RunError, match="no SGLang server took the weights of version 1") as caught:
+        run.sync.publish()
+    assert "server 0 at" in str(caught.value)
+    assert "HTTP 500" in str(caught.value)
+    assert run.sync.weight_version == 0
+    assert run.rotation.said == {0: "down", 1: "stale"}
+
+
+def test_a_server_of_another_model_ends_the_run_before_anything_is_sent(servers: list[UpdateServer]) -> None:
+    for server in servers[1:]:
+        server.info = {
+            "model": {**INFO["model"], "model_type": "qwen3"},
+            "server": {**INFO["server"], "dtype": "bfloat16"},
+        }
+    run = run_of(servers)
+    with pytest.raises(UserErrors) as caught:
+        run.sync.publish()
+    assert len(caught.value.problems) == 4
+    for server, what in ((1, "qwen3"), (1, "bfloat16"), (2, "qwen3"), (2, "bfloat16")):
+        assert any(f"server {server} " in line and what in line for line in caught.value.problems)
+    assert not run.trainer.sent
+    assert not servers[0].number("/pause_generation")
+
+
+@pytest.mark.parametrize(("sums", "out"), [("aaa", []), ("aab", [2]), ("ab", [0, 1])])
+def test_checksums_of_servers_agree(servers: list[UpdateServer], sums: str, out: list[int]) -> None:
+    for server, checksum in zip(servers, sums, strict=False):
+        server.checksum = checksum
+    run = run_of(servers[: len(sums)])
+    if len(out) == len(sums):
+        with pytest.raises(RunError, match="checksum of its weights differs"):
+            run.sync.publish()
+        return
+    metrics = run.sync.publish()
+    assert metrics["sync/verified"] == 1.0
+    assert sorted(i for i, word in run.rotation.said.items() if word == "stale") == out
+    assert all("checksum of its weights differs" in run.rotation.reasons[i] for i in out)
+
+
+def test_servers_of_other_sizes_have_other_checksums(servers: list[UpdateServer]) -> None:
+    servers[1].tp = 2
+    for server in servers:
+        server.checksum = "a"
+    assert run_of(servers).sync.publish()["sync/failed_servers"] == 0.0
+
+
+def test_a_resumed_run_stamps_its_version_again(servers: list[UpdateServer]) -> None:
+    run = run_of(servers[:1])
+    run.sync.resume_at(7)
+    assert run.sync.publish()["rollout/weight_version"] == 7.0
+    assert servers[0].version == "7"
+    assert run.sync.weight_version == 7
+
+
+def test_hooks_come_before_everything_and_between_loading_and_generating(servers: list[UpdateServer]) -> None:
+    seen: list[Any] = []
+
+    def after(left: Sequence[int]) -> dict[int, str]:
+        seen.append((list(left), [server.number("/continue_generation") for server in servers]))
+        return {2: "SGLang server 2: no memory for its cache"}
+
+    servers[0].faults = {UPDATE: ("error", 1)}
+    run = run_of(servers, before=lambda: seen.append([len(s.calls) for s in servers]), after_send=after)
+    run.sync.publish()
+    assert seen == [[0, 0, 0], ([1, 2], [0, 0, 0])]
+    assert run.rotation.said == {0: "stale", 1: "ready 1", 2: "stale"}
+    assert run.rotation.reasons[2] == "SGLang server 2: no memory for its cache"
+
+
+def test_servers_are_steered_at_once(servers: list[UpdateServer]) -> None:
+    for server in servers:
+        server.faults = {"/pause_generation": ("late", 1)}  # a second, as with requests in flight
+    run = run_of(servers)
+    assert run.sync.publish()["sync/pause_seconds"] < 2.5
+
+
+def test_failures_are_logged_once_and_without_keys(
+    servers: list[UpdateServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    servers[1].faults = {"/pause_generation": ("echo", 1)}
+    with caplog.at_level(logging.INFO):
+        run_of(servers).sync.publish()
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("mega_rl")]
+    assert len(lines) == 1
+    assert "weights of version 1: 1 of 3 servers are out of rotation until they are refit" in lines[0]
+    assert KEYS.api_key not in caplog.text
+    assert KEYS.admin_key not in caplog.text
+
+
+def test_no_thread_stays(servers: list[UpdateServer]) -> None:
+    servers[1].faults = {UPDATE: ("hang", 1)}
+    run = run_of(servers, timeout_s=0.5)
+    run.sync.publish()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("server", "Timer"))]
+    assert not left
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def _publish_on_two_ranks(rank: int, endpoints: list[tuple[int, str]]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from mega_rl.parallel.comm import GroupRanks
+
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    mine: list[dict[int, str]] = [
+        {},
+        {1: "zwölf\nZeilen"} if rank == 1 else {},
+        {0: f"rank {rank}", 2: "both"},
+        {0: ""} if rank == 0 else {2: "x" * 5000},
+    ]
+    reasons = [list(agreed(GroupRanks(dist.group.WORLD), failed, num_servers=3).items()) for failed in mine]
+    # Server 0 is steered by rank 1, the others by rank 0.
+    run = Run(
+        [Endpoint(index, url, KEYS) for index, url in endpoints],
+        ranks=GroupRanks(dist.group.WORLD),
+        own=[0] if rank == 1 else [1, 2],
+        timeout_s=3.0,
+    )
+    first = run.sync.publish()
+    run.trainer.step(2)
+    second = run.sync.publish()
+    run.trainer.step(3)
+    try:
+        run.sync.publish()
+        end = "published"
+    except RunError as error:
+        end = str(error)
+    return {
+        "failed": [first["sync/failed_servers"], second["sync/failed_servers"]],
+        "requests": [first["sync/requests"], second["sync/requests"]],
+        "difference": [first["sync/probe_logprob_diff_max"], second["sync/probe_logprob_diff_max"]],
+        "said": {str(i): word for i, word in run.rotation.said.items()},
+        "reasons": {str(i): why for i, why in run.rotation.reasons.items()},
+        "version": run.sync.weight_version,
+        "end": end,
+        "agreed": reasons,
+    }
+
+
+def test_all_ranks_agree_on_what_failed(servers: list[UpdateServer]) -> None:
+    servers[0].faults = {UPDATE: ("ignore", 5)}  # loses buckets of the second update
+    servers[1].faults = {UPDATE: ("die", 5)}
+    servers[2].faults = {"/pause_generation": ("hang", 3)}  # in the third update, like server 0, which still ignores
+    servers[0].version = "x"
+    endpoints = [(server.index, server.endpoint.url) for server in servers]
+    first, second = run_ranks(2, _publish_on_two_ranks, endpoints, timeout_s=90.0, device="cpu")
+    assert first == second
+    # Reasons reach every rank, and the lowest one's counts.
+    assert first["agreed"] == [[], [(1, "zwölf\nZeilen")], [(0, "rank 0"), (2, "both")], [(0, ""), (2, "x" * 5000)]]
+    assert first["failed"] == [0.0, 2.0]
+    assert first["version"] == 2
+    assert first["said"] == {"0": "stale", "1": "down", "2": "stale"}
+    assert "weight_version is '1' after the update to version 3" in first["reasons"]["0"]
+    assert "scheduler does not answer" in first["reasons"]["1"]
+    assert "/pause_generation: waited 3 s" in first["reasons"]["2"]
+    assert first["end"].startswith("no SGLang server took the weights of version 3:\n")
+    for number in range(3):
+        assert f"SGLang server {number} at" in first["end"]
+
+
+def test_the_alone_agree_with_themselves() -> None:
+    assert agreed(SingleRank(), {2: "so"}, num_servers=3) == {2: "so"}
+    assert agreed(SingleRank(), {}, num_servers=3) == {}

@@ -1,0 +1,350 @@
+"""Every train layout into real servers of one and two tensor-parallel ranks.
+
+Servers are started from checkpoint A, and what they answer then is the reference. Each layout sends them B, after which
+answers differ, and A, after which they must be the reference again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.config.schema import ParallelConfig, RolloutConfig, SglangConfig
+from mega_rl.rollout.sglang.endpoint import Endpoint
+from mega_rl.rollout.sglang.keys import Keys
+from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
+from mega_rl.types import Prompt
+from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import make_config, running_engine
+from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang, wait_until
+
+pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
+
+# case -> (ranks, source, parallel, transport of B, transport of A)
+CASES: dict[str, tuple[int, str, ParallelConfig, str, str]] = {
+    "tp2": (2, "dense", ParallelConfig(tp=2), "disk", "auto"),
+    "pp2": (2, "dense", ParallelConfig(pp=2), "auto", "distributed"),
+    "ep2": (2, "mixture", ParallelConfig(ep=2), "distributed", "auto"),
+    "tp2-pp2": (4, "dense", ParallelConfig(tp=2, pp=2), "distributed", "auto"),
+}
+FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied
+TEMPERATURE = 0.7
+PROMPTS = [[3, 4, 5, 6], [49], list(range(2, 40)), [7, 7, 7]]
+LIMIT = 1e-5  # nats, float32: matrices of other shapes are summed in another order
+
+
+@dataclass
+class Servers:
+    """Servers of one model: of one tensor-parallel rank and of two."""
+
+    processes: list[ServerProcess]
+    endpoints: list[Endpoint] = field(default_factory=list)
+    reference: list[Any] = field(default_factory=list)
+
+    def told(self) -> list[dict[str, Any]]:
+        """For another process."""
+        return [_told(one, process.settings.tp) for one, process in zip(self.endpoints, self.processes, strict=True)]
+
+
+def _told(endpoint: Endpoint, tp: int) -> dict[str, Any]:
+    return {"index": endpoint.index, "url": endpoint.url, "keys": dataclasses.asdict(endpoint.keys), "tp": tp}
+
+
+def _endpoint(told: dict[str, Any]) -> Endpoint:
+    return Endpoint(told["index"], told["url"], Keys(**told["keys"]))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("matrix")
+    for source, (family, tied) in FAMILIES.items():
+        for seed, name in enumerate("ab"):
+            write_tiny_checkpoint(folder / f"{source}-{name}", family=family, tied=tied, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(root: Path) -> Iterator[dict[str, Servers]]:
+    """All of them, started side by side."""
+    with ExitStack() as stack:
+        found = {}
+        for source in FAMILIES:
+            processes = [
+                ServerProcess(
+                    ServerSettings(
+                        model_path=root / f"{source}-a",
+                        tp=tp,
+                        device=DEVICE,
+                        max_total_tokens=8000,
+                        start_timeout_s=2 * START_S,
+                    ),
+                    index=tp - 1,
+                    folder=root / source,
+                )
+                for tp in (1, 2)
+            ]
+            for process in processes:
+                stack.enter_context(_stopped(process))
+                process.start()
+            found[source] = Servers(processes)
+        for group in found.values():
+            group.endpoints = [process.wait_ready() for process in group.processes]
+            group.reference = [answers(endpoint) for endpoint in group.endpoints]
+        yield found
+
+
+def _stopped(process: ServerProcess) -> ExitStack:
+    stack = ExitStack()
+    stack.callback(process.stop)
+    return stack
+
+
+def answers(endpoint: Endpoint) -> list[tuple[list[int], list[float]]]:
+    """(greedy tokens, log-probs) of every prompt."""
+    found = generate(endpoint, PROMPTS, max_new_tokens=16)
+    return [(one["output_ids"], [pair[0] for pair in one["meta_info"]["output_token_logprobs"]]) for one in found]
+
+
+def assert_equal(found: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+    for (tokens, logprobs), (wanted, wanted_logprobs) in zip(found, expected, strict=True):
+        assert tokens == wanted, what
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(wanted_logprobs), atol=LIMIT, rtol=0, msg=what)
+
+
+class Joined:
+    """`pool.ServerPool` of servers that this test started elsewhere."""
+
+    def __init__(self, told: Sequence[dict[str, Any]]) -> None:
+        self.endpoints = [_endpoint(one) for one in told]
+        self.tp = [one["tp"] for one in told]
+
+    def owner(self, index: int) -> int | None:
+        return None
+
+    def bring_back(self, lost: Sequence[int]) -> None:
+        raise AssertionError(lost)
+
+    def close(self) -> None:
+        pass
+
+
+def _config(root: Path, case: str, model: str, transport: str, told: Sequence[dict[str, Any]]) -> Any:
+    _, source, parallel, _, _ = CASES[case]
+    config = make_config(
+        root / f"{source}-{model}",
+        rollout=RolloutConfig(temperature=TEMPERATURE),
+        sglang=SglangConfig(urls=[one["url"] for one in told], transport=transport, sync_timeout_s=60.0),
+    )
+    trainer = dataclasses.replace(config.trainer, run_dir=str(root / "run"))
+    return dataclasses.replace(config, parallel=parallel, trainer=trainer)
+
+
+def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
+    root = Path(folder)
+    found: dict[str, Any] = {}
+    version = 0
+    for case in cases:
+        _, source, _, *transports = CASES[case]
+        for model, transport in zip("ba", transports, strict=True):
+            config = _config(root, case, model, transport, servers[source])
+            with running_engine(config, trainable=False) as engine:
+                from mega_rl.parallel.comm import GroupRanks
+                from mega_rl.rollout.sglang.connect import connect
+
+                world = GroupRanks(engine.groups.world)
+                pool = Joined(servers[source])
+                connection = connect(config, pool, actor=engine, world=world, colocated=False)
+                version += 5
+                connection.sync.resume_at(version)
+                found[f"{case} {model}"] = {
+                    "metrics": connection.sync.publish(),
+                    "ready": sorted(connection.sync.ready),
+                    "transport": connection.sync._transport.name,
+                    "answers": [answers(one) for one in pool.endpoints] if rank == 0 else None,
+                }
+                if (case, model) == ("tp2", "a"):
+                    found["parity"] = _both_engines(root / "dense-a", connection, engine, world)
+                world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
+                connection.close()
+    return found
+
+
+def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[Any]:
+    """(tokens, lengths, log-probs) of the embedded engine and of the servers, greedy."""
+    from mega_rl.rollout.hf import HFRolloutEngine
+    from mega_rl.rollout.sglang.engine import FailedSamples, SglangRolloutEngine
+    from mega_rl.rollout.sglang.samples import Sampling
+    from mega_rl.rollout.weight_sync import EmbeddedWeightSync
+
+    embedded = HFRolloutEngine(
+        path,
+        dtype=torch.float32,
+        device="cpu",
+        temperature=TEMPERATURE,
+        top_p=1.0,
+        top_k=0,
+        max_new_tokens=24,
+        stop_token_ids=[1],
+        batch_size=8,
+    )
+    EmbeddedWeightSync(engine.export_weights, embedded, bucket_bytes=1 << 20, verify_interval=1).publish()
+    served = SglangRolloutEngine(
+        connection.fleet,
+        everyone=world,
+        weight_version=lambda: connection.sync.weight_version,
+        bring_back=connection.bring_back,
+        sampling=Sampling(temperature=TEMPERATURE, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,)),
+        max_positions=connection.max_positions,
+        timeout_s=60.0,
+        concurrency=8,
+        restarts=0,
+        failed=FailedSamples(mask=False, max_share=0.0),
+    )
+    prompts = [Prompt(index=i, token_ids=tuple(ids), text="", answer="") for i, ids in enumerate(PROMPTS)]
+    rollouts = [made.generate(prompts, range(len(prompts)), n=1, seed=(3,), greedy=True) for made in (embedded, served)]
+    return [(one.tokens, one.lengths, one.rollout_logprobs) for one in rollouts]
+
+
+@pytest.fixture(scope="module")
+def sent(root: Path, servers: dict[str, Servers]) -> dict[str, Any]:
+    """What came of every case; layouts of one number of ranks share a launch."""
+    told = {source: group.told() for source, group in servers.items()}
+    found: dict[str, Any] = {}
+    for size in sorted({case[0] for case in CASES.values()}):
+        cases = [name for name, case in CASES.items() if case[0] == size]
+        ranks = run_ranks(size, _send_in_layouts, cases, str(root), told, timeout_s=300.0, device=DEVICE)
+        for name, result in ranks[0].items():
+            assert name == "parity" or all(rank[name]["ready"] == result["ready"] for rank in ranks)
+        found |= ranks[0]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_those_of_servers_started_from_the_checkpoint(
+    servers: dict[str, Servers], sent: dict[str, Any], case: str
+) -> None:
+    reference = servers[CASES[case][1]].reference
+    for tp, found, others in zip((1, 2), sent[f"{case} a"]["answers"], sent[f"{case} b"]["answers"], strict=True):
+        assert_equal(found, reference[tp - 1], f"{case} into TP{tp}")
+        assert [tokens for tokens, _ in others] != [tokens for tokens, _ in found], "B is no other model"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_update_is_proved(sent: dict[str, Any], case: str) -> None:
+    for model, transport in zip("ba", CASES[case][3:], strict=True):
+        found = sent[f"{case} {model}"]
+        assert found["transport"] == {"auto": "shared_memory"}.get(transport, transport)
+        assert found["ready"] == [0, 1]
+        assert found["metrics"]["sync/failed_servers"] == 0.0
+        assert 0.0 < found["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
+
+
+def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None:
+    for group in servers.values():
+        assert_equal(group.reference[1], group.reference[0], "TP2 against TP1")
+
+
+def test_the_embedded_engine_says_the_same(sent: dict[str, Any]) -> None:
+    (tokens, lengths, logprobs), (served_tokens, served_lengths, served_logprobs) = sent["parity"]
+    assert torch.equal(lengths, served_lengths)
+    assert torch.equal(tokens, served_tokens)
+    torch.testing.assert_close(logprobs, served_logprobs, atol=LIMIT, rtol=0)
+    assert logprobs.abs().max() > 0.1
+
+
+# -- a server that dies of SIGKILL between two buckets -----------------------------------------------------------------
+
+
+def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], pid: int) -> Any:
+    root = Path(folder)
+    config = _config(root, "tp2", "b", "shared_memory", told)
+    config = dataclasses.replace(config, parallel=ParallelConfig())
+    with running_engine(config, trainable=False) as engine:
+        from mega_rl.parallel.comm import GroupRanks
+        from mega_rl.rollout.sglang.connect import connect
+
+        world = GroupRanks(engine.groups.world)
+        connection = connect(config, Joined(told), actor=engine, world=world, colocated=False)
+        sync = connection.sync
+        sync._transport._bucket_bytes = 4000  # the smallest that a setting can name holds this whole model
+        sync.resume_at(100)
+        whole = sync.publish()
+        victim = connection._controls[0]
+        update, buckets = victim.update_from_tensor, []
+
+        def dying(*args: Any, **kwargs: Any) -> None:
+            buckets.append(kwargs)
+            if len(buckets) == 3:
+                os.killpg(pid, signal.SIGKILL)
+            update(*args, **kwargs)
+
+        victim.update_from_tensor = dying
+        broken = sync.publish()
+        states = [state.value for state, _ in connection.fleet.states()]
+        victim.update_from_tensor = update
+        after = {"broken": answers(connection._controls[1].endpoint)}
+
+        (root / "restart").touch()
+        wait_until("the server's restart", (root / "restarted.json").exists, timeout_s=2 * START_S)
+        successor = _endpoint(json.loads((root / "restarted.json").read_text()))
+        victim.move(successor)
+        connection.fleet.move(0, successor)
+        healed = sync.refit([0])
+        after["healed"] = [answers(control.endpoint) for control in connection._controls]
+        versions = [control.weight_version() for control in connection._controls]
+        connection.close()
+        return {
+            "metrics": [whole, broken, healed],
+            "states": states,
+            "versions": versions,
+            **after,
+        }
+
+
+def test_a_server_killed_between_buckets_is_left_out_and_refit(root: Path, servers: dict[str, Servers]) -> None:
+    group = servers["dense"]
+    process = group.processes[0]
+    stop = threading.Event()
+
+    def restart() -> None:
+        while not (root / "restart").exists():
+            if stop.wait(0.1):
+                return
+        process.restart()
+        told = json.dumps(_told(process.wait_ready(), 1))
+        (root / "restarted.part").write_text(told)
+        (root / "restarted.part").rename(root / "restarted.json")
+
+    helper = threading.Thread(target=restart)
+    helper.start()
+    try:
+        (found,) = run_ranks(
+            1, _killed_between_buckets, str(root), group.told(), process.pid, timeout_s=3 * START_S, device=DEVICE
+        )
+    finally:
+        stop.set()
+        helper.join()
+    whole, broken, healed = found["metrics"]
+    assert whole["sync/buckets"] > 5
+    assert whole["sync/failed_servers"] == 0.0
+    assert broken["sync/failed_servers"] == 1.0
+    assert found["states"] == ["down", "ready"]
+    assert healed["sync/failed_servers"] == 0.0
+    assert found["versions"] == ["101", "101"]
+    # The survivor took the update that killed the other, and the successor, started from A, was sent B.
+    first, second = found["healed"]
+    assert_equal(second, found["broken"], "the survivor")
+    assert_equal(first, second, "the successor")
+    assert [tokens for tokens, _ in first] != [tokens for tokens, _ in group.reference[0]]

@@ -1,0 +1,316 @@
+"""The parts of transports that need no second rank: payloads, memory, requests, the choice."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import pickle
+import pickletools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import UserError
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.rollout.sglang import choose
+from mega_rl.rollout.sglang.broadcast import address_towards
+from mega_rl.rollout.sglang.buckets import MappedFile, payload, slot_tensor
+from mega_rl.rollout.sglang.choose import Placement, choose_transport, host_identity, hosts_of, leader_of, why_not
+from mega_rl.rollout.sglang.cuda_ipc import CudaHandle, with_uuid
+from mega_rl.rollout.sglang.reshard import Bucket, Slot
+from mega_rl.rollout.sglang.shared_memory import _anonymous_file, _places
+from mega_rl.rollout.sglang.transports import Requests, Server, chosen
+from tests.helpers.weight_receiver import FakeReceiver
+
+# SafeUnpickler.ALLOWED_MODULE_PREFIXES and DENY_CLASSES of SGLang 0.5.20 (srt/utils/common.py), as far as they matter.
+ADMITTED = ("builtins.", "functools.", "types.", "torch.")
+DENIED = {("builtins", "eval"), ("builtins", "exec"), ("builtins", "compile"), ("types", "CodeType")}
+
+BUCKET = Bucket((), (Slot("gate", (3,), True, 0, 12), Slot("w", (2, 3), False, 12, 24)))
+
+
+def globals_in(text: str) -> set[tuple[str, str]]:
+    """(module, name) of everything that a pickle looks up, as STACK_GLOBAL finds them: the last two strings."""
+    found, strings, memo = set(), [], []
+    for opcode, argument, _ in pickletools.genops(base64.b64decode(text)):
+        if isinstance(argument, str):
+            strings.append(argument)
+        elif opcode.name == "MEMOIZE":
+            memo.append(strings[-1] if strings else "")
+        elif opcode.name in ("BINGET", "LONG_BINGET"):
+            strings.append(memo[argument])
+        elif opcode.name == "STACK_GLOBAL":
+            found.add((strings[-2], strings[-1]))
+    return found
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, bytes) of memory as the first rank of a host makes it."""
+    descriptor = _anonymous_file(4096)
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    yield path, torch.from_file(path, shared=True, size=4096, dtype=torch.uint8)
+    os.close(descriptor)
+
+
+def test_payload_says_where_tensors_are(shared: tuple[str, torch.Tensor]) -> None:
+    """What unpickles are the bytes of now, at their offset, as SGLang cuts them."""
+    path, memory = shared
+    flat = memory[64:88]
+    gate, w = torch.tensor([1.0, -2.0, 3.0]), torch.arange(6.0).view(2, 3).bfloat16()
+    text = payload(MappedFile(path, 88), BUCKET, torch.bfloat16, offset=64)
+    slot_tensor(flat, BUCKET.slots[0], torch.bfloat16).copy_(gate)
+    slot_tensor(flat, BUCKET.slots[1], torch.bfloat16).copy_(w)
+    content = pickle.loads(base64.b64decode(text))
+    found = {
+        meta.name: content["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+        for meta in content["metadata"]
+    }
+    assert torch.equal(found["gate"], gate)
+    assert torch.equal(found["w"], w)
+    assert [meta.numel for meta in content["metadata"]] == [12, 12]
+
+
+def test_a_reader_cannot_change_the_memory(shared: tuple[str, torch.Tensor]) -> None:
+    path, memory = shared
+    content = pickle.loads(base64.b64decode(payload(MappedFile(path, 24), BUCKET, torch.bfloat16)))
+    content["flattened_tensor"].fill_(9)
+    assert not memory.any()
+
+
+def test_payload_has_no_name_that_sglang_refuses(shared: tuple[str, torch.Tensor]) -> None:
+    """And none of SGLang's, which is not installed here."""
+    names = globals_in(payload(MappedFile(shared[0], 24), BUCKET, torch.bfloat16))
+    assert ("functools", "partial") in names
+    assert ("types", "SimpleNamespace") in names
+    for module, name in names:
+        assert (module + ".").startswith(ADMITTED), f"{module}.{name}"
+        assert (module, name) not in DENIED
+
+
+def test_memory_ends_with_the_process_that_made_it() -> None:
+    """Killed at any moment it leaves nothing: no name in /dev/shm, and the descriptor's path is gone."""
+    program = (
+        "from mega_rl.rollout.sglang.shared_memory import _anonymous_file; import os, time\n"
+        "print(f'/proc/{os.getpid()}/fd/{_anonymous_file(1 << 20)}', flush=True); time.sleep(60)"
+    )
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = process.stdout.readline().strip()
+        assert Path(path).stat().st_size == 1 << 20
+        assert set(os.listdir("/dev/shm")) - before == set()
+        process.send_signal(signal.SIGKILL)
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("sizes", [[10], [100, 100, 100], [700, 64, 64, 65], [1, 500, 500, 1], [5, 3, 900]])
+def test_neighbouring_buckets_do_not_meet(sizes: list[int]) -> None:
+    buckets = [Bucket((), (Slot("x", (size,), False, 0, size),)) for size in sizes]
+    offsets, total = _places(buckets)
+    for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        assert 0 <= offset <= offset + size <= total
+        assert offset % 4 == 0
+        if number:
+            before = range(offsets[number - 1], offsets[number - 1] + sizes[number - 1])
+            assert offset >= before.stop or offset + size <= before.start
+    pairs = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)]
+    assert total <= max(pairs) + 128
+
+
+# --- requests
+
+
+def servers(*receivers: FakeReceiver) -> list[Server]:
+    return [Server(i, 1, "here", receiver) for i, receiver in enumerate(receivers)]
+
+
+def test_servers_are_asked_all_at_once() -> None:
+    barrier = threading.Barrier(3, timeout=20)
+    with Requests(servers(*(FakeReceiver(i) for i in range(3)))) as requests:
+        requests.start(lambda server, receiver: barrier.wait() and None)
+        requests.wait()
+    assert requests.failed == {}
+    assert requests.sent == 3
+
+
+def test_a_failed_server_gets_no_more_requests() -> None:
+    good, bad = FakeReceiver(0), FakeReceiver(1)
+    asked: list[int] = []
+
+    def work(server: Server, receiver: Any) -> None:
+        asked.append(server.index)
+        if receiver is bad:
+            raise bad.error("no")
+
+    with Requests(servers(good, bad)) as requests:
+        for _ in range(3):
+            requests.start(work)
+            requests.wait()
+    assert asked.count(0) == 3
+    assert asked.count(1) == 1
+    assert list(requests.failed) == [1]
+    assert "no" in requests.failed[1]
+
+
+def test_a_bug_is_raised_after_the_ranks_have_agreed() -> None:
+    """The other ranks are inside collectives until then; what is no server's fault is not passed off as one."""
+
+    class Alone:
+        def tell(self, value: Any, *, source: int, what: str) -> Any:
+            return value
+
+        def max(self, value: float, *, what: str) -> float:
+            return value
+
+    def work(server: Server, receiver: Any) -> None:
+        raise KeyError("x")
+
+    with Requests(servers(FakeReceiver())) as requests:
+        requests.start(work)
+        requests.wait()
+        report: Any = SimpleNamespace(requests=0, failed={}, seconds=0.0)
+        with pytest.raises(KeyError):
+            requests.agree(report, Alone(), leaders=[0], started=time.perf_counter())  # type: ignore[arg-type]
+    assert report.requests == 1
+    assert "KeyError" in report.failed[0]
+
+
+def test_chosen_keeps_the_order_of_the_servers() -> None:
+    known = servers(FakeReceiver(0), FakeReceiver(1), FakeReceiver(2))
+    assert chosen(known, None) == known
+    assert [server.index for server in chosen(known, [2, 0])] == [0, 2]
+    with pytest.raises(AssertionError):
+        chosen(known, [3])
+
+
+# --- the choice
+
+
+def weights(device: str = "cpu", *, sharded: bool = False, experts: bool = False, **layout: int) -> Any:
+    """What the choice asks of an engine's weights."""
+    sharding = SimpleNamespace(layout=ParallelLayout(**(layout or {"world_size": 2, "tp": 2})))
+    return SimpleNamespace(
+        device=torch.device(device),
+        sharded=sharded,
+        experts=experts,
+        dtype=torch.bfloat16,
+        engine=SimpleNamespace(sharding=sharding),
+        buckets=lambda nbytes: (),
+    )
+
+
+def chosen_name(setting: str, model: Any, where: Placement, *hosts: str | None, tp: int = 1) -> str:
+    found = [Server(i, tp, host) for i, host in enumerate(hosts)]
+    transport = choose_transport(
+        setting, model, found, where, bucket_bytes=1, timeout_s=1.0, folder=Path("/run"), source=Path("/model")
+    )
+    return transport.name
+
+
+TOGETHER, APART = Placement(("a", "a"), colocated=True), Placement(("a", "a"), colocated=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "where", "hosts", "name"),
+    [
+        ("auto", "cpu", TOGETHER, ["a"], "shared_memory"),
+        ("auto", "cpu", APART, ["a", "a"], "shared_memory"),
+        ("auto", "cpu", APART, ["b"], "distributed"),
+        ("auto", "cpu", APART, [None], "distributed"),
+        ("auto", "cpu", APART, ["a", None], "distributed"),
+        ("auto", "cuda", TOGETHER, ["a"], "cuda_ipc"),
+        ("auto", "cuda", APART, ["a"], "distributed"),
+        ("auto", "cuda", TOGETHER, ["b"], "disk"),
+        ("shared_memory", "cpu", APART, ["a"], "shared_memory"),
+        ("shared_memory", "cuda", TOGETHER, ["a"], "cuda_ipc"),
+        ("shared_memory", "cuda", APART, ["a"], "shared_memory"),
+        ("distributed", "cpu", TOGETHER, ["a"], "distributed"),
+        ("disk", "cpu", TOGETHER, ["a"], "disk"),
+    ],
+)
+def test_the_choice(setting: str, device: str, where: Placement, hosts: list[str | None], name: str) -> None:
+    assert chosen_name(setting, weights(device), where, *hosts) == name
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "where", "hosts", "tp", "reason"),
+    [
+        ("shared_memory", weights(), TOGETHER, ["b"], 1, "server 0 runs on a host without ranks of the trainer"),
+        ("shared_memory", weights(), TOGETHER, [None], 1, "whether server 0 runs on the trainer's host is not known"),
+        ("shared_memory", weights(), Placement(("a", "b"), colocated=True), ["a"], 1, "no whole copy of the model in"),
+        ("shared_memory", weights(experts=True, world_size=2, ep=2), Placement(("a", "b"), colocated=False), ["a"], 1,
+         "no whole copy of the model in layout tp1-ep2-dp2"),
+        ("distributed", weights("cuda"), TOGETHER, ["a"], 1, "several processes on one GPU"),
+        ("disk", weights(sharded=True), TOGETHER, ["a"], 1, "FSDP"),
+    ],
+)  # fmt: skip
+def test_a_transport_that_cannot_reach_the_servers_is_refused(
+    setting: str, model: Any, where: Placement, hosts: list[str | None], tp: int, reason: str
+) -> None:
+    with pytest.raises(UserError, match=f"sglang.transport={setting} is not possible") as refused:
+        chosen_name(setting, model, where, *hosts, tp=tp)
+    assert reason in str(refused.value)
+
+
+def test_cuda_ipc_needs_a_gpu_for_every_rank_of_the_servers() -> None:
+    reason = why_not("cuda_ipc", weights("cuda"), [Server(0, 2, "a"), Server(1, 2, "a")], TOGETHER)
+    assert reason == "servers have 4 tensor-parallel ranks together, the trainer has 2 GPUs"
+
+
+def test_who_talks_to_a_server() -> None:
+    """Shared memory: the first rank of its host; else rank 0, which may be elsewhere."""
+    where = Placement(("a", "a", "b", "b"), colocated=True)
+    server = Server(1, 1, "b")
+    assert leader_of(server, SimpleNamespace(name="shared_memory"), where) == 2  # type: ignore[arg-type]
+    assert leader_of(server, SimpleNamespace(name="disk"), where) == 0  # type: ignore[arg-type]
+
+
+def test_the_same_machine_has_one_identity() -> None:
+    program = "from mega_rl.rollout.sglang.choose import host_identity; print(host_identity())"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == host_identity()
+    assert hosts_of(SingleRank()) == (host_identity(),)
+
+
+def test_settings_of_the_config_are_those_of_the_choice() -> None:
+    from mega_rl.config.schema import SglangConfig
+
+    field = next(field for field in dataclasses.fields(SglangConfig) if field.name == "transport")
+    assert set(field.metadata["choices"]) == set(choose._SETTINGS) - {"auto on GPUs"}
+
+
+# --- single parts
+
+
+def test_trainer_listens_where_the_server_looks() -> None:
+    assert address_towards("http://127.0.0.1:30000") == "127.0.0.1"
+    assert address_towards("http://localhost:30000") in ("127.0.0.1", "::1")
+
+
+def test_cuda_handles_name_the_gpu_by_its_uuid() -> None:
+    """The seventh argument of torch's rebuild_cuda_tensor is the device, as SGLang's patch of it says too."""
+    import inspect
+
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
+    assert with_uuid(range(9), "GPU-1") == (0, 1, 2, 3, 4, 5, "GPU-1", 7, 8)
+
+
+@pytest.mark.gpu
+def test_cuda_handle_carries_the_uuid() -> None:
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    _, arguments = CudaHandle(torch.ones(4, device="cuda"), uuid).__reduce__()
+    assert arguments[6] == uuid

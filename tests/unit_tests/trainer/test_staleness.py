@@ -1,0 +1,148 @@
+"""Weight versions of tokens against the trainer's: numbers, limits, and the comparison of log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mega_rl.trainer.mismatch import MismatchGuard, RolloutMismatchError
+from mega_rl.trainer.staleness import StalenessGuard, StaleSampleError
+from mega_rl.types import Metrics, Rollout, TokenOutputs
+from tests.helpers.fakes import FakeRanks
+from tests.helpers.rollouts import make_rollout
+from tests.helpers.threads import ThreadGroup
+
+
+def staleness(rollout: Rollout, *, current: int, limit: int) -> Metrics:
+    return StalenessGuard(limit=limit, ranks=FakeRanks(), current=lambda: current)(rollout)
+
+
+def test_samples_of_the_current_weights() -> None:
+    assert staleness(make_rollout([3, 1], version=4), current=4, limit=0) == {
+        "rollout/staleness_mean": 0.0,
+        "rollout/staleness_max": 0.0,
+    }
+
+
+def test_numbers_are_means_over_tokens() -> None:
+    """Three tokens one version old, one of the current: 3/4."""
+    rollout = make_rollout([3, 1], version=4)
+    rollout.weight_version = torch.tensor([3, 4])
+    assert staleness(rollout, current=4, limit=1) == {"rollout/staleness_mean": 0.75, "rollout/staleness_max": 1.0}
+
+
+def test_tokens_of_several_versions_count_one_by_one() -> None:
+    """What stands off the mask, here versions 0 on prompt and padding, is nobody's version."""
+    rollout = make_rollout([3, 2], version=3)
+    rollout.token_versions = torch.tensor([[0, 0, 3, 3, 4], [0, 0, 4, 4, 0]])
+    assert staleness(rollout, current=4, limit=1) == {"rollout/staleness_mean": 0.4, "rollout/staleness_max": 1.0}
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_sample_beyond_the_limit_is_named(by_token: bool) -> None:
+    rollout = make_rollout([2, 2, 2, 2], version=5)
+    if by_token:
+        rollout.token_versions = torch.full_like(rollout.tokens, 5)
+        rollout.token_versions[3, 2] = 3
+    else:
+        rollout.weight_version[3] = 3
+    match = r"sample 1 of prompt 1 .* weight version 3, 2 behind the trainer's 5: more than trainer.async_steps=1"
+    with pytest.raises(StaleSampleError, match=match):
+        staleness(rollout, current=5, limit=1)
+    assert staleness(rollout, current=5, limit=2)["rollout/staleness_max"] == 2.0
+
+
+def test_a_version_that_the_trainer_never_had() -> None:
+    rollout = make_rollout([2, 2], version=5)
+    rollout.weight_version[1] = 6
+    with pytest.raises(StaleSampleError, match=r"sample 1 of prompt 0 .* 6, newer than the trainer's 5"):
+        staleness(rollout, current=5, limit=1)
+
+
+def test_a_failed_sample_is_of_no_version() -> None:
+    rollout = make_rollout([2, 0], version=5)
+    rollout.weight_version[1] = 0
+    rollout.failed = torch.tensor([False, True])
+    assert staleness(rollout, current=5, limit=0)["rollout/staleness_max"] == 0.0
+    nothing = make_rollout([0], version=0)
+    assert staleness(nothing, current=5, limit=0)["rollout/staleness_max"] == 0.0
+
+
+@pytest.mark.parametrize("version", [2, 9])
+def test_every_rank_raises_the_same(version: int) -> None:
+    """Rank 1 alone holds the sample; rank 2 holds none at all."""
+
+    def work(ranks: object) -> Metrics:
+        rank: int = ranks.rank  # type: ignore[attr-defined]
+        rollout = make_rollout([3, 3] if rank < 2 else [], version=5)
+        rollout.prompt_index += 10 * rank
+        if rank == 1:
+            rollout.weight_version[0] = version
+        return StalenessGuard(limit=1, ranks=ranks, current=lambda: 5)(rollout)  # type: ignore[arg-type]
+
+    results = ThreadGroup(3).run(work)
+    assert all(isinstance(result, StaleSampleError) for result in results)
+    assert len({str(result) for result in results}) == 1
+    assert "sample 0 of prompt 10 " in str(results[0])
+
+
+def guarded(rollout: Rollout, difference: torch.Tensor, *, current: Callable[[], int] | None) -> Metrics:
+    """What the guard says of trainer log-probs that are so far from the rollout's."""
+    guard = MismatchGuard(limit=0.5, ranks=FakeRanks(), current=current)
+    return guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + difference))
+
+
+def half_stale() -> tuple[Rollout, torch.Tensor]:
+    """Row 0 is of version 3, row 1 of version 4; the trainer's log-probs are 0.9 and 0.1 away."""
+    rollout = make_rollout([3, 2], version=4)
+    rollout.weight_version[0] = 3
+    return rollout, torch.tensor([0.9, 0.1])[:, None] * rollout.loss_mask
+
+
+def test_the_limit_holds_for_tokens_of_the_current_version() -> None:
+    rollout, difference = half_stale()
+    metrics = guarded(rollout, difference, current=lambda: 4)
+    assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.1, abs=1e-6)
+    assert metrics["rollout/stale_logprob_diff_max"] == pytest.approx(0.9, abs=1e-6)
+    assert metrics["rollout/stale_logprob_diff_mean"] == pytest.approx(0.9, abs=1e-6)
+    assert metrics["rollout/stale_tokens_fraction"] == 0.6
+    assert metrics["rollout/logprob_diff_share_from_1e-01"] == 1.0
+    assert metrics["rollout/stale_logprob_diff_share_from_1e-01"] == 1.0
+
+
+@pytest.mark.parametrize("current", [None, lambda: 3])
+def test_it_holds_for_every_token_that_is_not_known_to_be_stale(current: Callable[[], int] | None) -> None:
+    """Without versions all tokens are current; with version 3 current, it is row 0 that is."""
+    rollout, difference = half_stale()
+    with pytest.raises(RolloutMismatchError, match="prompt_index=0, sample_index=0"):
+        guarded(rollout, difference, current=current)
+
+
+def test_within_a_response_the_version_of_each_token_counts() -> None:
+    rollout, difference = half_stale()
+    rollout.token_versions = torch.where(rollout.loss_mask, 4, 0)
+    rollout.token_versions[0, 2:4] = 3
+    with pytest.raises(RolloutMismatchError, match="position 4 of prompt_index=0, sample_index=0"):
+        guarded(rollout, difference, current=lambda: 4)
+    rollout.token_versions[0, 4] = 3
+    assert guarded(rollout, difference, current=lambda: 4)["rollout/stale_tokens_fraction"] == 0.6
+
+
+def test_all_stale_leaves_the_current_numbers_out() -> None:
+    """A difference of 0 that nobody has seen would read as agreement."""
+    rollout, difference = half_stale()
+    metrics = guarded(rollout, difference, current=lambda: 9)
+    assert not any(name.startswith("rollout/logprob_diff") for name in metrics)
+    assert metrics["rollout/stale_tokens_fraction"] == 1.0
+    fresh = guarded(make_rollout([2], version=9), torch.zeros(1, 4), current=lambda: 9)
+    assert fresh["rollout/logprob_diff_max"] == 0.0
+    assert not any(name.startswith("rollout/stale_logprob") for name in fresh)
+
+
+def test_what_is_no_number_is_never_legitimate() -> None:
+    rollout, difference = half_stale()
+    difference[0, 3] = torch.nan
+    with pytest.raises(RolloutMismatchError, match=r"not finite: token id .* position 3 of prompt_index=0"):
+        guarded(rollout, difference, current=lambda: 4)

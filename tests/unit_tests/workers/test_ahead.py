@@ -1,0 +1,245 @@
+"""One step ahead: what is generated when and with which weights, and how long a step takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import RunError
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.trainer import PPOTrainer, RunSettings
+from mega_rl.trainer.mismatch import MismatchGuard
+from mega_rl.trainer.old_logprobs import RecomputedLogprobs
+from mega_rl.trainer.staleness import StalenessGuard
+from mega_rl.types import Experience, Metrics, Prompt, Rollout
+from mega_rl.workers.ahead import AheadOfTraining
+from mega_rl.workers.background import ThreadedRollouts
+from tests.helpers.fakes import FakePolicy, FakePrompts
+from tests.unit_tests.trainer.test_loop import make_trainer
+
+STEPS = 4
+
+
+class Recorded:
+    """A background that generates at once, when it is asked to finish; writes down what it is asked."""
+
+    def __init__(self, policy: FakePolicy) -> None:
+        self.policy, self.events = policy, policy.events
+        self.rollout: Rollout | None = None
+
+    def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
+        self.events.append(f"start {step}")
+        self.rollout = self.policy.generate(prompts, step=step)
+        self.events.remove("generate")
+
+    def finish(self) -> Rollout:
+        self.events.append("finish")
+        assert self.rollout is not None
+        return self.rollout
+
+    def drain(self) -> None:
+        self.events.append("drain")
+
+    def interrupt(self) -> None:
+        self.events.append("interrupt")
+
+    def resume(self) -> None:
+        self.events.append("resume")
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+def run_of(
+    policy: FakePolicy, background: Any, *, partial: bool = False, steps: int = STEPS, start: int = 0, **parts: Any
+) -> tuple[PPOTrainer, AheadOfTraining]:
+    """A trainer of fakes whose rollouts are one step ahead."""
+    ahead = AheadOfTraining(
+        source=policy, background=background, sync=policy, prompts=FakePrompts().batch, steps=steps, partial=partial
+    )
+    trainer = make_trainer(grpo=True)
+    trainer.settings = RunSettings(steps=steps, **parts)
+    trainer.rollout = trainer.sync = ahead
+    trainer.actor = policy
+    trainer.start = start
+    guard = MismatchGuard(limit=0.01, ranks=SingleRank(), current=lambda: ahead.weight_version)
+    trainer.old_logprobs = RecomputedLogprobs(policy, guard)
+    return trainer, ahead
+
+
+def steps_only(events: list[str]) -> list[str]:
+    """Without what has nothing to do with rollouts; two updates a step count as one."""
+    kept = [event for event in events if event not in ("old_logprobs", "reward")]
+    return [event for place, event in enumerate(kept) if kept[place - 1 : place + 1] != ["update_actor"] * 2]
+
+
+def test_the_order_of_events() -> None:
+    """The next generation begins before the step trains and is drained before its weights are sent; none is extra."""
+    policy = FakePolicy([])
+    trainer, _ = run_of(policy, Recorded(policy), steps=3)
+    trainer.fit()
+    assert steps_only(policy.events) == [
+        "publish",
+        "start 0", "finish", "start 1", "update_actor", "drain", "publish",
+        "finish", "start 2", "update_actor", "drain", "publish",
+        "finish", "update_actor", "publish",
+    ]  # fmt: skip
+
+
+def test_interrupting_instead_of_draining() -> None:
+    policy = FakePolicy([])
+    trainer, _ = run_of(policy, Recorded(policy), steps=2, partial=True)
+    trainer.fit()
+    assert steps_only(policy.events) == [
+        "publish", "start 0", "finish", "start 1", "update_actor", "interrupt", "publish", "resume",
+        "finish", "update_actor", "publish",
+    ]  # fmt: skip
+
+
+def test_a_failed_update_does_not_let_generation_go_on() -> None:
+    policy = FakePolicy([])
+    _, ahead = run_of(policy, Recorded(policy), partial=True)
+    ahead.publish()
+    ahead.generate(FakePrompts().batch(0), step=0)
+
+    def fail() -> Metrics:
+        raise RunError("bucket 3 was lost")
+
+    policy.publish = fail  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="bucket 3"):
+        ahead.publish()
+    assert "resume" not in policy.events
+    ahead.close()
+    assert policy.events[-1] == "close"
+
+
+def test_validation_passes_through() -> None:
+    policy = FakePolicy([])
+    trainer, _ = run_of(policy, Recorded(policy), steps=2, val_interval=1)
+    trainer.val_prompts = FakePrompts().batch(0)
+    trainer.fit()
+    assert steps_only(policy.events) == [
+        "publish", "validate",
+        "start 0", "finish", "start 1", "update_actor", "drain", "publish", "validate",
+        "finish", "update_actor", "publish", "validate",
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_generates_its_first_step_afresh() -> None:
+    policy = FakePolicy([])
+    policy.resume_at(4)
+    trainer, _ = run_of(policy, Recorded(policy), steps=4, start=3)
+    trainer.fit()
+    assert steps_only(policy.events) == ["publish", "start 3", "finish", "update_actor", "publish"]
+
+
+def test_every_sample_but_the_first_steps_is_one_version_old() -> None:
+    """The samples are those of the weights before the update beside which they were made, to the bit."""
+    policy = FakePolicy([])
+    seen: list[tuple[Rollout, Metrics]] = []
+    trainer, ahead = run_of(policy, threads_of(policy))
+    guard = StalenessGuard(limit=1, ranks=SingleRank(), current=lambda: ahead.weight_version)
+    generate = ahead.generate
+    versions = {}
+
+    def watched(prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        versions[policy.weight_version] = policy.published.clone()
+        rollout = generate(prompts, step=step, greedy=greedy)
+        seen.append((rollout, guard(rollout)))
+        return rollout
+
+    ahead.generate = watched  # type: ignore[method-assign]
+    trainer.fit()
+    assert [metrics["rollout/staleness_mean"] for _, metrics in seen] == [0.0, 1.0, 1.0, 1.0]
+    assert [metrics["rollout/staleness_max"] for _, metrics in seen] == [0.0, 1.0, 1.0, 1.0]
+    for rollout, _ in seen:
+        logprobs = versions[int(rollout.weight_version[0])].log_softmax(0)[rollout.tokens] * rollout.loss_mask
+        assert torch.equal(rollout.rollout_logprobs, logprobs)
+    records = trainer.metrics.records  # type: ignore[attr-defined]
+    assert [record["rollout/stale_tokens_fraction"] for record in records.values()] == [0.0, 1.0, 1.0, 1.0]
+    assert max(record.get("rollout/stale_logprob_diff_max", 0.0) for record in records.values()) > 0.01
+
+
+def threads_of(
+    policy: FakePolicy, generate: Callable[[Sequence[Prompt], int], Rollout] | None = None
+) -> ThreadedRollouts[Rollout]:
+    return ThreadedRollouts(
+        generate or (lambda prompts, step: policy.generate(prompts, step=step)),
+        lambda rows: rows,
+        everyone=SingleRank(),
+        timeout_s=20.0,
+    )
+
+
+class Slow(FakePolicy):
+    """Generation and training take their time, asleep."""
+
+    def __init__(self, *, generate_s: float, train_s: float) -> None:
+        super().__init__([])
+        self.generate_s, self.train_s = generate_s, train_s
+        self.generating = 0
+        self.most_generating = 0
+        self.sent_while_generating = False
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        self.generating += 1
+        self.most_generating = max(self.most_generating, self.generating)
+        time.sleep(self.generate_s)
+        rollout = super().generate(prompts, step=step, greedy=greedy)
+        self.generating -= 1
+        return rollout
+
+    def update(self, minibatch: Experience, **settings: Any) -> Metrics:
+        time.sleep(self.train_s / 2)  # two mini-batches a step
+        return super().update(minibatch, **settings)
+
+    def publish(self) -> Metrics:
+        self.sent_while_generating |= self.generating > 0
+        return super().publish()
+
+
+def fit_s(trainer: PPOTrainer) -> float:
+    begin = time.perf_counter()
+    trainer.fit()
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize(("generate_s", "train_s"), [(0.25, 0.25), (0.3, 0.1), (0.1, 0.3)])
+def test_a_step_takes_the_longer_of_the_two(generate_s: float, train_s: float) -> None:
+    """The first step takes both and the last generates nothing; what is left of 1.3 is for a busy machine."""
+    slow = Slow(generate_s=generate_s, train_s=train_s)
+    trainer, _ = run_of(slow, threads_of(slow), steps=6)
+    taken = fit_s(trainer)
+    expected = generate_s + 5 * max(generate_s, train_s) + train_s
+    assert expected * 0.98 < taken < 1.3 * expected
+    in_turn = 6 * (generate_s + train_s)
+    if generate_s == train_s:
+        assert taken < 0.8 * in_turn
+    assert slow.most_generating == 1
+    assert not slow.sent_while_generating
+    waits = [record["rollout/ahead_wait_s"] for record in trainer.metrics.records.values()]  # type: ignore[attr-defined]
+    hidden = max(generate_s - train_s, 0.0)
+    assert hidden - 0.05 < waits[2] < hidden + 0.25
+
+
+def test_an_error_in_the_background_ends_the_run_at_the_step_that_needs_it() -> None:
+    """Step 1 trains to its end beside the failing generation of step 2, so that its checkpoint is saved."""
+    policy = FakePolicy([])
+
+    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+        if step == 2:
+            raise ConnectionError("refused")
+        return policy.generate(prompts, step=step)
+
+    trainer, ahead = run_of(policy, threads_of(policy, generate), save_interval=1)
+    with pytest.raises(RunError, match=r"generation of step 2 .*ConnectionError: refused") as caught:
+        trainer.fit()
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert list(trainer.checkpoints.saved) == [1, 2]  # type: ignore[attr-defined]
+    ahead.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout of step")]

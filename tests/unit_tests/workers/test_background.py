@@ -1,0 +1,215 @@
+"""Generation on a thread: rows, errors and deadlines reach every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.types import Prompt, Rollout
+from mega_rl.workers.background import BackgroundRolloutError, ThreadedRollouts
+from tests.helpers.rollouts import make_rollout
+from tests.helpers.threads import OneRank, ThreadGroup
+
+PROMPTS = [Prompt(index=7, token_ids=(2, 3), text="p", answer="a")]
+
+
+class ServersGone(RunError):
+    """What a fleet might raise."""
+
+
+def threaded(
+    generate: Callable[[Sequence[Prompt], int], Any], *, ranks: Any = None, timeout_s: float = 10.0, **settings: Any
+) -> ThreadedRollouts[Any]:
+    everyone = ranks or SingleRank()
+    return ThreadedRollouts(generate, lambda rows: rows, everyone=everyone, timeout_s=timeout_s, **settings)
+
+
+def test_the_rows_are_those_of_the_prompts_and_the_step() -> None:
+    """`start` returns before anything is generated; generation is on another thread, collecting on the caller's."""
+    go, places = threading.Event(), []
+
+    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+        assert go.wait(10)
+        places.append(threading.current_thread())
+        assert (list(prompts), step) == (PROMPTS, 4)
+        return make_rollout([2, 3])
+
+    def collect(rows: Rollout) -> Rollout:
+        places.append(threading.current_thread())
+        return rows
+
+    rollouts = ThreadedRollouts(generate, collect, everyone=SingleRank(), timeout_s=10.0)
+    rollouts.start(PROMPTS, step=4)
+    go.set()
+    assert rollouts.finish().lengths.tolist() == [4, 5]
+    assert places[0] is not threading.main_thread()
+    assert places[1] is threading.main_thread()
+    assert places[0].daemon
+    rollouts.start(PROMPTS, step=4)  # the next one may begin
+    rollouts.finish()
+
+
+@pytest.mark.parametrize("error", [ServersGone("server 1 is gone"), UserError("prompt 7 is too long")])
+def test_an_error_with_a_message_comes_as_it_is(error: Exception) -> None:
+    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+        raise error
+
+    rollouts = threaded(generate)
+    rollouts.start(PROMPTS, step=0)
+    rollouts.drain()  # a weight update in between does not swallow it
+    rollouts.drain()
+    with pytest.raises(type(error)) as caught:
+        rollouts.finish()
+    assert caught.value is error
+
+
+def test_any_other_error_is_the_cause() -> None:
+    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+        raise SystemExit("out of file descriptors")
+
+    rollouts = threaded(generate)
+    rollouts.start(PROMPTS, step=3)
+    with pytest.raises(BackgroundRolloutError, match=r"step 3 .*SystemExit: out of file descriptors") as caught:
+        rollouts.finish()
+    assert isinstance(caught.value.__cause__, SystemExit)
+
+
+def test_every_rank_hears_of_an_error_on_one() -> None:
+    """The others' rows are there; without word of it they would collect, and wait for rank 1 in that collective."""
+    group = ThreadGroup(3)
+
+    def work(ranks: OneRank) -> Rollout:
+        def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+            if ranks.rank == 1:
+                raise KeyError("lost")
+            return make_rollout([1])
+
+        rollouts = threaded(generate, ranks=ranks)
+        rollouts.start(PROMPTS, step=2)
+        return rollouts.finish()
+
+    results = group.run(work)
+    assert all(isinstance(result, BackgroundRolloutError) for result in results)
+    assert len({str(result) for result in results}) == 1
+    assert "KeyError: 'lost'" in str(results[0])
+    assert isinstance(results[1].__cause__, KeyError)
+
+
+def test_ranks_meet_while_one_of_them_waits() -> None:
+    """So that no collective lasts longer than a beat: rank 1 takes twenty of them, more than the deadline."""
+    group = ThreadGroup(2, timeout_s=1.5)
+
+    def work(ranks: OneRank) -> Rollout:
+        rollouts = threaded(lambda *_: (time.sleep(2.0 * ranks.rank), make_rollout([1]))[1], ranks=ranks, beat_s=0.1)
+        rollouts.start(PROMPTS, step=0)
+        return rollouts.finish()
+
+    assert [result.lengths.tolist() for result in group.run(work)] == [[3], [3]]
+    assert group.calls[0] == group.calls[1] > 5
+
+
+@pytest.mark.parametrize("wait", ["finish", "drain"])
+def test_a_generation_that_never_ends_is_an_error_on_every_rank(wait: str) -> None:
+    """In the time that was given, whatever thread is still running."""
+    group, never = ThreadGroup(2), threading.Event()
+
+    def work(ranks: OneRank) -> None:
+        rollouts = threaded(
+            lambda *_: never.wait() if ranks.rank else make_rollout([1]), ranks=ranks, timeout_s=0.5, beat_s=0.1
+        )
+        rollouts.start(PROMPTS, step=6)
+        getattr(rollouts, wait)()
+
+    begin = time.monotonic()
+    results = group.run(work)
+    assert time.monotonic() - begin < 5.0
+    never.set()
+    assert all(isinstance(result, BackgroundRolloutError) for result in results)
+    assert all("waited 0.5 s for the generation of step 6" in str(result) for result in results)
+
+
+class Gate:
+    """Requests that can be held."""
+
+    def __init__(self, error: RunError | None = None) -> None:
+        self.error = error
+        self.calls: list[str] = []
+        self.open = threading.Event()
+
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
+        if self.error is not None:
+            raise self.error
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        self.open.set()
+
+
+def test_interrupted_requests_go_on() -> None:
+    gate = Gate()
+
+    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+        assert gate.open.wait(10)
+        return make_rollout([1])
+
+    rollouts = threaded(generate, requests=gate)
+    rollouts.start(PROMPTS, step=0)
+    rollouts.interrupt()
+    rollouts.resume()
+    assert len(rollouts.finish().tokens) == 1
+    rollouts.interrupt()  # nothing is under way
+    rollouts.resume()
+    assert gate.calls == ["interrupt", "resume"]
+
+
+def test_no_rank_updates_weights_when_another_cannot_interrupt() -> None:
+    group, never = ThreadGroup(2), threading.Event()
+
+    def work(ranks: OneRank) -> None:
+        gate = Gate(ServersGone("server 0 does not answer") if ranks.rank else None)
+        rollouts = threaded(lambda *_: never.wait(), ranks=ranks, requests=gate)
+        rollouts.start(PROMPTS, step=0)
+        rollouts.interrupt()
+
+    results = group.run(work)
+    never.set()
+    assert isinstance(results[1], ServersGone)
+    assert isinstance(results[0], BackgroundRolloutError)
+    assert str(results[0]) == str(results[1])
+
+
+def test_what_nobody_took_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """An error that no `finish` has met is logged with its traceback, and a running generation is not waited for."""
+
+    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+        raise KeyError("lost")
+
+    failed = threaded(generate)
+    failed.start(PROMPTS, step=5)
+    failed.drain()
+    with caplog.at_level(logging.WARNING):
+        failed.close()
+        failed.close()
+    (record,) = caplog.records
+    assert record.getMessage() == "the generation of step 5, beside training, had failed"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], KeyError)
+    caplog.clear()
+    never = threading.Event()
+    running = threaded(lambda *_: never.wait())
+    running.start(PROMPTS, step=6)
+    begin = time.monotonic()
+    running.close()
+    assert time.monotonic() - begin < 1.0
+    never.set()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the generation of step 6, beside training, is given up"
+    ]

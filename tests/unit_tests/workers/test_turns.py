@@ -1,0 +1,265 @@
+"""Trainer and servers in turn: the order, who holds what at each call, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import RunError
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.types import Metrics, Rollout
+from mega_rl.workers.turns import ColocatedTurns
+from tests.helpers.distributed import run_ranks
+from tests.helpers.fakes import FakePrompts
+from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.rollouts import make_rollout
+from tests.unit_tests.workers.turns_cases import run_turns
+
+PARTS = ("parameters", "gradients", "optimizer")
+PROMPTS = FakePrompts().batch(0)
+SEND = ["off gradients optimizer", "resume weights", "publish", "off parameters", "resume kv_cache"]
+TAKE_BACK = ["release kv_cache weights", "on gradients optimizer parameters"]
+
+
+class Device:
+    """An engine, the servers, and everything between them; each part has 10 bytes. `fails` is the event that raises."""
+
+    name, device, backend = "fake", torch.device("cpu"), "gloo"
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.here = set(PARTS)
+        self.servers = {"weights", "kv_cache"}
+        self.fails = ""
+        self.weight_version = 0
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+        if event == self.fails:
+            raise RunError(f"{event} failed")
+
+    def offload(self, **parts: bool) -> int:
+        chosen = {part for part, is_chosen in parts.items() if is_chosen}
+        assert chosen <= self.here
+        self.note("off " + " ".join(sorted(chosen)))
+        self.here -= chosen
+        return 10 * len(chosen)
+
+    def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        chosen = dict(zip(PARTS, (parameters, gradients, optimizer), strict=True))
+        back = {part for part, is_chosen in chosen.items() if is_chosen}
+        self.note("on " + " ".join(sorted(back)))
+        self.here |= back
+
+    def release(self, tags: Sequence[str]) -> None:
+        assert self.servers >= set(tags)  # SGLang's scheduler would die of it
+        self.note("release " + " ".join(tags))
+        self.servers -= set(tags)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        assert not self.servers & set(tags)
+        self.note("resume " + " ".join(tags))
+        self.servers |= set(tags)
+
+    def synchronize(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def memory_allocated(self) -> int:
+        return 10 * len(self.here)
+
+    def transformer_config_overrides(self) -> dict[str, Any]:
+        return {}
+
+    def resume_at(self, version: int) -> None:
+        self.weight_version = version - 1
+
+    def publish(self) -> Metrics:
+        assert (self.here, self.servers) == ({"parameters"}, {"weights"})
+        self.note("publish")
+        return {"rollout/weight_version": 1.0}
+
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Rollout:
+        assert (self.here, self.servers) == (set(), {"weights", "kv_cache"})
+        self.note("generate")
+        return make_rollout([1])
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        assert self.here == set(PARTS)
+        self.note("save")
+        return Path("there")
+
+
+def turns_of(device: Any, *, others: Sequence[Any] = ()) -> ColocatedTurns:
+    return ColocatedTurns(
+        source=device, sync=device, checkpoints=device, policy=device, others=others, servers=device,
+        accelerator=device, everyone=SingleRank(),
+    )  # fmt: skip
+
+
+def test_the_order_of_a_step() -> None:
+    """Servers have everything at the start and make room first."""
+    device = Device()
+    turns = turns_of(device)
+    turns.publish()
+    assert device.events == ["release kv_cache", SEND[0], *SEND[2:]]
+    for step in range(2):
+        device.events.clear()
+        turns.generate(PROMPTS, step=step)
+        assert device.here == set(PARTS)
+        turns.publish()
+        assert device.events == ["generate", *TAKE_BACK, *SEND]
+
+
+def test_validation_and_checkpoints_leave_the_servers_their_weights() -> None:
+    device = Device()
+    turns = turns_of(device)
+    turns.publish()
+    device.events.clear()
+    turns.generate(PROMPTS, step=1, greedy=True)
+    assert turns.save(1, {}) == Path("there")
+    turns.generate(PROMPTS, step=1, greedy=True)
+    turns.generate(PROMPTS, step=1)
+    turns.save(2, {})
+    away, back = "off gradients optimizer parameters", "on gradients optimizer parameters"
+    assert device.events == [
+        "generate", "release kv_cache", back, "save", away, "resume kv_cache", "generate", "generate", *TAKE_BACK,
+        "save",
+    ]  # fmt: skip
+
+
+def test_a_second_publish_sends_again() -> None:
+    device = Device()
+    turns = turns_of(device)
+    turns.publish()
+    device.events.clear()
+    turns.publish()
+    assert device.events == ["release kv_cache", "on parameters", "publish", "off parameters", "resume kv_cache"]
+
+
+def test_a_proof_has_parameters_and_cache() -> None:
+    """The sync asks for it in the middle of a publish; at another time the cache is there or nobody's to take."""
+    device = Device()
+    turns = turns_of(device)
+    publish = device.publish
+
+    def with_proof() -> Metrics:
+        metrics = publish()
+        turns.make_room_for_proof()
+        assert (device.here, device.servers) == ({"parameters"}, {"weights", "kv_cache"})
+        return metrics
+
+    device.publish = with_proof  # type: ignore[method-assign]
+    assert turns.publish()["memory/proving_bytes"] == 10.0
+    assert device.events[-3:] == ["publish", "resume kv_cache", "off parameters"]
+    before = list(device.events)
+    turns.make_room_for_proof()
+    assert device.events == before
+
+
+def test_other_engines_have_left_before_weights_come() -> None:
+    device, critic = Device(), Device()
+    critic.events = device.events
+    turns = turns_of(device, others=[critic])
+    resume = device.resume
+
+    def watched(tags: Sequence[str]) -> None:
+        assert not critic.here
+        resume(tags)
+
+    device.resume = watched  # type: ignore[method-assign]
+    turns.publish()
+    turns.generate(PROMPTS, step=0)
+    assert critic.here == set(PARTS)
+
+
+def test_nothing_is_generated_without_weights() -> None:
+    device = Device()
+    turns = turns_of(device)
+    with pytest.raises(RuntimeError, match="while start: the servers have no weights"):
+        turns.generate(PROMPTS, step=0)
+    turns.publish()
+    turns.generate(PROMPTS, step=0)
+    with pytest.raises(RuntimeError, match="while training: the servers have no weights"):
+        turns.generate(PROMPTS, step=1)
+
+
+@pytest.mark.parametrize("fails", ["generate", "save", *TAKE_BACK[:1], *SEND])
+def test_the_trainer_has_its_state_whatever_fails(fails: str) -> None:
+    device = Device()
+    turns = turns_of(device)
+    turns.publish()
+    device.fails = fails
+    with pytest.raises(RunError, match=f"{fails} failed"):  # noqa: PT012, the step that fails is one of these
+        turns.save(1, {})
+        turns.generate(PROMPTS, step=0)
+        turns.publish()
+    assert device.here == set(PARTS)
+
+
+def test_memory_is_measured() -> None:
+    """Three parts of ten bytes: all while training, the parameters while sending, nothing while generating."""
+    device = Device()
+    turns = turns_of(device)
+    turns.publish()
+    turns.generate(PROMPTS, step=0)
+    assert turns.publish() == {
+        "rollout/weight_version": 1.0,
+        "memory/training_bytes": 30.0,
+        "memory/sending_bytes": 10.0,
+        "memory/generating_bytes": 0.0,
+        "memory/offloaded_bytes": 30.0,
+        "memory/given_back_bytes": 30.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    checkpoint = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+    results: list[dict[str, Any]] = run_ranks(2, run_turns, str(checkpoint), timeout_s=240)
+    return results
+
+
+def test_a_real_engine_holds_what_its_stage_says(ranks: list[dict[str, Any]]) -> None:
+    """Bytes of its storages at every call of a server, sync, source or store, on both ranks."""
+    expected = {
+        "release kv_cache": None,
+        "resume weights": {"parameters"},
+        "publish": {"parameters"},
+        "resume kv_cache": None,
+        "prove": {"parameters"},
+        "generate": set(),
+        "validate": set(),
+        "release kv_cache weights": set(),
+        "train": set(PARTS),
+        "save": set(PARTS),
+    }
+    for found in ranks:
+        whole = found["whole"]
+        assert all(whole[part] > 0 for part in PARTS)
+        assert {event for event, _ in found["seen"]} == set(expected)
+        for event, held in found["seen"][4:]:  # before the first step there is no optimizer state
+            if (parts := expected[event]) is not None:
+                early = {"optimizer": 0} if held["optimizer"] == 0 else {}
+                assert held == {part: whole[part] if part in parts else 0 for part in PARTS} | early, event
+
+
+def test_the_bytes_are_those_of_the_storages(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        last = found["metrics"][-1]
+        assert last["memory/offloaded_bytes"] >= sum(found["whole"].values())
+        assert last["memory/training_bytes"] > 0
+        assert last["rollout/weight_version"] == 4.0
+
+
+def test_training_goes_on_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    """Gradient norms and weights of a run without turns; what was sent is what was trained."""
+    for found in ranks:
+        assert found["moved"] == found["stayed"]
+        for name, weight in found["stayed weights"].items():
+            assert torch.equal(found["moved weights"][name], weight), name
+            assert torch.equal(found["sent"][name], weight), name

@@ -1,0 +1,93 @@
+"""Turns of a real engine with servers that look at it: what a rank does for test_turns.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.types import Metrics, Rollout
+from tests.helpers.engines import exported, make_config, own_rows, running_engine
+from tests.helpers.fakes import FakePrompts
+from tests.helpers.models import random_experience
+from tests.helpers.rollouts import make_rollout
+from tests.unit_tests.distributed.engine_cases import losses
+from tests.unit_tests.engines.test_offload import sizes
+
+
+class Watcher:
+    """Servers, sync, rollout source and checkpoint store in one: writes down what the policy's engine holds."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.seen: list[tuple[str, dict[str, int]]] = []
+        self.sent: dict[str, torch.Tensor] = {}
+        self.weight_version = 0
+        self.make_room: Callable[[], None] = lambda: None
+
+    def note(self, event: str) -> None:
+        self.seen.append((event, sizes(self.engine)))
+
+    def release(self, tags: Sequence[str]) -> None:
+        self.note("release " + " ".join(tags))
+
+    def resume(self, tags: Sequence[str]) -> None:
+        self.note("resume " + " ".join(tags))
+
+    def resume_at(self, version: int) -> None:
+        self.weight_version = version - 1
+
+    def publish(self) -> Metrics:
+        self.note("publish")
+        self.sent = exported(self.engine)
+        self.make_room()
+        self.note("prove")
+        self.engine.forward(own_rows(random_experience(), self.engine))
+        self.weight_version += 1
+        return {"rollout/weight_version": float(self.weight_version)}
+
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Rollout:
+        self.note("validate" if greedy else "generate")
+        return make_rollout([1])
+
+    def save(self, step: int, state: Any) -> Path:
+        self.note("save")
+        return Path("nowhere")
+
+
+def run_turns(rank: int, checkpoint: str) -> dict[str, Any]:
+    """Three steps with turns and three without; what the engine held at every event."""
+    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.workers.turns import ColocatedTurns
+
+    found: dict[str, Any] = {}
+    with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
+        rows = own_rows(random_experience(), engine)
+        found["stayed"] = [engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] for _ in range(3)]
+        found["stayed weights"] = exported(engine)
+    with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
+        watcher = Watcher(engine)
+        turns = ColocatedTurns(
+            source=watcher, sync=watcher, checkpoints=watcher, policy=engine, others=[], servers=watcher,
+            accelerator=prepare("auto"), everyone=GroupRanks(engine.groups.world),
+        )  # fmt: skip
+        watcher.make_room = turns.make_room_for_proof
+        prompts, found["moved"], found["metrics"] = FakePrompts().batch(0), [], []
+        found["metrics"].append(turns.publish())
+        for step in range(3):
+            turns.generate(prompts, step=step)
+            watcher.note("train")
+            found["moved"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
+            found["whole"] = sizes(engine)
+            found["metrics"].append(turns.publish())
+            turns.generate(prompts, step=step, greedy=True)
+            if step == 1:
+                turns.save(step, {})
+        turns.generate(prompts, step=3)
+        found["moved weights"] = exported(engine)
+        found["sent"] = watcher.sent
+        found["seen"] = watcher.seen
+    return found
