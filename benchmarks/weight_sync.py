@@ -52,9 +52,22 @@ def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dic
     source = torch.empty(sum(bucket.nbytes for bucket in weights.buckets(1 << 30)), dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source)
 
+    chunk = bucket_mib << 20
+    descriptor = os.memfd_create("floor")
+    os.ftruncate(descriptor, chunk)
+    middle = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=chunk, dtype=torch.uint8)
+
     def copy(version: int) -> None:
         if rank == 0:
             target.copy_(source)
+
+    def copy_twice(version: int) -> None:
+        """Into shared memory and out of it, mapped anew for each bucket as SGLang's unpickling does: the least work."""
+        if rank == 0:
+            for part, place in zip(source.split(chunk), target.split(chunk), strict=True):
+                middle[: len(part)].copy_(part)
+                mapped = torch.from_file(f"/proc/self/fd/{descriptor}", size=len(part), dtype=torch.uint8)
+                place.copy_(mapped)
 
     def per_tensor(version: int) -> None:
         """A request for each tensor, which travels through shared memory under a name: torch's own way."""
@@ -71,6 +84,7 @@ def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dic
 
     return {
         "copy": copy,
+        "two copies": copy_twice,
         OURS: lambda version: shared.send(version=version),
         "distributed": lambda version: group.send(version=version),
         "per tensor": per_tensor,
@@ -122,7 +136,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
                 spent = torch.tensor(time.perf_counter() - start)
                 dist.all_reduce(spent, op=dist.ReduceOp.MAX)
                 sent = receiver.requests - before
-                if rank == 0 and name != "copy":
+                if rank == 0 and not name.endswith(("copy", "copies")):
                     check(receiver, name, wanted, version=number + 1, real=arguments.real)
                 if report is not None:
                     assert not report.failed, report.failed
@@ -243,7 +257,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--real", action="store_true", help="a SGLang server too, in a third of the rounds")
     parser.add_argument("--json", type=Path, help="write every sample here")
