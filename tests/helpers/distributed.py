@@ -1,4 +1,7 @@
-"""Run a function on several ranks, each a fresh process; never hangs and leaves no process behind."""
+"""Run a function on several ranks, each a process of its own; never hangs and leaves no rank behind.
+
+On a CPU they are forked from one process that has imported what they need; CUDA wants fresh ones.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ def run_ranks(
     device = device or device_for(world_size)
     # The parent keeps the store, as torchrun's agent does: no port is guessed and none is left behind.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+    if device == "cpu":
+        context.set_forkserver_preload(["tests.helpers.preloaded"])
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         directory = Path(folder)
         processes = [

@@ -1,0 +1,21 @@
+"""What ranks on a CPU have imported before they start: the process they are forked from imports this module once.
+
+torch, Megatron-Core and what is built on them take three seconds of a core to import, hundreds of times in all tests.
+Imports alone: no thread and no process group may be there when a rank is forked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+import torch
+
+from mega_rl.accelerator import prepare
+
+torch.set_num_threads(1)
+prepare("cpu")
+for name in ("mega_rl.assemble", "mega_rl.engines.build", "mega_rl.engines.megatron", "mega_rl.verify"):
+    importlib.import_module(name)  # after `prepare`
+
+assert threading.active_count() == 1, threading.enumerate()
