@@ -125,8 +125,7 @@ def build_rollouts(
         )
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
-    connection = connect(config, servers, actor=actor, world=world, colocated=colocated)
-    resources.callback(connection.close)
+    connection = resources.enter_context(connect(config, servers, actor=actor, world=world, colocated=colocated))
     engine = _sglang_engine(config, world, connection, show_progress)
     worker = BackgroundRolloutWorker(
         engine=engine,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from urllib.parse import urlsplit
 
 from mega_rl.config.rollout_rules import is_loopback
@@ -24,12 +25,16 @@ from mega_rl.rollout.sglang.pool import ServerPool
 from mega_rl.rollout.sglang.probe import Probe, probe_limit
 from mega_rl.rollout.sglang.sync import SglangWeightSync
 from mega_rl.rollout.sglang.trainer_weights import TrainerWeights
-from mega_rl.rollout.sglang.transports import Server
+from mega_rl.rollout.sglang.transports import Server, Transport
 
 
 @dataclass
 class Connection:
-    """What the rest of a run asks of its servers; equal on all ranks."""
+    """What the rest of a run asks of its servers; equal on all ranks. A context: its end is the clients'.
+
+    Servers are the pool's to end. They are asked to leave what weights travelled through unless an error ends the
+    context, for then ranks or servers may be gone.
+    """
 
     fleet: Fleet
     sync: SglangWeightSync
@@ -39,6 +44,7 @@ class Connection:
     _servers: ServerPool
     _controls: Sequence[Control]
     _actor: MegatronEngine
+    _transport: Transport
     _resources: ExitStack
     _make_room: Callable[[], None] = field(default=lambda: None)
 
@@ -71,9 +77,15 @@ class Connection:
         self._make_room()
         return {}
 
-    def close(self) -> None:
-        """End the clients. Servers are the pool's to end."""
-        self._resources.close()
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._resources:
+            if error is None:
+                self._transport.close()
 
 
 class ServersMemory:
@@ -190,6 +202,7 @@ def connect(
         _servers=servers,
         _controls=everyone,
         _actor=actor,
+        _transport=transport,
         _resources=resources,
     )
     return connection

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from mega_rl.config.schema import ParallelConfig, RolloutConfig, SglangConfig
+from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.rollout.sglang.endpoint import Endpoint
 from mega_rl.rollout.sglang.keys import Keys
 from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
@@ -165,20 +166,34 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
 
                 world = GroupRanks(engine.groups.world)
                 pool = Joined(servers[source])
-                connection = connect(config, pool, actor=engine, world=world, colocated=False)
                 version += 5
-                connection.sync.resume_at(version)
-                found[f"{case} {model}"] = {
-                    "metrics": connection.sync.publish(),
-                    "ready": sorted(connection.sync.ready),
-                    "transport": connection.sync._transport.name,
-                    "answers": [answers(one) for one in pool.endpoints] if rank == 0 else None,
-                }
-                if (case, model) == ("tp2", "a"):
-                    found["parity"] = _both_engines(root / "dense-a", connection, engine, world)
-                world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
-                connection.close()
+                with connect(config, pool, actor=engine, world=world, colocated=False) as connection:
+                    connection.sync.resume_at(version)
+                    found[f"{case} {model}"] = {
+                        "metrics": connection.sync.publish(),
+                        "ready": sorted(connection.sync.ready),
+                        "transport": connection.sync._transport.name,
+                        "answers": [answers(one) for one in pool.endpoints] if rank == 0 else None,
+                    }
+                    if (case, model) == ("tp2", "a"):
+                        found["parity"] = _both_engines(root / "dense-a", connection, engine, world)
+                    world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
+                    links = getattr(connection.sync._transport, "_links", {})
+                    groups = {index: link.name for index, link in links.items()}
+                found[f"{case} {model}"]["groups"] = [_has_left(pool.endpoints[i], name) for i, name in groups.items()]
     return found
+
+
+def _has_left(endpoint: Endpoint, group: str) -> bool:
+    """Whether a server is no longer in a group of weight updates."""
+    control = Control(endpoint, timeout_s=60.0)
+    try:
+        control.destroy_group(group)
+    except ServerError as error:
+        return "not exist" in str(error)
+    finally:
+        control.close()
+    return False
 
 
 def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[Any]:
@@ -249,6 +264,7 @@ def test_every_update_is_proved(sent: dict[str, Any], case: str) -> None:
         assert found["ready"] == [0, 1]
         assert found["metrics"]["sync/failed_servers"] == 0.0
         assert 0.0 < found["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
+        assert found["groups"] == ([True, True] if transport == "distributed" else []), "a joined server keeps a group"
 
 
 def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None:
@@ -276,35 +292,34 @@ def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], 
         from mega_rl.rollout.sglang.connect import connect
 
         world = GroupRanks(engine.groups.world)
-        connection = connect(config, Joined(told), actor=engine, world=world, colocated=False)
-        sync = connection.sync
-        sync._transport._bucket_bytes = 4000  # the smallest that a setting can name holds this whole model
-        sync.resume_at(100)
-        whole = sync.publish()
-        victim = connection._controls[0]
-        update, buckets = victim.update_from_tensor, []
+        with connect(config, Joined(told), actor=engine, world=world, colocated=False) as connection:
+            sync = connection.sync
+            sync._transport._bucket_bytes = 4000  # the smallest that a setting can name holds this whole model
+            sync.resume_at(100)
+            whole = sync.publish()
+            victim = connection._controls[0]
+            update, buckets = victim.update_from_tensor, []
 
-        def dying(*args: Any, **kwargs: Any) -> None:
-            buckets.append(kwargs)
-            if len(buckets) == 3:
-                os.killpg(pid, signal.SIGKILL)
-            update(*args, **kwargs)
+            def dying(*args: Any, **kwargs: Any) -> None:
+                buckets.append(kwargs)
+                if len(buckets) == 3:
+                    os.killpg(pid, signal.SIGKILL)
+                update(*args, **kwargs)
 
-        victim.update_from_tensor = dying
-        broken = sync.publish()
-        states = [state.value for state, _ in connection.fleet.states()]
-        victim.update_from_tensor = update
-        after = {"broken": answers(connection._controls[1].endpoint)}
+            victim.update_from_tensor = dying
+            broken = sync.publish()
+            states = [state.value for state, _ in connection.fleet.states()]
+            victim.update_from_tensor = update
+            after = {"broken": answers(connection._controls[1].endpoint)}
 
-        (root / "restart").touch()
-        wait_until("the server's restart", (root / "restarted.json").exists, timeout_s=2 * START_S)
-        successor = _endpoint(json.loads((root / "restarted.json").read_text()))
-        victim.move(successor)
-        connection.fleet.move(0, successor)
-        healed = sync.refit([0])
-        after["healed"] = [answers(control.endpoint) for control in connection._controls]
-        versions = [control.weight_version() for control in connection._controls]
-        connection.close()
+            (root / "restart").touch()
+            wait_until("the server's restart", (root / "restarted.json").exists, timeout_s=2 * START_S)
+            successor = _endpoint(json.loads((root / "restarted.json").read_text()))
+            victim.move(successor)
+            connection.fleet.move(0, successor)
+            healed = sync.refit([0])
+            after["healed"] = [answers(control.endpoint) for control in connection._controls]
+            versions = [control.weight_version() for control in connection._controls]
         return {
             "metrics": [whole, broken, healed],
             "states": states,
