@@ -19,7 +19,7 @@ INSTALL_SGLANG = if command -v uv >/dev/null 2>&1; \
 	else $(BIN)/python -m pip install -qq --no-deps --target $(VENV)/sglang -r $(1); fi
 
 .DELETE_ON_ERROR:
-.PHONY: setup sglang quickstart test check bench bench-converters bench-ddp bench-weight-sync parity docs
+.PHONY: setup sglang quickstart test check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint campaign-checkpoint parity docs
 
 setup: $(STAMP)
 	@:
@@ -74,6 +74,12 @@ bench-ddp: setup
 
 bench-weight-sync: setup sglang
 	@$(BIN)/python benchmarks/weight_sync.py --real
+
+bench-checkpoint: setup
+	@$(BIN)/python benchmarks/checkpoint.py
+
+campaign-checkpoint: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign
 
 docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md

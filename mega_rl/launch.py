@@ -18,7 +18,8 @@ from mega_rl.errors import UserError
 
 # Ranks that are told to stop end their step and save; torchrun's default of 30 s would kill a large model's.
 SHUTDOWN_TIMEOUT_S = 300
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as mega_rl.cli.main ends a run that was told to
+STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))  # as mega_rl.cli.main ends
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # handed on to the ranks; without the last Slurm's would end torchrun
 QUIET = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
 
@@ -29,7 +30,8 @@ def launch(program: Sequence[str], *, nproc_per_node: int) -> int:
     """
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    options = ["--standalone", f"--nproc-per-node={nproc_per_node}", f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}"]
+    options = ["--standalone", f"--nproc-per-node={nproc_per_node}", f"--signals-to-handle={SIGNALS}"]
+    options.append(f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}")
     try:
         run.run(run.parse_args([*options, "-m", *program]))
     except ChildFailedError as error:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
 
 Batch = TypeVar("Batch", Rollout, Experience)
 Samples = TypeVar("Samples")  # what an engine keeps of a generation under way
@@ -93,12 +93,15 @@ class Engine(Protocol):
         """(Hugging Face name, full tensor) of every weight, the same on all ranks of the replica; collective."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write model and optimizer state; collective."""
+    def state(self) -> EngineState:
+        """This rank's pieces of weights and optimizer state, views of live memory; collective.
+
+        Names are the engine's own: "weights/decoder.layers.3...". Optimizer state is there from the start, as zeros.
+        """
         ...
 
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote; collective."""
+    def restored(self, numbers: Mapping[str, int | float]) -> None:
+        """Go on from what was written into the pieces of `state`, with the numbers that were saved; collective."""
         ...
 
     def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
@@ -266,11 +269,34 @@ class Learner(Scored, Protocol):
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics: ...
 
 
-class CheckpointStore(Protocol):
-    """Saves everything a run needs to go on."""
+class RankState(Protocol):
+    """Something of each rank's own that a checkpoint keeps: random numbers, rollouts under way."""
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write models, optimizers and `state` after `step` steps; collective. Returns the folder."""
+    def state(self) -> dict[str, Tensor]:
+        """Tensors of any shape by name; collective."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Take back what `state` gave on this rank; None when the layout has changed since; collective."""
+        ...
+
+
+class CheckpointStore(Protocol):
+    """Saves everything a run needs to go on. All methods are collective."""
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
+        """Begin to write models, optimizers and `state` (JSON) after `step` steps; done when it returns unless async.
+
+        `metrics`: of the step, from which the best checkpoint is known.
+        """
+        ...
+
+    def poll(self) -> Metrics:
+        """What has become of saves since the last call; raises what one failed with where that ends the run."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the save under way, within its deadline; raises like `poll`."""
         ...
 
 

@@ -13,6 +13,7 @@ device and brings results back.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tensordict import tensorclass
 from torch import Tensor
@@ -92,3 +93,33 @@ class StepMetrics:
 
     step: int
     metrics: Metrics
+
+
+class Box(NamedTuple):
+    """A box of elements of a tensor: `offset[i] <= index[i] < offset[i] + shape[i]`; () and () for a scalar."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a tensor of a checkpoint, the same tensor under every layout.
+
+    Saving reads `data` on the rank that owns the piece; loading writes into it on every rank that holds it.
+    """
+
+    name: str  # of the whole tensor: "actor/exp_avg/decoder.layers.3.mlp.linear_fc2.weight"
+    global_shape: tuple[int, ...]
+    box: Box  # where in the whole
+    data: Tensor  # [*box.shape] of any device and strides, a view of live memory
+    owned: bool  # whether this rank writes it; over all ranks the owned pieces cover every element exactly once
+    resizable: bool = False  # the whole's first dimension is padded by a layout's needs: loading takes what there is
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """All that an engine must have back to go on as if it had never stopped."""
+
+    pieces: list[Piece]
+    numbers: dict[str, int | float]  # equal on all ranks, as JSON carries them: {"optimizer_steps": 12}

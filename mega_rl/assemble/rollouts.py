@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,10 @@ from transformers import AutoConfig
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.roles import Roles
-from mega_rl.checkpoint.store import DistCheckpointStore
 from mega_rl.config.schema import Config
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.protocols import CheckpointStore, RolloutSource, WeightSync
+from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, WeightSync
 from mega_rl.rollout.hf import HFRolloutEngine
 from mega_rl.rollout.sglang.connect import Connection, connect
 from mega_rl.rollout.sglang.engine import FailedSamples, Sampled, SglangRolloutEngine
@@ -40,6 +39,9 @@ class Rollouts:
     source: RolloutSource
     sync: WeightSync
     checkpoints: CheckpointStore
+    under_way: RankState | None = None  # what a checkpoint must keep of them
+    # Inside, the trainer's state is on its device; collective.
+    everything_here: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def is_colocated(config: Config, accelerator: Accelerator) -> bool:
@@ -95,7 +97,7 @@ def build_rollouts(
     servers: StartedServers | JoinedServers | None,
     roles: Roles,
     *,
-    checkpoints: DistCheckpointStore,
+    checkpoints: CheckpointStore,
     prompts: Callable[[int], Sequence[Prompt]],
     resources: ExitStack,
     show_progress: Callable[[int, int, float], None] = lambda done, total, tokens_per_second: None,
@@ -137,7 +139,7 @@ def build_rollouts(
     if config.trainer.async_steps:
         ahead = _ahead(config, world, worker, engine, connection, prompts)
         resources.callback(ahead.close)
-        return Rollouts(source=ahead, sync=ahead, checkpoints=checkpoints)
+        return Rollouts(source=ahead, sync=ahead, checkpoints=checkpoints, under_way=ahead)
     if colocated:
         others = [engine for engine in (roles.critic_engine, roles.reference_engine) if engine is not None]
         turns = ColocatedTurns(
@@ -151,7 +153,7 @@ def build_rollouts(
             everyone=world,
         )
         connection.before_proof(turns.make_room_for_proof)
-        return Rollouts(source=turns, sync=turns, checkpoints=turns)
+        return Rollouts(source=turns, sync=turns, checkpoints=turns, everything_here=turns.everything_here)
     return Rollouts(source=worker, sync=connection.sync, checkpoints=checkpoints)
 
 

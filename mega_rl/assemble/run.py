@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,9 @@ from mega_rl.accelerator.determinism import deterministic
 from mega_rl.algorithms.kl import KLController
 from mega_rl.assemble.roles import Roles, build_estimator, build_roles
 from mega_rl.assemble.rollouts import build_rollouts, start_servers
-from mega_rl.checkpoint.store import DistCheckpointStore
+from mega_rl.checkpoint.export import HfExports
+from mega_rl.checkpoint.random_state import RandomState
+from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import is_on_policy
 from mega_rl.config.schema import Config
@@ -128,7 +131,8 @@ def build_trainer(
         shuffle=config.data.shuffle,
         seed=config.trainer.seed,
     )
-    checkpoints = build_checkpoints(config, roles, world, data_fingerprint=fingerprint(train))
+    checkpoints = build_checkpoints(config, roles, groups, data_fingerprint=fingerprint(train))
+    resources.enter_context(checkpoints)
     generation = GenerationBar()
     rollouts = build_rollouts(
         config,
@@ -141,7 +145,21 @@ def build_trainer(
         show_progress=generation.show,
         resources=resources,
     )
+    if rollouts.under_way is not None:
+        checkpoints.add("rollout", rollouts.under_way)
     start = resume(checkpoints, roles.kl, rollouts.sync)
+    exports = HfExports(
+        engine=actor,
+        root=run_dir / "hf",
+        source=Path(config.model.path),
+        ranks=world,
+        on_error=config.checkpoint.on_error,
+    )
+
+    def export(done: int) -> None:
+        with rollouts.everything_here():
+            exports(done)
+
     guard = MismatchGuard(
         limit=config.rollout.logprob_diff_limit,
         ranks=actor.data_parallel,
@@ -180,6 +198,7 @@ def build_trainer(
         timer=PhaseTimer(synchronize=accelerator.synchronize),
         metrics=metrics,
         checkpoints=rollouts.checkpoints,
+        export=export,
         decode=decode,
         stop_requested=stop_requested,
         start=start,
@@ -193,7 +212,9 @@ def run_settings(config: Config) -> RunSettings:
         val_interval=config.trainer.val_interval,
         save_interval=config.checkpoint.save_interval,
         save_final=config.checkpoint.save_final,
-        save_on_stop=config.ddp.implementation == "ddp",  # models in FSDP have no checkpoints yet
+        save_on_stop=config.ddp.implementation != "megatron_fsdp",  # which has no checkpoints
+        hf_interval=config.checkpoint.hf_interval,
+        hf_final=config.checkpoint.hf_final,
         rollout_interval=config.metrics.rollout_interval,
         rollout_samples=config.metrics.rollout_samples,
     )
@@ -210,30 +231,32 @@ def minibatch_plan(config: Config) -> MinibatchPlan:
     )
 
 
-def build_checkpoints(config: Config, roles: Roles, world: GroupRanks, *, data_fingerprint: str) -> DistCheckpointStore:
+def build_checkpoints(config: Config, roles: Roles, groups: Groups, *, data_fingerprint: str) -> RunCheckpoints:
     """Where the learning engines are saved, and what a checkpoint must agree with to be resumed."""
     engines: dict[str, Engine] = {"actor": roles.actor_engine}
     if roles.critic_engine is not None:
         engines["critic"] = roles.critic_engine
-    return DistCheckpointStore(
+    return RunCheckpoints(
         root=Path(config.trainer.run_dir) / "checkpoints",
         engines=engines,
-        ranks=world,
-        keep=config.checkpoint.keep,
-        resume=config.checkpoint.resume,
+        ranks=GroupRanks(groups.world),
+        settings=config.checkpoint,
         identity={"seed": config.trainer.seed, "data": data_fingerprint, "model": config.model.path},
+        layout=str(groups.layout),
+        config=dataclasses.asdict(config),
+        rank_states={"random": RandomState()},
     )
 
 
-def resume(checkpoints: DistCheckpointStore, kl: KLController, sync: WeightSync) -> int:
+def resume(checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync) -> int:
     """Steps done by the checkpoint that everything was restored from; 0 when the run starts afresh."""
     found = checkpoints.restore()
     if found is None:
         return 0
-    kl.restore(found["state"]["kl"])
-    sync.resume_at(found["state"]["weight_version"])
-    log.info("resumed after step %d", found["step"])
-    return int(found["step"])
+    kl.restore(found.state["kl"])
+    sync.resume_at(found.state["weight_version"])
+    log.info("resumed after step %d", found.step)
+    return found.step
 
 
 def load_data(

@@ -1,146 +1,311 @@
-"""Checkpoints of a run: one folder per step, complete or ignored."""
+"""Checkpoints of a run: begun by the trainer, written by its ranks or beside them, found again by the next run."""
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
 import logging
-import os
-import re
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mega_rl.errors import UserError
-from mega_rl.protocols import Engine, Ranks
+from mega_rl import __version__
+from mega_rl.checkpoint import disk, folders
+from mega_rl.checkpoint.agreement import first_failure
+from mega_rl.checkpoint.disk import SaveError
+from mega_rl.checkpoint.job import Job, Publication
+from mega_rl.checkpoint.manifest import Manifest
+from mega_rl.checkpoint.resume import rank_prefix, resume
+from mega_rl.checkpoint.shards import shard_name
+from mega_rl.checkpoint.writing import Beside, Here, Writing
+from mega_rl.config.schema import CheckpointConfig
+from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.boxes import whole
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.protocols import Engine, Ranks, RankState
+from mega_rl.types import Metrics, Piece
 
 log = logging.getLogger(__name__)
 
-STEP_FOLDER = re.compile(r"step_\d+")
-STATE_FILE = "trainer.json"  # written last: its presence says that the folder is complete
+HEADER_BYTES = 1 << 20  # of each rank, beside its tensors; a generous guess for the free-space check
+BEAT_S = 1.0  # the ranks meet this often while they wait, so that the deadline of a collective is no bound on a save
+CLOSE_S = 30.0  # that the end of a run leaves a save under way
 
 
 @dataclass
-class DistCheckpointStore:
-    """Engines through Megatron-Core's distributed checkpoints, the trainer's state as JSON.
+class _Save:
+    """A save under way."""
 
-    `root/step_000010/` holds a folder per engine and `trainer.json`. A save goes to `root/.step_000010.tmp`, which is
-    renamed when every rank is done, so a torn save never looks like a checkpoint. `resume` is auto, never or a path.
+    step: int
+    begin: float
+    nbytes: int  # over all ranks
+    done: bool  # whether this rank has done its part
+
+
+class RunCheckpoints:
+    """`protocols.CheckpointStore`: one folder per step under `root`, complete or ignored.
+
+    At most one save is under way. One that fails is reported on all ranks, its folder removed and the last good
+    checkpoint left as it is; whether the run goes on then is `settings.on_error`.
     """
 
-    root: Path
-    engines: Mapping[str, Engine]
-    ranks: Ranks  # all ranks
-    keep: int
-    resume: str
-    identity: Mapping[str, Any]  # what must agree for a resume to make sense (seed, data fingerprint, ...)
-
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Write everything under `root/step_{step}`; collective. Returns the folder."""
-        final, temporary = self.root / f"step_{step:06d}", self.root / f".step_{step:06d}.tmp"
-        if self.ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        self._wait()
-        for name, engine in self.engines.items():
-            engine.save(temporary / name)
-        self._wait()
-        if self.ranks.rank == 0:
-            record = {"step": step, "identity": dict(self.identity), "state": dict(state)}
-            with open(temporary / STATE_FILE, "w") as file:
-                json.dump(record, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            log.info("saved %s", final)
-            self._tidy(step)
-        self._wait()
-        return final
-
-    def _tidy(self, step: int) -> None:
-        """Remove all but the newest `keep` checkpoints, and what torn saves have left.
-
-        Checkpoints of later steps are of a history that this run has left by resuming before them; kept, they would be
-        taken for the newest.
+    def __init__(
+        self,
+        *,
+        root: Path,
+        engines: Mapping[str, Engine],
+        ranks: Ranks,
+        settings: CheckpointConfig,
+        identity: Mapping[str, Any],
+        layout: ParallelLayout | str,
+        config: Mapping[str, Any],
+        rank_states: Mapping[str, RankState],
+    ) -> None:
+        """engines: "actor", "critic". ranks: all. identity: what must agree for a resume to make sense (seed, data
+        fingerprint, model). layout: random numbers and rollouts of ranks are taken back on the same only. config: as
+        JSON carries it, for the record. rank_states: by name.
         """
-        complete = complete_checkpoints(self.root)
-        abandoned = [folder for folder in complete if step_of(folder) > step]
-        for folder in abandoned:
-            log.warning("removing %s: this run went back before it", folder)
-        old = [folder for folder in complete if step_of(folder) <= step][: -self.keep]
-        for folder in (*abandoned, *old, *self.root.glob(".step_*.tmp")):
-            shutil.rmtree(folder)
+        self._root = root.absolute()
+        self._engines = engines
+        self._ranks = ranks
+        self._settings = settings
+        self._identity = dict(identity)
+        self._layout = str(layout)
+        self._config = dict(config)
+        self._rank_states = dict(rank_states)
+        self._lock: folders.RunLock | None = None
+        self._writing: Writing = Beside() if settings.async_save else Here()
+        self._current: _Save | None = None
+        self._failed_saves = 0
+        self._metrics: Metrics = {}
 
-    def restore(self) -> dict[str, Any] | None:
-        """{"step", "state"} of the checkpoint to resume from, with the engines loaded; None to start afresh.
+    def __enter__(self) -> RunCheckpoints:
+        """`lock`."""
+        self.lock()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """`close`."""
+        self.close()
+
+    def add(self, name: str, rank_state: RankState) -> None:
+        """One more of `rank_states`, known later than the rest; before `restore` and `save`."""
+        self._rank_states[name] = rank_state
+
+    def lock(self) -> None:
+        """Keep other runs from writing under `root` until `close`; collective. Raises UserError on all ranks."""
+
+        def take() -> None:
+            if self._ranks.rank == 0:
+                self._lock = folders.RunLock(self._root)
+                self._lock.take()
+
+        failure = self._failure_of(take)
+        if failure is not None:
+            raise UserError(failure)
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
+        """Begin to write everything after `step` steps; done when it returns unless `async_save`; collective.
+
+        Waits for the save under way first. `metrics`: of the step; those that are finite are kept.
 
         Raises:
-            UserError: the checkpoint asked for is damaged or not complete, or is of a run with another identity.
+            RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
         """
-        folder = self._to_resume()
-        if folder is None:
+        begin = time.monotonic()
+        self.finish()
+        pieces, numbers = self._collect()
+        sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
+        sizes[self._ranks.rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
+        counts, sizes_of = self._ranks.sum(sizes).unbind(1)
+        shards = tuple(shard_name(rank) for rank in range(self._ranks.size) if counts[rank])
+        job = Job(
+            folder=str(folders.temporary(self._root, step)),
+            shard=shard_name(self._ranks.rank),
+            pieces=(),
+            timeout_s=self._settings.timeout_s,
+            publication=self._publication(step, state, metrics or {}, numbers, shards),
+        )
+        works = bool(pieces) or job.publication is not None
+        save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
+        failure = self._failure_of(lambda: self._make_room(save))
+        if failure is None:
+            failure = self._failure_of(lambda: self._writing.start(job, pieces) if works else None)
+        if failure is not None:
+            self._fail(failure)
+        elif not self._settings.async_save:
+            self.finish()
+        self._metrics["checkpoint/stall_s"] = time.monotonic() - begin
+
+    def poll(self) -> Metrics:
+        """What has become of saves since the last call; collective while one is under way.
+
+        `checkpoint/seconds` and `checkpoint/bytes` of one that is complete, `checkpoint/stall_s` that training waited
+        for one, `checkpoint/failed_saves` of the run so far when one has failed. Raises RunError like `save`.
+        """
+        self._look(0.0)
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def finish(self) -> None:
+        """Wait for the save under way, within its deadline; collective. Raises RunError like `save`."""
+        while self._current is not None:
+            self._look(BEAT_S)
+
+    def close(self) -> None:
+        """End what belongs to the run, at its end; no collective, may be called twice.
+
+        After an error a save may be under way. It is waited for a moment, as it completes if all ranks come here.
+        """
+        if self._current is not None and not self._current.done:
+            log.warning("the run ends during the save of step %d: waiting up to %g s", self._current.step, CLOSE_S)
+            try:
+                if self._writing.wait(CLOSE_S) is None:
+                    log.error("the save of step %d did not end in time and is lost", self._current.step)
+            except SaveError as error:
+                log.error("the save of step %d is lost: %s", self._current.step, error)
+        self._current = None
+        self._writing.close()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def restore(self) -> Manifest | None:
+        """The checkpoint to resume from, with engines and rank states filled; None to start afresh; collective.
+
+        Raises:
+            UserError: on all ranks: the checkpoint asked for is damaged or not complete, or is of a run with another
+                identity or other models.
+        """
+        return resume(
+            root=self._root,
+            engines=self._engines,
+            ranks=self._ranks,
+            settings=self._settings,
+            identity=self._identity,
+            layout=self._layout,
+            rank_states=self._rank_states,
+        )
+
+    def _collect(self) -> tuple[list[Piece], dict[str, dict[str, int | float]]]:
+        """The pieces that this rank writes, and the engines' numbers; collective."""
+        pieces, numbers = [], {}
+        for name, engine in self._engines.items():
+            state = engine.state()
+            numbers[name] = dict(state.numbers)
+            pieces += [replace(piece, name=f"{name}/{piece.name}") for piece in state.pieces if piece.owned]
+        for name, rank_state in self._rank_states.items():
+            for key, tensor in rank_state.state().items():
+                shape = tuple(tensor.shape)
+                full_name = f"{rank_prefix(self._ranks.rank, name)}{key}"
+                pieces.append(Piece(full_name, shape, whole(shape), tensor, owned=True))
+        return pieces, numbers
+
+    def _publication(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Metrics,
+        numbers: dict[str, dict[str, int | float]],
+        shards: tuple[str, ...],
+    ) -> Publication | None:
+        """What rank 0 does beside writing its shard."""
+        if self._ranks.rank != 0:
             return None
-        record = _read_record(folder / STATE_FILE)
-        differing = [key for key, value in self.identity.items() if record["identity"].get(key) != value]
-        if differing:
-            changes = ", ".join(f"{k}: {record['identity'].get(k)!r} -> {self.identity[k]!r}" for k in differing)
-            raise UserError(
-                f"checkpoint {folder} is of another run ({changes}); "
-                "set checkpoint.resume=never or another trainer.run_dir"
+        settings = self._settings
+        manifest = {
+            "step": step,
+            "identity": self._identity,
+            "state": dict(state),
+            "numbers": numbers,
+            "world_size": self._ranks.size,
+            "layout": self._layout,
+            "config": self._config,
+            "versions": _versions(),
+            "metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+        }
+        retention = {
+            "keep": settings.keep,
+            "keep_interval": settings.keep_interval,
+            "keep_best": settings.keep_best,
+        }
+        return Publication(str(self._root), step, shards, manifest, retention)
+
+    def _make_room(self, save: _Save) -> None:
+        """On rank 0: an empty temporary folder on a disk that has enough space."""
+        if self._ranks.rank != 0:
+            return
+        folders.begin(self._root, save.step)
+        needed, free = save.nbytes + HEADER_BYTES * self._ranks.size, disk.free_bytes(self._root)
+        if free < needed:
+            raise SaveError(
+                f"{self._root}: {needed / 1e9:.3f} GB are needed and {free / 1e9:.3f} GB are free; "
+                "make room, or set checkpoint.keep to less"
             )
-        missing = [name for name in self.engines if not (folder / name).is_dir()]
-        if missing:
-            raise UserError(
-                f"checkpoint {folder} has no {' and no '.join(missing)}; it is of a run with other models, or damaged: "
-                "set checkpoint.resume=never or to another checkpoint"
-            )
-        for name, engine in self.engines.items():
-            engine.load(folder / name)
-        return record
 
-    def _to_resume(self) -> Path | None:
-        if self.resume == "never":
-            return None
-        if self.resume == "auto":
-            complete = complete_checkpoints(self.root)
-            return complete[-1] if complete else None
-        folder = Path(self.resume)
-        if not (folder / STATE_FILE).is_file():
-            raise UserError(f"checkpoint.resume={self.resume}: no complete checkpoint there ({STATE_FILE} is missing)")
-        return folder
+    def _look(self, wait_s: float) -> None:
+        """Settle the save under way if it has ended on all ranks, or failed on any; collective."""
+        save = self._current
+        if save is None:
+            return
+        failure = None
+        if not save.done:
+            try:
+                outcome = self._writing.wait(wait_s)
+            except SaveError as error:
+                failure = str(error)
+            else:
+                save.done = outcome is not None
+                for note in () if outcome is None else outcome.notes:
+                    log.warning("%s", note)
+        if not save.done and failure is None and time.monotonic() > save.begin + self._settings.timeout_s + BEAT_S:
+            failure = f"rank {self._ranks.rank} did not end within checkpoint.timeout_s={self._settings.timeout_s:g}"
+        running, failed = self._ranks.max(torch.tensor([int(not save.done), int(failure is not None)])).tolist()
+        if failed:
+            self._fail(first_failure(failure, self._ranks) or "")
+        elif not running:
+            self._current = None
+            seconds = time.monotonic() - save.begin
+            self._metrics |= {"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)}
+            if self._ranks.rank == 0:
+                log.info(
+                    "saved %s (%.3f GB in %.1f s)", folders.final(self._root, save.step), save.nbytes / 1e9, seconds
+                )
 
-    def _wait(self) -> None:
-        """Until all ranks are here."""
-        self.ranks.sum(torch.zeros(1))
+    def _fail(self, message: str) -> None:
+        """Settle a save that failed, on all ranks alike; collective."""
+        save, self._current = self._current, None
+        assert save is not None
+        self._writing.stop()
+        self._ranks.sum(torch.zeros(1))  # nobody writes any more
+        self._failed_saves += 1
+        self._metrics["checkpoint/failed_saves"] = float(self._failed_saves)
+        text = f"the checkpoint of step {save.step} failed: {message}"
+        if self._ranks.rank == 0:
+            try:
+                disk.remove_tree(folders.temporary(self._root, save.step))
+            except SaveError as error:
+                log.warning("what is left of it could not be removed: %s", error)
+        if self._settings.on_error == "stop":
+            raise RunError(text)
+        if self._ranks.rank == 0:
+            log.error("%s; training goes on", text)
+
+    def _failure_of(self, work: Callable[[], None]) -> str | None:
+        """Call `work` on every rank; the first rank's message where it has failed, on all ranks; collective."""
+        message = None
+        try:
+            work()
+        except (SaveError, UserError) as error:
+            message = str(error)
+        return first_failure(message, self._ranks)
 
 
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoint folders under `root`, oldest first."""
-    if not root.is_dir():
-        return []
-    folders = [f for f in root.iterdir() if STEP_FOLDER.fullmatch(f.name) and (f / STATE_FILE).is_file()]
-    return sorted(folders, key=step_of)
-
-
-def step_of(folder: Path) -> int:
-    """Steps done when this checkpoint was saved."""
-    return int(folder.name.removeprefix("step_"))
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint's trainer.json. Raises UserError."""
-    try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(record["step"], int):
-            raise TypeError("step is no number")
-        if not (isinstance(record["identity"], dict) and isinstance(record["state"], dict)):
-            raise TypeError("identity or state is no object")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"checkpoint file {path} is damaged ({error!r}); remove that folder or set checkpoint.resume=never"
-        ) from error
-    return record
+def _versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+    return {"mega_rl": __version__, **packages, "python": platform.python_version()}

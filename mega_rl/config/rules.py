@@ -184,6 +184,12 @@ _NEEDS = (
     _Needs(("trainer.micro_batch_size",), "trainer.packing=false", lambda config: not config.trainer.packing),
     _Needs(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
     _Needs(("data.val_size",), "no data.val_files", lambda config: not config.data.val_files),
+    _Needs(
+        ("checkpoint.keep_best", "checkpoint.keep_interval", "checkpoint.async_save"),
+        "checkpoint.save_interval above 0",
+        lambda config: config.checkpoint.save_interval > 0,
+    ),
+    _Needs(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
     _Needs(("rollout.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
     _Needs(
         tuple(f"sglang.{field.name}" for field in dataclasses.fields(SglangConfig)),

@@ -333,11 +333,29 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     save_interval: int = setting(
-        0, "Save each so many steps; 0 saves only on SIGTERM and at the end of save_final.", unit="steps", min=0
+        0, "Save each so many steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
     )
     save_final: bool = setting(False, "Save after the last step.")
+    async_save: bool = setting(
+        False, "Copy the state to the host's memory and write it in the background, while training goes on."
+    )
+    on_error: str = setting(
+        "continue",
+        "After a save that failed (full disk, I/O error): continue training without it, or stop the run.",
+        choices=("continue", "stop"),
+    )
+    timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="s", min=1.0)
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
+    keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
+    keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric: val/reward_mean.")
     resume: str = setting("auto", "auto (newest in the run folder, if any), never, or a checkpoint directory.")
+    fallback: bool = setting(
+        False, "When the newest checkpoint is damaged, resume from the newest one before it that is whole."
+    )
+    hf_interval: int = setting(
+        0, "Write the actor as a Hugging Face checkpoint each so many steps; 0: never.", unit="steps", min=0
+    )
+    hf_final: bool = setting(False, "Write the actor as a Hugging Face checkpoint after the last step.")
 
 
 @dataclass(frozen=True)

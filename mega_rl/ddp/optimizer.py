@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mega_rl.config.schema import OptimConfig
-from mega_rl.ddp.host_adam import HostAdamW
+from mega_rl.ddp.host_adam import HOST, HostAdamW
 from mega_rl.errors import UserErrors
 
 
@@ -55,29 +58,11 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=collection)
     if optim.cpu_offload > 0.0:
-        for part in _parts(optimizer):
+        for part in parts(optimizer):
             if part.optimizer is not None:
                 part.optimizer = HostAdamW(part.optimizer.param_groups, share=optim.cpu_offload)
-    for torch_optimizer in torch_optimizers(optimizer):
-        if not any(group["params"] for group in torch_optimizer.param_groups):
-            _count_steps(torch_optimizer)
     apply_settings(optimizer)
     return optimizer
-
-
-def _count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer without parameters, of a frozen pipeline stage, know how many steps the others have made.
-
-    The number of steps that goes into a checkpoint is that of the first rank, whatever it trains; and without a
-    single number Megatron-Core (0.16.1, `DistributedOptimizer.state_dict`) fails where Transformer Engine is missing.
-    """
-    nothing: Any = "no parameter"  # torch saves and loads keys that are no tensors as they are
-    optimizer.state[nothing] = {"step": torch.tensor(0.0)}
-
-    def count(finished: torch.optim.Optimizer, *_: Any) -> None:
-        finished.state[nothing]["step"] += 1
-
-    optimizer.register_step_post_hook(count)
 
 
 def _check(optim: OptimConfig, implementation: str) -> None:
@@ -103,7 +88,7 @@ def _check(optim: OptimConfig, implementation: str) -> None:
 
 
 def apply_settings(optimizer: MegatronOptimizer) -> None:
-    """Write the optimizer's config into its parameter groups; a loaded checkpoint has put its own there."""
+    """Write the optimizer's config into its parameter groups."""
     config = optimizer.config
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
@@ -118,13 +103,13 @@ def apply_settings(optimizer: MegatronOptimizer) -> None:
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron-Core's wrappers (none on a rank without trainable parameters)."""
-    return [part.optimizer for part in _parts(optimizer) if part.optimizer is not None]
+    return [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
 
 
 def clip(optimizer: MegatronOptimizer, *, norm: float) -> None:
     """Scale all gradients, whose global norm is `norm`, down to the norm `clip_grad`; 0 leaves them as they are."""
     config = optimizer.config
-    parameters = [parameter for part in _parts(optimizer) for parameter in part.get_parameters()]
+    parameters = [parameter for part in parts(optimizer) for parameter in part.get_parameters()]
     if config.clip_grad > 0.0 and parameters:
         decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         clip_grad_by_total_norm_fp32(
@@ -138,32 +123,111 @@ def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
     As the optimizer's own `step_with_ready_grads`, of which a mixture under expert parallelism has two, for experts and
     for the rest: each of them would gather the parameters of both.
     """
-    parts = _parts(optimizer)
-    if len(parts) == 1 or not all(isinstance(part, DistributedOptimizer) for part in parts):
+    linked = parts(optimizer)
+    if len(linked) == 1 or not all(isinstance(part, DistributedOptimizer) for part in linked):
         optimizer.step_with_ready_grads()
         return
-    for part in parts:
+    for part in linked:
         super(DistributedOptimizer, part).step_with_ready_grads()
     for chunk in chunks:
         if not chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync()
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+class Trained(NamedTuple):
+    """What an optimizer on this rank keeps of a parameter: of its elements from `first` on, in row-major order."""
+
+    parameter: Tensor  # the model's; under FSDP the shard that the optimizer steps
+    first: int
+    main: Tensor | None  # float32 (int16 where the rest of its bits is in a bf16 parameter); None: the parameter itself
+    state: dict[str, Tensor]  # of torch's optimizer: "exp_avg", "exp_avg_sq", shaped like `main`
+
+
+def trained_parameters(optimizer: MegatronOptimizer) -> Iterator[Trained]:
+    """Everything that the optimizer on this rank trains, with its state, which `create_state` has made."""
+    for part in parts(optimizer):
+        if part.optimizer is None:
+            continue  # nothing trains on this rank
+        for parameter, first, stepped in _stepped(part):
+            state = part.optimizer.state[stepped]
+            main = stepped if stepped.dtype != parameter.dtype else state.get("master_param")
+            yield Trained(parameter, first, None if parameter.dtype == torch.float32 else main, state)
+
+
+def _stepped(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """(the model's parameter, its first element, the tensor that torch's optimizer steps) of every parameter."""
+    if isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp:
+        # By the pairs of lists, as its map of indices (0.16.1) is wrong where a group has FP32 parameters too.
+        remainders = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        shards = part.shard_float16_groups if remainders else part.shard_fp32_from_float16_groups
+        pairs = [*zip(part.model_float16_groups, shards, strict=True)]
+        pairs += zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
+        for parameters, stepped in pairs:
+            for parameter, shard in zip(parameters, stepped, strict=True):
+                yield parameter, part._get_model_param_range_map(parameter)["param"].start, shard
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        pairs = [*zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)]
+        pairs += zip(part.fp32_from_fp32_groups, part.fp32_from_fp32_groups, strict=True)
+        for parameters, stepped in pairs:
+            yield from ((parameter, 0, main) for parameter, main in zip(parameters, stepped, strict=True))
+    else:
+        yield from ((parameter, 0, parameter) for group in part.optimizer.param_groups for parameter in group["params"])
+
+
+def create_state(optimizer: MegatronOptimizer) -> None:
+    """Make the state that torch's optimizers would make, zeros, in their first step, where it is missing."""
+    for torch_optimizer in torch_optimizers(optimizer):
+        for group in torch_optimizer.param_groups:
+            for parameter in group["params"]:
+                if not torch_optimizer.state[parameter]:
+                    _create_state_of(parameter, torch_optimizer, group)
+
+
+def _create_state_of(parameter: Tensor, optimizer: Any, group: dict[str, Any]) -> None:
+    if hasattr(optimizer, "initialize_state"):  # Transformer Engine's FusedAdam, which counts steps in the group
+        remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
+        optimizer.initialize_state(parameter, remainders)
+        return
+    state = optimizer.state[parameter]
+    on_host = isinstance(optimizer, HostAdamW) and parameter in optimizer._on_host
+    if isinstance(optimizer, torch.optim.Adam):
+        on_device = not on_host and (group["fused"] or group["capturable"])
+        state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = torch.zeros_like(parameter, requires_grad=False, device=HOST if on_host else None)
+
+
+def count_steps(optimizer: MegatronOptimizer) -> int | None:
+    """Steps that this rank's optimizers have made; None where nothing trains."""
+    counts = set()
+    for torch_optimizer in torch_optimizers(optimizer):
+        for group in torch_optimizer.param_groups:
+            # Megatron FSDP does not step what it leaves a rank no element of.
+            states = [torch_optimizer.state[each] for each in group["params"] if _has_elements(each)]
+            counts |= {int(state["step"] if "step" in state else group.get("step", 0)) for state in states}
+    assert len(counts) <= 1, f"parameters have made different numbers of steps: {sorted(counts)}"
+    return counts.pop() if counts else None
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() > 0
+
+
+def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
+    """Let the optimizers go on after so many steps: each parameter with a counter of its own."""
+    for torch_optimizer in torch_optimizers(optimizer):
+        for group in torch_optimizer.param_groups:
+            states = [torch_optimizer.state[parameter] for parameter in group["params"]]
+            counters = [state for state in states if "step" in state]
+            for state in counters:
+                state["step"] = torch.full_like(state["step"], steps)
+            if len(counters) < len(states):
+                group["step"] = steps
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """What a chain links, one for experts on expert-parallel ranks and one for the rest; or the one that there is."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def separate_step_counters(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter a step counter of its own, after a load.
-
-    Where Transformer Engine and apex are missing, Megatron-Core (0.16.1, `DistributedOptimizer.load_state_dict`) loads
-    one tensor as the counter of all parameters, and torch's Adam then adds one to it for each of them.
-    """
-    for torch_optimizer in torch_optimizers(optimizer):
-        for state in torch_optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
 
 
 def learning_rate(step: int, *, peak: float, optim: OptimConfig, total_steps: int) -> float:

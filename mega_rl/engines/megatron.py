@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mega_rl.converters.export import export_hf
+from mega_rl.converters.save import save_hf
 from mega_rl.converters.sharding import Sharding
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.ddp.access import (
@@ -32,7 +32,8 @@ from mega_rl.ddp.access import (
     unwrapped,
 )
 from mega_rl.ddp.bucket_groups import finish_param_sync, rounding_errors, scratches
-from mega_rl.ddp.optimizer import apply_settings, clip, separate_step_counters, step, torch_optimizers
+from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, step, torch_optimizers
+from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.microbatches import Batching, to_device
 from mega_rl.engines.offload import PartsOffload
@@ -43,7 +44,10 @@ from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
-from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Metrics, Rollout, TokenOutputs
+
+STEPS = "optimizer_steps"  # the number of an engine's state
+UNKNOWN = 1 << 62  # more steps than anybody makes
 
 
 @dataclass(frozen=True)
@@ -158,31 +162,74 @@ class MegatronEngine:
             bucket_bytes=self.export_bucket_bytes,
         )
 
+    def save_hf(self, directory: Path, *, source: Path) -> None:
+        """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
+
+        One that is there is replaced as a whole. Raises UserError: see `converters.save.save_hf`.
+        """
+        finish_param_sync(self.chunks)
+        save_hf(
+            [exportable(chunk) for chunk in self.chunks],
+            directory,
+            source=source,
+            sharding=self.sharding,
+            coordinates=self.groups.coordinates,
+            tp_group=self.groups.tp,
+            pp_group=self.groups.pp,
+            expert_group=self.groups.experts,
+            bucket_bytes=self.export_bucket_bytes,
+            overwrite=True,
+        )
+
     @property
     def models(self) -> list[GPTModel]:
         """The chunks without their wrappers for data parallelism."""
         return [unwrapped(chunk) for chunk in self.chunks]
 
-    def save(self, directory: Path) -> None:
-        """Write model and optimizer state as a Megatron-Core distributed checkpoint; collective.
+    def state(self) -> EngineState:
+        """Pieces of weights and optimizer state, views of live memory, and the number of steps; collective.
 
         Raises:
-            UserError: the model is in FSDP; here and in `load`.
+            RuntimeError: parameters or optimizer state have been given back.
+            UserError: a module has state that checkpoints cannot keep.
         """
-        self._check_checkpoints()
-        directory.mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(self._sharded_state(is_loading=False), str(directory))
-
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote, under any layout; collective."""
-        self._check_checkpoints()
-        loaded = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
-        for key, model in zip(self._chunk_keys(), self.models, strict=True):
-            model.load_state_dict(loaded[key])
+        off = [part for part in ("parameters", "optimizer") if self.is_offloaded(part)]
+        if off:
+            raise RuntimeError(f"{self.name}: the memory of {' and '.join(off)} is given back; onload before state()")
+        finish_traffic(self.chunks)
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(loaded["optimizer"])
-            separate_step_counters(self.optimizer)
-            apply_settings(self.optimizer)
+            create_state(self.optimizer)
+        pieces = list(find_pieces(self.chunks, self.optimizer, dp_cp_group=self.groups.dp_cp))
+        return EngineState(pieces, {} if self.optimizer is None else {STEPS: self._steps(self.optimizer)})
+
+    def restored(self, numbers: Mapping[str, int | float]) -> None:
+        """Go on from what was written into the pieces of `state`, with the numbers that were saved; collective.
+
+        Raises:
+            UserError: on all ranks alike, the numbers are not an engine's.
+        """
+        expected = [] if self.optimizer is None else [STEPS]
+        if sorted(numbers) != expected:
+            raise UserError(
+                f"{self.name}: the checkpoint's numbers of this model are {sorted(numbers)}, must be {expected}: it is "
+                "of another kind of model; set checkpoint.resume=never or to another checkpoint"
+            )
+        finish_traffic(self.chunks)
+        if self.optimizer is None:
+            return
+        steps = numbers[STEPS]
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            raise UserError(f"{self.name}: {STEPS}={steps!r} of the checkpoint must be a whole number from 0")
+        set_steps(self.optimizer, steps)
+        follow_weights(self.chunks)
+
+    def _steps(self, optimizer: MegatronOptimizer) -> int:
+        """Steps that were made, which ranks without trainable weights learn from the others."""
+        own = count_steps(optimizer)
+        counts = [-1, -UNKNOWN] if own is None else [own, -own]
+        most, least = GroupRanks(self.groups.world).max(torch.tensor(counts)).tolist()
+        assert most == -least, f"{self.name}: ranks have made between {-least} and {most} steps"
+        return int(most)
 
     def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
         """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective.
@@ -212,13 +259,6 @@ class MegatronEngine:
 
     def _parts(self, **parts: bool) -> list[str]:
         return [part for part, chosen in parts.items() if chosen]
-
-    def _check_checkpoints(self) -> None:
-        if any(isinstance(chunk, TorchFsdp | FullyShardedDataParallel) for chunk in self.chunks):
-            raise UserError(
-                f"{self.name}: checkpoints of models in FSDP are not supported; use ddp.implementation=ddp, or set "
-                "checkpoint.save_interval=0, checkpoint.save_final=false and checkpoint.resume=never"
-            )
 
     def _run_schedule(self, micros: list[MicroBatch], *, loss: TokenLoss | None) -> list[Finished]:
         """Megatron-Core's schedule over the micro-batches; one result each on the last stage, none elsewhere.
@@ -348,23 +388,3 @@ class MegatronEngine:
             difference, reference = GroupRanks(self.groups.world).sum(error.take(self.device)).tolist()
             metrics["grad_reduce_bf16_error"] = math.sqrt(difference / reference) if reference else 0.0
         return metrics
-
-    def _chunk_keys(self) -> list[str]:
-        return ["model"] if len(self.chunks) == 1 else [f"model{stage}" for stage in range(len(self.chunks))]
-
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Megatron-Core's sharded state dict of the chunks and the optimizer."""
-        finish_param_sync(self.chunks)
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-            "dp_cp_group": self.groups.collection.dp_cp,
-            # Layers are stored as one tensor each kind, unless some lack optimizer state: that would have holes.
-            "non_homogeneous_layers": self.partly_frozen,
-        }
-        state: dict[str, Any] = {}
-        for key, model in zip(self._chunk_keys(), self.models, strict=True):
-            state[key] = model.sharded_state_dict(metadata=metadata)
-        if self.optimizer is not None:
-            state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-        return state

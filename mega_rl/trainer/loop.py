@@ -54,6 +54,8 @@ class RunSettings:
     save_interval: int = 0  # steps; 0 never
     save_final: bool = False
     save_on_stop: bool = True  # whether a run that is told to stop saves first
+    hf_interval: int = 0  # steps between Hugging Face checkpoints; 0 never
+    hf_final: bool = False
     rollout_interval: int = 0  # steps between rollout dumps; 0 never
     rollout_samples: int = 0
 
@@ -80,6 +82,7 @@ class PPOTrainer:
     timer: Timer
     metrics: MetricsSink
     checkpoints: CheckpointStore
+    export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint after so many steps; collective
     decode: Callable[[Sequence[int]], str]
     stop_requested: Callable[[], bool]
     start: int = 0  # steps done by the checkpoint that the parts were restored from
@@ -87,9 +90,10 @@ class PPOTrainer:
     def fit(self) -> int:
         """Train from step `start` on; returns the number of steps done in all.
 
-        Stops early, with a checkpoint, when a stop is requested (SIGTERM, Ctrl-C).
+        Stops early, with a checkpoint, when a stop is requested (SIGTERM, SIGUSR1, Ctrl-C).
         """
         self.sync.publish()
+        done = self.start
         if self.start == 0 and (before := self._validate(0)):
             self.metrics.log(0, before)
         for step in range(self.start, self.settings.steps):
@@ -99,13 +103,13 @@ class PPOTrainer:
             if done == self.settings.steps or _due(done, self.settings.val_interval):
                 metrics |= self._validate(done)
             stopping = self.stop_requested()
-            if self._should_save(done, stopping=stopping):
-                self._save(done)
+            metrics |= self._save_and_export(done, metrics, stopping=stopping)
             self.metrics.log(done, metrics | self.timer.metrics())
             if stopping:
                 log.warning("stop requested: ended after step %d of %d", done, self.settings.steps)
-                return done
-        return max(self.start, self.settings.steps)
+                break
+        self.checkpoints.finish()
+        return done
 
     def step(self, step: int) -> Metrics:
         """Generate, score, evaluate, learn, publish."""
@@ -156,13 +160,18 @@ class PPOTrainer:
             "val/response_tokens_mean": found["val/rollout/response_tokens_mean"],
         }
 
-    def _should_save(self, done: int, *, stopping: bool) -> bool:
-        last = done == self.settings.steps and self.settings.save_final
-        return (stopping and self.settings.save_on_stop) or last or _due(done, self.settings.save_interval)
-
-    def _save(self, done: int) -> None:
+    def _save_and_export(self, done: int, metrics: Metrics, *, stopping: bool) -> Metrics:
+        """What is due after a step; what has become of saves before it."""
+        settings = self.settings
+        last = done == settings.steps
+        stopping = stopping and settings.save_on_stop
         with self.timer.phase("checkpoint"):
-            self.checkpoints.save(done, {"kl": self.kl.state(), "weight_version": self.sync.weight_version})
+            if stopping or (last and settings.save_final) or _due(done, settings.save_interval):
+                state = {"kl": self.kl.state(), "weight_version": self.sync.weight_version}
+                self.checkpoints.save(done, state, metrics=metrics)
+            if (last and settings.hf_final) or _due(done, settings.hf_interval):
+                self.export(done)
+            return self.checkpoints.poll()
 
     def _dump(self, done: int, rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt]) -> None:
         with self.timer.phase("log"):

@@ -1,4 +1,4 @@
-"""Ending a run cleanly on SIGTERM and Ctrl-C."""
+"""Ending a run cleanly on SIGTERM, SIGUSR1 and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from mega_rl.protocols import Ranks
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# SIGUSR1 is what Slurm sends ahead of time, `--signal=B:USR1@120`.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
-    """Remembers the first SIGTERM or SIGINT, so that the step in progress can end; a second SIGINT interrupts at once.
+    """Remembers the last of `SIGNALS`, so that the step in progress can end; a second SIGINT interrupts at once.
 
     Ranks get their signals at different times, or only one does, so `__call__` asks all of them: either every rank
     stops after this step or none does. Collective over `ranks`.

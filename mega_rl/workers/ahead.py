@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import BackgroundRollouts, RolloutSource, WeightSync
 from mega_rl.types import Metrics, Prompt, Rollout
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -15,12 +23,15 @@ class AheadOfTraining:
     """Rollout source and weight sync of a run whose servers generate step k + 1 while step k trains.
 
     When step k's rollout is taken, step k + 1's generation begins with the weights of now, which step k has yet to
-    improve: its samples are one version old when they train. Only the first rollout of a run (also of a resumed one)
-    is waited for from beginning to end, and is of the current version. Nothing is generated beyond the last step.
+    improve: its samples are one version old when they train. Only the first rollout of a run is waited for from
+    beginning to end, and is of the current version. Nothing is generated beyond the last step.
 
     A publish waits for the generation (`partial` false), so that every response is of one version, and sends the
     weights to idle servers; or interrupts it, and responses go on under the new weights. Both stand here, around the
     sync, so that neither the loop nor the sync knows of generation in the background.
+
+    A checkpoint (this is a `protocols.RankState`) keeps the rollout under way, complete: a run that resumes with the
+    weights of now could not make it again, and trains on the same tokens.
     """
 
     source: RolloutSource  # for validation, which is greedy and not ahead
@@ -30,7 +41,8 @@ class AheadOfTraining:
     steps: int  # of the run, in all
     partial: bool = False
     clock: Callable[[], float] = time.perf_counter
-    _started: int | None = field(default=None, init=False)  # the step whose rollout is under way
+    _started: int | None = field(default=None, init=False)  # the step whose rollout is under way, or there
+    _there: Rollout | RunError | UserError | None = field(default=None, init=False)  # what has become of it, if known
     _waited_s: float = field(default=0.0, init=False)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
@@ -40,10 +52,10 @@ class AheadOfTraining:
         if self._started is None:
             self._start(prompts, step)
         assert self._started == step, f"step {step} is asked for and step {self._started} is under way"
-        begin = self.clock()
-        rollout = self.background.finish()
-        self._waited_s += self.clock() - begin
-        self._started = None
+        rollout = self._finished()
+        self._started, self._there = None, None
+        if isinstance(rollout, Exception):
+            raise rollout
         if step + 1 < self.steps:
             self._start(self.prompts(step + 1), step + 1)
         return rollout
@@ -63,7 +75,7 @@ class AheadOfTraining:
 
     def publish(self) -> Metrics:
         """Send the weights between requests; `rollout/ahead_wait_s` is what generation has held training up."""
-        if self._started is None:
+        if self._started is None or self._there is not None:  # nothing is in flight
             return self._with_wait(self.sync.publish())
         begin = self.clock()
         if self.partial:
@@ -76,10 +88,51 @@ class AheadOfTraining:
             self.background.resume()
         return self._with_wait(metrics)
 
+    def state(self) -> dict[str, Tensor]:
+        """The rollout under way, waited for, and what it is of; nothing where none is; collective.
+
+        `step` int64 scalar; `prompts` [P] int64, the rows of the data set; the fields of this replica's `Rollout`. A
+        failed generation leaves nothing and fails the step that needs it.
+        """
+        if self._started is None:
+            return {}
+        rollout: Any = self._finished()
+        if isinstance(rollout, Exception):
+            return {}
+        fields: dict[str, Tensor] = {name: tensor for name, tensor in rollout.items() if tensor is not None}
+        return {"step": torch.tensor(self._started), "prompts": self._rows(self._started)} | fields
+
+    def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Take up the rollout of `state`; None, or one of other prompts than this run has, is generated afresh."""
+        if tensors is None:
+            return
+        step = int(tensors["step"])
+        if step >= self.steps or not torch.equal(tensors["prompts"], self._rows(step)):
+            log.info("the rollout of step %d, under way at the checkpoint, is of other prompts: left out", step)
+            return
+        fields = {name: tensor for name, tensor in tensors.items() if name not in ("step", "prompts")}
+        make: Any = Rollout
+        self._started, self._there = step, make(**fields, batch_size=[len(fields["tokens"])])
+
     def close(self) -> None:
         """Give up the rollout under way, at the end of the run."""
-        self._started = None
+        self._started, self._there = None, None
         self.background.close()
+
+    def _finished(self) -> Rollout | RunError | UserError:
+        """What has become of the generation under way, waited for; stays until it is taken; collective."""
+        if self._there is None:
+            begin = self.clock()
+            try:
+                self._there = self.background.finish()
+            except (RunError, UserError) as error:  # raised on all ranks alike, when the step needs it
+                self._there = error
+            self._waited_s += self.clock() - begin
+        return self._there
+
+    def _rows(self, step: int) -> Tensor:
+        """[P] int64, the rows of the data set that the prompts of a step are."""
+        return torch.tensor([prompt.index for prompt in self.prompts(step)], dtype=torch.int64)
 
     def _start(self, prompts: Sequence[Prompt], step: int) -> None:
         self.background.start(prompts, step=step)

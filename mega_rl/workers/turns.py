@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,16 +124,29 @@ class ColocatedTurns:
         if self._stage is SENDING:
             self._go_to(PROVING)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
         """The store's, with everything that it saves on the device."""
-        before = self._stage
-        if before is not GENERATING:
-            return self.checkpoints.save(step, state)
+        with self.everything_here():
+            self.checkpoints.save(step, state, metrics=metrics)
+
+    def poll(self) -> Metrics:
+        """The store's."""
+        return self.checkpoints.poll()
+
+    def finish(self) -> None:
+        """The store's."""
+        self.checkpoints.finish()
+
+    @contextmanager
+    def everything_here(self) -> Iterator[None]:
+        """The trainer's state is on the device inside, as at a checkpoint; collective."""
+        if self._stage is not GENERATING:
+            yield
+            return
         with self._trainer_comes_back():
             self._go_to(SAVING)
-            path = self.checkpoints.save(step, state)
+            yield
             self._go_to(GENERATING)
-        return path
 
     @contextmanager
     def _trainer_comes_back(self) -> Iterator[None]:

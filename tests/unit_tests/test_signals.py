@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run after the step in progress, with a checkpoint that a later run goes on from."""
+"""SIGTERM, SIGUSR1 and Ctrl-C end a run after the step in progress, with a checkpoint that a later run goes on from."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def stopped_run(folder: Path, run: str, number: signal.Signals, *launcher: str) 
 
 @pytest.mark.parametrize(
     ("number", "launcher"),
-    [(signal.SIGTERM, ("--nproc-per-node", "2")), (signal.SIGINT, ())],
-    ids=["SIGTERM to two ranks", "SIGINT"],
+    [(signal.SIGTERM, ("--nproc-per-node", "2")), (signal.SIGUSR1, ("--nproc-per-node", "2")), (signal.SIGINT, ())],
+    ids=["SIGTERM to two ranks", "SIGUSR1 to two ranks", "SIGINT"],
 )
 def test_a_stopped_run_can_go_on(folder: Path, number: signal.Signals, launcher: tuple[str, ...]) -> None:
     """Exit code 128 + signal; the resumed run, of one rank, adds the steps that follow and repeats none."""
@@ -81,8 +81,10 @@ def test_a_stopped_run_can_go_on(folder: Path, number: signal.Signals, launcher:
     done = steps_of(folder / name)[-1]
     assert f"stop requested: ended after step {done} of 100000" in errors
     checkpoint = folder / name / "checkpoints" / f"step_{done:06d}"
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["actor", "trainer.json"]
-    assert not list(checkpoint.parent.glob(".*"))
+    ranks = 2 if launcher else 1
+    shards = [f"shard_{rank:05d}.safetensors" for rank in range(ranks)]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["COMMIT", "manifest.json", *shards]
+    assert [path.name for path in checkpoint.parent.glob(".*")] == [".lock"]
 
     resumed = subprocess.run(
         command(f"trainer.run_dir={name}", f"trainer.steps={done + 2}"),

@@ -4,42 +4,57 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mega_rl.config.schema import Config
 from tests.helpers.engines import exported, replaced
-from tests.unit_tests.distributed.test_layout_invariance import run_config
+from tests.unit_tests.distributed.test_layout_invariance import RecordingRollout, run_config
 
 STEPS, SAVED = 5, 2
 
 
-def config_of(folder: Path, layout: str, name: str) -> Config:
+class Run(NamedTuple):
+    """A run of STEPS steps that saves after every second, or one that goes on from SAVED steps of another."""
+
+    layout: str
+    source: str = ""  # name of the run to resume from
+    background: bool = False  # saves beside training
+    dtype: str = "fp32"
+
+
+def config_of(folder: Path, name: str, run: Run) -> Config:
     """PPO with a critic, an adaptive KL coefficient, and one validation prompt: fewer than there are ranks."""
-    config = run_config(folder, layout, "ppo")
+    config = run_config(folder, run.layout, "ppo")
+    config = replaced(config, "model", dtype=run.dtype)
     config = replaced(config, "data", val_size=1)
     config = replaced(config, "optim", schedule="linear", warmup_steps=1, weight_decay=0.1)
     config = replaced(config, "rollout", n=2, max_new_tokens=6)
+    saved = folder / run.source / "checkpoints" / f"step_{SAVED:06d}"
+    config = replaced(
+        config,
+        "checkpoint",
+        save_interval=0 if run.source else SAVED,
+        async_save=run.background,
+        on_error="stop",
+        resume=str(saved) if run.source else "auto",
+    )
     return replaced(config, "trainer", run_dir=str(folder / name), val_interval=2, prompts_per_step=4, minibatch_size=2)
 
 
-def run_all(rank: int, folder: str, runs: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """By name, (layout, name of the run to resume from or ""); weights at the start, after two steps, at the end."""
+def run_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
+    """By name: weights at the start and after each step, tokens of each step, Adam's counters."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    return {name: one_run(Path(folder), name, layout, source, accelerator) for name, (layout, source) in runs.items()}
+    return {name: one_run(Path(folder), name, run, accelerator) for name, run in runs.items()}
 
 
-def one_run(folder: Path, name: str, layout: str, source: str, accelerator: Any) -> dict[str, Any]:
+def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, Any]:
     from mega_rl.assemble import build_trainer, session
 
-    config = config_of(folder, layout, name)
-    saved = folder / source / "checkpoints" / f"step_{SAVED:06d}"
-    config = replaced(
-        config, "checkpoint", save_interval=0 if source else SAVED, resume=str(saved) if source else "auto"
-    )
+    config = config_of(folder, name, run)
     weights: list[dict[str, torch.Tensor]] = []
     with session(config, accelerator) as groups, ExitStack() as resources:
 
@@ -48,6 +63,8 @@ def one_run(folder: Path, name: str, layout: str, source: str, accelerator: Any)
             return False
 
         trainer = build_trainer(config, accelerator, groups, stop_requested=after_each_step, resources=resources)
+        recording = RecordingRollout(trainer.rollout)
+        trainer.rollout = recording
         first = weights_of(trainer)
         counters = step_counters(trainer.actor.engine)
         trainer.fit()
@@ -55,6 +72,7 @@ def one_run(folder: Path, name: str, layout: str, source: str, accelerator: Any)
             "start": trainer.start,
             "first": first,
             "steps": weights,
+            "tokens": recording.seen,  # of validations too
             "counters": counters,
             "last counters": step_counters(trainer.actor.engine),
         }

@@ -1,72 +1,50 @@
-"""What counts as a checkpoint, what is kept, and what a resume refuses; with engines that are a text file."""
+"""What counts as a checkpoint, what is kept, what a resume refuses, and what a failed save leaves."""
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import json
-from collections.abc import Callable
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mega_rl.checkpoint.store import DistCheckpointStore, complete_checkpoints
-from mega_rl.errors import UserError
-from mega_rl.parallel.comm import SingleRank
-
-
-class TextEngine:
-    """An engine whose state is a string."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def save(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "state.txt").write_text(self.text)
-
-    def load(self, directory: Path) -> None:
-        self.text = (directory / "state.txt").read_text()
+from mega_rl.checkpoint import disk
+from mega_rl.checkpoint.store import RunCheckpoints
+from mega_rl.errors import RunError, UserError
+from tests.helpers.distributed import run_ranks
+from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
 
 
-def store(root: Path, *, actor: str = "a", critic: str = "c", **changes: Any) -> DistCheckpointStore:
-    settings: dict[str, Any] = {
-        "root": root,
-        "engines": {"actor": TextEngine(actor), "critic": TextEngine(critic)},
-        "ranks": SingleRank(),
-        "keep": 2,
-        "resume": "auto",
-        "identity": {"seed": 7, "data": "abc"},
-    }
-    return DistCheckpointStore(**(settings | changes))
-
-
-def texts(found: DistCheckpointStore) -> list[str]:
-    return [engine.text for engine in found.engines.values()]  # type: ignore[attr-defined]
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
-def refusal(found: DistCheckpointStore) -> str:
+def refusal(found: RunCheckpoints) -> str:
     """The message of the UserError; no engine may have been touched."""
-    before = texts(found)
+    before = values(found)
     with pytest.raises(UserError) as caught:
         found.restore()
-    assert texts(found) == before
+    assert values(found) == before
     return str(caught.value)
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
-    folder = store(tmp_path, actor="actor of 3", critic="critic of 3").save(3, {"kl": {"value": 0.5}})
-    assert folder == tmp_path / "step_000003"
-    assert names(folder) == ["actor", "critic", "trainer.json"]
+    saved = store(tmp_path, actor=3, critic=4)
+    saved.save(3, {"kl": {"value": 0.5}}, metrics={"val/reward_mean": 0.25, "bad": float("nan")})
+    folder = tmp_path / "step_000003"
+    assert names(folder) == ["COMMIT", "manifest.json", "shard_00000.safetensors"]
+    assert (tmp_path / "latest").read_text() == "step_000003\n"
     found = store(tmp_path)
-    record = found.restore()
-    assert record is not None
-    assert (record["step"], record["state"]) == (3, {"kl": {"value": 0.5}})
-    assert texts(found) == ["actor of 3", "critic of 3"]
+    manifest = found.restore()
+    assert manifest is not None
+    assert (manifest.step, manifest.state, manifest.metrics) == (3, {"kl": {"value": 0.5}}, {"val/reward_mean": 0.25})
+    assert (manifest.world_size, manifest.layout, manifest.config) == (1, "tp1-dp1", {"trainer": {"steps": 3}})
+    assert set(manifest.versions) == {"mega_rl", "torch", "megatron-core", "python"}
+    assert values(found) == [3, 4]
+    assert found.poll() == {}
+    metrics = saved.poll()
+    assert set(metrics) == {"checkpoint/seconds", "checkpoint/bytes", "checkpoint/stall_s"}
+    assert metrics["checkpoint/bytes"] == 2 * (12 * 4 + 5 * 2 + 4)
 
 
 def test_a_new_folder_starts_afresh(tmp_path: Path) -> None:
@@ -77,55 +55,48 @@ def test_a_new_folder_starts_afresh(tmp_path: Path) -> None:
 def test_the_newest_is_taken_and_the_last_are_kept(tmp_path: Path) -> None:
     """By number: 100 comes after 20."""
     for step in (5, 20, 100):
-        store(tmp_path, actor=f"of {step}").save(step, {})
+        store(tmp_path, actor=step).save(step, {})
     assert names(tmp_path) == ["step_000020", "step_000100"]
     found = store(tmp_path)
-    assert found.restore()["step"] == 100  # type: ignore[index]
-    assert texts(found) == ["of 100", "c"]
+    assert found.restore().step == 100  # type: ignore[union-attr]
+    assert values(found) == [100, 0]
 
 
-def test_keep_one(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        store(tmp_path, keep=1).save(step, {})
-        assert names(tmp_path) == [f"step_{step:06d}"]
+def test_keep_one_every_third_and_the_best(tmp_path: Path) -> None:
+    rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3}
+    for step, reward in rewards.items():
+        kept = store(tmp_path, keep=1, keep_interval=3, keep_best="val/reward_mean")
+        kept.save(step, {}, metrics={"val/reward_mean": reward})
+    assert steps(tmp_path) == [2, 3, 4]
 
 
-def test_never_and_a_path(tmp_path: Path) -> None:
+def test_never_and_paths(tmp_path: Path) -> None:
+    """A checkpoint's folder, the run's, and the one of its checkpoints."""
+    root = tmp_path / "checkpoints"
     for step in (1, 2):
-        store(tmp_path, actor=f"of {step}").save(step, {})
-    assert store(tmp_path, resume="never").restore() is None
-    found = store(tmp_path, resume=str(tmp_path / "step_000001"))
-    assert found.restore()["step"] == 1  # type: ignore[index]
-    assert texts(found) == ["of 1", "c"]
+        store(root, actor=step).save(step, {})
+    assert store(root, resume="never").restore() is None
+    for resume, step in ((root / "step_000001", 1), (root, 2), (tmp_path, 2)):
+        found = store(tmp_path / "elsewhere", resume=str(resume))
+        assert found.restore().step == step  # type: ignore[union-attr]
+        assert values(found) == [step, 0]
 
 
-def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
-    """A torn save, a folder without its last file, a file, and names that only look alike."""
-    good = store(tmp_path, actor="good").save(2, {})
-    record = (good / "trainer.json").read_text()
+def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A torn save, which is reported, a file, and names that only look alike."""
+    store(tmp_path, actor=2).save(2, {})
     for name in (".step_000009.tmp", "step_000008x", "my_step_000007", "step_"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "trainer.json").write_text(record)
-    (tmp_path / "step_000006" / "actor").mkdir(parents=True)
-    (tmp_path / "step_000005").write_text("a file")
-    assert complete_checkpoints(tmp_path) == [good]
+        (tmp_path / name / "COMMIT").write_bytes((tmp_path / "step_000002" / "COMMIT").read_bytes())
+    assert steps(tmp_path) == [2]
     found = store(tmp_path)
-    assert found.restore()["step"] == 2  # type: ignore[index]
-    assert texts(found) == ["good", "c"]
-
-
-def test_a_save_that_fails_leaves_no_checkpoint_and_the_next_removes_its_remains(tmp_path: Path) -> None:
-    class FullDisk(TextEngine):
-        def save(self, directory: Path) -> None:
-            super().save(directory)
-            raise OSError("no space left")
-
-    store(tmp_path).save(1, {})
-    with pytest.raises(OSError, match="no space left"):
-        store(tmp_path, engines={"actor": TextEngine("a"), "critic": FullDisk("c")}).save(2, {})
-    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step_000001"]
-    store(tmp_path).save(3, {})
-    assert names(tmp_path) == ["step_000001", "step_000003"]
+    assert found.restore().step == 2  # type: ignore[union-attr]
+    assert values(found) == [2, 0]
+    assert (
+        ".step_000009.tmp is no checkpoint and is ignored: a save under way, or one that was cut short" in caplog.text
+    )
+    found.save(3, {})
+    assert ".step_000009.tmp" not in names(tmp_path)
 
 
 def test_a_run_that_went_back_leaves_its_later_checkpoints_behind(tmp_path: Path) -> None:
@@ -139,19 +110,17 @@ def test_a_run_that_went_back_leaves_its_later_checkpoints_behind(tmp_path: Path
 
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    for text in ("old", "new"):
-        store(tmp_path, actor=text).save(2, {})
+    for value in (5, 6):
+        store(tmp_path, actor=value).save(2, {})
     found = store(tmp_path)
     found.restore()
-    assert texts(found) == ["new", "c"]
+    assert values(found) == [6, 0]
 
 
 def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step_000001").mkdir()
     message = refusal(store(tmp_path, resume=str(tmp_path / "step_000001")))
-    assert (
-        message == f"checkpoint.resume={tmp_path}/step_000001: no complete checkpoint there (trainer.json is missing)"
-    )
+    assert message == f"checkpoint.resume={tmp_path}/step_000001: no complete checkpoint there (COMMIT is missing)"
 
 
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
@@ -163,48 +132,247 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_run_with_other_models(tmp_path: Path) -> None:
-    """GRPO has no critic; PPO cannot go on from it."""
-    store(tmp_path, engines={"actor": TextEngine("a")}).save(1, {})
-    assert "step_000001 has no critic; it is of a run with other models" in refusal(store(tmp_path))
+    """GRPO has no critic; PPO cannot go on from it, nor the other way round."""
+    store(tmp_path / "grpo", engines={"actor": SmallEngine(1)}).save(1, {})
+    assert "step_000001 has no critic; it is of a run with other models" in refusal(store(tmp_path / "grpo"))
+    store(tmp_path / "ppo").save(1, {})
+    grpo = store(tmp_path / "ppo", engines={"actor": SmallEngine(1)})
+    assert "step_000001 has a critic that this run lacks; it is of a run with other models" in refusal(grpo)
 
 
-def without(key: str) -> Callable[[str], str]:
-    return lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != key})
+def test_rank_states_come_back_on_the_same_layout_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    store(tmp_path, rank_states={"random": Kept(5)}).save(1, {})
+    same, other, new = Kept(0), Kept(0), Kept(0)
+    store(tmp_path, rank_states={"random": same, "rollout": new}).restore()
+    assert same.restored == {"x": [5, 7]}
+    assert new.restored is None
+    assert "layout" not in caplog.text
+    store(tmp_path, rank_states={"random": other}, layout="tp2-dp1").restore()
+    assert other.restored is None
+    assert caplog.text.count("is of the layout tp1-dp1") == 1
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: "",
-        lambda text: "[]",
-        lambda text: "null",
-        lambda text: json.dumps(json.loads(text) | {"step": "one"}),
-        lambda text: json.dumps(json.loads(text) | {"identity": []}),
-        *(without(key) for key in ("step", "identity", "state")),
-    ],
-)
-def test_a_damaged_record(tmp_path: Path, damage: Callable[[str], str]) -> None:
-    record = store(tmp_path).save(1, {}) / "trainer.json"
-    record.write_text(damage(record.read_text()))
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [4, 300, -3])
+def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path, at: int) -> None:
+    """In the header and in the data."""
+    store(tmp_path, actor=1).save(1, {})
+    store(tmp_path, actor=2).save(2, {})
+    flip(tmp_path / "step_000002" / "shard_00000.safetensors", at)
+    kept = Kept(0)
+    message = refusal(store(tmp_path, rank_states={"random": kept}, actor=9))
+    assert "step_000002/shard_00000.safetensors" in message
+    assert "checkpoint.fallback=true" in message
+    assert kept.restored == "nothing"
+
+
+def test_falling_back_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 3):
+        store(tmp_path, actor=step, keep=5).save(step, {})
+    flip(tmp_path / "step_000003" / "shard_00000.safetensors", -3)
+    (tmp_path / "step_000002" / "shard_00000.safetensors").write_bytes(b"")
+    found = store(tmp_path, fallback=True)
+    assert found.restore().step == 1  # type: ignore[union-attr]
+    assert values(found) == [1, 0]
+    assert caplog.text.count("FALLING BACK") == 2
+    flip(tmp_path / "step_000001" / "shard_00000.safetensors", -3)
+    assert "step_000003/shard" in refusal(store(tmp_path, fallback=True))  # the newest is the one to tell of
+
+
+def test_the_newest_having_lost_its_manifest_is_no_reason_to_go_back_unasked(tmp_path: Path) -> None:
+    for step in (1, 2):
+        store(tmp_path, actor=step).save(step, {})
+    (tmp_path / "step_000002" / "COMMIT").unlink()
     message = refusal(store(tmp_path))
-    assert f"checkpoint file {record} is damaged" in message
-    assert "remove that folder or set checkpoint.resume=never" in message
+    assert f"{tmp_path}/step_000002: has no COMMIT" in message
+    assert "checkpoint.fallback=true" in message
+    assert store(tmp_path, fallback=True).restore().step == 1  # type: ignore[union-attr]
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    record = store(tmp_path).save(1, {}) / "trainer.json"
-    record.write_bytes(b"\xff\xfe\x00")
-    assert "is damaged" in refusal(store(tmp_path))
+def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    with store(tmp_path):
+        with pytest.raises(UserError, match="another run") as caught, store(tmp_path):
+            pass
+        assert str(os.getpid()) in str(caught.value)
+        assert "choose another trainer.run_dir" in str(caught.value)
+    with store(tmp_path):
+        pass
 
 
-def test_only_rank_0_writes_the_record(tmp_path: Path) -> None:
-    @dataclasses.dataclass
-    class Second(SingleRank):
-        rank: int = 1
-        size: int = 2
+class FailingDisk:
+    """Stands for `os` in `mega_rl.checkpoint.disk`: the nth call of a kind that changes the disk fails."""
 
-    (tmp_path / ".step_000001.tmp").mkdir(parents=True)
-    store(tmp_path, ranks=Second()).save(1, {})
-    assert names(tmp_path) == [".step_000001.tmp"]
-    assert names(tmp_path / ".step_000001.tmp") == ["actor", "critic"]
+    KINDS = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink")
+
+    def __init__(self, number: int, code: int) -> None:
+        self.left, self.code = number, code
+        self.fired = ""
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.KINDS:
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == -1:
+                self.fired = name
+                raise OSError(self.code, os.strerror(self.code))
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_at_any_operation(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on with its state; what is there is complete, the old one or the new; the next save succeeds."""
+    kinds = set()
+    for number in range(200):
+        root = tmp_path / str(number)
+        saving = store(root, keep=1, on_error="continue", actor=1)
+        saving.save(1, {})
+        failing = FailingDisk(number, code)
+        monkeypatch.setattr(disk, "os", failing)
+        caplog.clear()
+        saving.save(2, {})
+        monkeypatch.undo()
+        if not failing.fired:
+            break
+        kinds.add(failing.fired)
+        assert values(saving) == [1, 0]
+        metrics = saving.poll()
+        if "checkpoint/failed_saves" in metrics:
+            assert "the checkpoint of step 2 failed: " in caplog.text
+            assert f"({os.strerror(code)})" in caplog.text
+            assert steps(root) in ([1], [2], [1, 2])
+        else:
+            assert steps(root)[-1] == 2
+        found = store(root)
+        assert found.restore().step in (1, 2)  # type: ignore[union-attr]
+        assert values(found) == [1, 0]
+        saving.save(3, {})
+        assert "checkpoint/failed_saves" not in saving.poll()
+        assert names(root) == ["step_000003"]
+    assert number > 20
+    assert kinds == {"mkdir", "open", "pwritev", "fsync", "rename", "unlink"}
+
+
+def test_a_failed_save_ends_the_run_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = store(tmp_path)
+    saving.save(1, {})
+    monkeypatch.setattr(disk, "os", FailingDisk(6, errno.ENOSPC))
+    with pytest.raises(RunError, match=r"the checkpoint of step 2 failed: .*No space left on device"):
+        saving.save(2, {})
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_too_little_space_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk, "free_bytes", lambda path: (1 << 20) + 123)
+    saving = store(tmp_path, on_error="continue")
+    saving.save(1, {})
+    assert "0.001 GB are needed and 0.001 GB are free" in caplog.text
+    assert names(tmp_path) == []
+    assert saving.poll()["checkpoint/failed_saves"] == 1
+
+
+def test_strided_and_odd_tensors(tmp_path: Path) -> None:
+    """Views, no elements, bool and int16 are written as they are."""
+    odd = Kept(0)
+    odd.tensors = {
+        "turned": torch.arange(12).view(3, 4).t(),
+        "sliced": torch.arange(20.0)[::3],
+        "empty": torch.zeros(0, 5, dtype=torch.int16),
+        "bool": torch.tensor([True, False]),
+        "wide": torch.tensor(1.5, dtype=torch.float64),
+    }
+    for mode in (True, False):
+        root = tmp_path / str(mode)
+        saving = store(root, rank_states={"odd": odd}, async_save=mode)
+        saving.save(1, {})
+        saving.finish()
+        saving.close()
+        back = Kept(0)
+        store(root, rank_states={"odd": back}).restore()
+        assert back.restored == {name: tensor.tolist() for name, tensor in odd.tensors.items()}
+
+
+def saved_by_two(rank: int, root: str) -> dict[str, Any]:
+    """What two ranks find: saves of both kinds, a failure on one rank, and another layout's rank states."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from mega_rl.parallel.comm import GroupRanks
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = GroupRanks(group)
+    found: dict[str, Any] = {}
+    for mode in (False, True):
+        parts: dict[str, Any] = {
+            "root": Path(root) / str(mode),
+            "ranks": ranks,
+            "identity": {},
+            "layout": "tp2-dp1",
+            "config": {},
+            "settings": settings(async_save=mode, on_error="continue"),
+        }
+        with RunCheckpoints(
+            engines={"actor": SmallEngine(4, rank=rank, size=2)}, rank_states={"random": Kept(rank)}, **parts
+        ) as saving:
+            saving.save(1, {})
+            if rank == 1:
+                saving._collect = lambda: fail(RunCheckpoints._collect(saving))  # type: ignore[method-assign]
+            saving.save(2, {})
+            saving.finish()
+            metrics = saving.poll()
+            try:
+                RunCheckpoints(engines={}, rank_states={}, **parts).lock()
+            except UserError as error:
+                refused = str(error)
+        engine, kept = SmallEngine(0, rank=rank, size=2), Kept(9)
+        loading = RunCheckpoints(engines={"actor": engine}, rank_states={"random": kept}, **parts)
+        manifest = loading.restore()
+        assert manifest is not None
+        found[str(mode)] = [manifest.step, engine.values, kept.restored, metrics["checkpoint/failed_saves"], refused]
+    dist.destroy_process_group()
+    return found
+
+
+def fail(collected: Any) -> Any:
+    """The pieces of a rank whose shard cannot be written: one name twice."""
+    pieces, numbers = collected
+    return [*pieces, pieces[0]], numbers
+
+
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    """A rank that fails is known on all; each gets its own state back."""
+    both = run_ranks(2, saved_by_two, str(tmp_path), device="cpu")
+    for rank, found in enumerate(both):
+        for mode in ("False", "True"):
+            step, engine, kept, failed, refused = found[mode]
+            assert (step, engine, kept, failed) == (1, [4.0] * 4, {"x": [rank, 7]}, 1.0)
+            assert "another run" in refused
+    for mode in ("False", "True"):
+        assert names(tmp_path / mode) == ["step_000001"]
+        whole = store(tmp_path / mode, engines={"actor": SmallEngine(0)}, identity={})
+        kept = Kept(0)
+        whole.add("random", kept)
+        whole.restore()
+        matrix = whole._engines["actor"].matrix  # type: ignore[attr-defined]
+        assert matrix.tolist() == [[4.0] * 3] * 2 + [[5.0] * 3] * 2
+        assert kept.restored is None
+        manifest = json.loads((tmp_path / mode / "step_000001" / "manifest.json").read_text())
+        assert [shard["file"] for shard in manifest["shards"]] == ["shard_00000.safetensors", "shard_00001.safetensors"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -62,7 +62,7 @@ def run_of(
     ahead = AheadOfTraining(
         source=policy, background=background, sync=policy, prompts=FakePrompts().batch, steps=steps, partial=partial
     )
-    trainer = make_trainer(grpo=True)
+    trainer = make_trainer(grpo=True, export=lambda done: None)
     trainer.settings = RunSettings(steps=steps, **parts)
     trainer.rollout = trainer.sync = ahead
     trainer.actor = policy
@@ -243,3 +243,125 @@ def test_an_error_in_the_background_ends_the_run_at_the_step_that_needs_it() -> 
     assert list(trainer.checkpoints.saved) == [1, 2]  # type: ignore[attr-defined]
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout of step")]
+
+
+class Checkpoints:
+    """Keeps in memory what a run goes on from."""
+
+    def __init__(self, policy: FakePolicy) -> None:
+        self.policy = policy
+        self.ahead: AheadOfTraining | None = None
+        self.kept: dict[int, tuple[torch.Tensor, int, dict[str, torch.Tensor]]] = {}
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
+        assert self.ahead is not None
+        rollout = {name: tensor.clone() for name, tensor in self.ahead.state().items()}
+        self.kept[step] = (self.policy.logits.clone(), state["weight_version"], rollout)
+
+    def poll(self) -> Metrics:
+        return {}
+
+    def finish(self) -> None: ...
+
+
+def saving_run(
+    policy: FakePolicy, background: Any, *, start: int = 0, **settings: Any
+) -> tuple[PPOTrainer, AheadOfTraining, Checkpoints]:
+    trainer, ahead = run_of(policy, background, start=start, save_interval=1, **settings)
+    checkpoints = Checkpoints(policy)
+    trainer.checkpoints, checkpoints.ahead = checkpoints, ahead
+    return trainer, ahead, checkpoints
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("saved", [1, 2, 3])
+def test_a_resumed_run_trains_on_the_rollout_that_was_under_way(saved: int, partial: bool) -> None:
+    """Bit for bit what the run without an end did, tokens, versions and weights; nothing is generated again."""
+    policy = FakePolicy([])
+    trainer, _, checkpoints = saving_run(policy, Recorded(policy), partial=partial)
+    trainer.fit()
+    expected = trainer.metrics.records  # type: ignore[attr-defined]
+
+    logits, version, rollout = checkpoints.kept[saved]
+    assert int(rollout["step"]) == saved
+    resumed = FakePolicy([])
+    resumed.logits = logits
+    resumed.resume_at(version)
+    trainer, ahead, again = saving_run(resumed, Recorded(resumed), start=saved, partial=partial)
+    ahead.restore(rollout)
+    trainer.fit()
+    found = trainer.metrics.records  # type: ignore[attr-defined]
+    assert torch.equal(resumed.logits, policy.logits)
+    for step in range(saved + 1, STEPS + 1):
+        assert {**found[step], "rollout/ahead_wait_s": 0} == {**expected[step], "rollout/ahead_wait_s": 0}
+        assert again.kept[step][2].keys() == checkpoints.kept[step][2].keys()
+        for name, tensor in checkpoints.kept[step][2].items():
+            assert torch.equal(again.kept[step][2][name], tensor), (step, name)
+    assert [event for event in resumed.events if event.startswith("start")] == [
+        f"start {step}" for step in range(saved + 1, STEPS)
+    ]
+    assert checkpoints.kept[STEPS][2] == {}
+
+
+def test_a_publish_after_a_resume_finds_nothing_in_flight() -> None:
+    policy = FakePolicy([])
+    trainer, _, checkpoints = saving_run(policy, Recorded(policy))
+    trainer.fit()
+    resumed = FakePolicy([])
+    _, ahead = run_of(resumed, Recorded(resumed), start=2)
+    ahead.restore(checkpoints.kept[2][2])
+    ahead.publish()
+    assert resumed.events == ["publish"]
+
+
+def test_every_field_of_a_rollout_is_kept() -> None:
+    """Those that are optional too, also for a replica without rows."""
+    policy = FakePolicy([])
+    for rows in (slice(None), slice(0)):
+        rollout = policy.generate(FakePrompts().batch(1), step=1)[rows]
+        size = rollout.tokens.shape
+        rollout.routing = torch.randint(-1, 9, (*size, 2, 3), dtype=torch.int16)
+        rollout.token_versions = torch.randint(0, 9, size)
+        rollout.failed = torch.rand(size[0]) < 0.5
+        background = Recorded(policy)
+        _, ahead = run_of(policy, background)
+        ahead.generate(FakePrompts().batch(0), step=0)
+        background.rollout = rollout
+        tensors = ahead.state()
+        _, resumed = run_of(policy, Recorded(policy), start=1)
+        resumed.restore({name: tensor.clone() for name, tensor in tensors.items()})
+        taken = resumed.generate(FakePrompts().batch(1), step=1)
+        assert taken.batch_size == rollout.batch_size
+        for name, tensor in rollout.items():
+            assert torch.equal(getattr(taken, name), tensor), name
+
+
+def test_a_rollout_of_other_prompts_is_generated_afresh() -> None:
+    policy = FakePolicy([])
+    trainer, _, checkpoints = saving_run(policy, Recorded(policy))
+    trainer.fit()
+    tensors = checkpoints.kept[2][2]
+    for changed in ({"prompts": tensors["prompts"] + 1}, {"step": torch.tensor(STEPS)}):
+        resumed = FakePolicy([])
+        _, ahead = run_of(resumed, Recorded(resumed), start=2)
+        ahead.restore(tensors | changed)
+        ahead.generate(FakePrompts().batch(2), step=2)
+        assert resumed.events[:2] == ["start 2", "finish"]
+
+
+def test_a_failed_generation_does_not_keep_a_checkpoint_from_being_saved() -> None:
+    """The step that needs it fails, the checkpoint before is there and has no rollout."""
+    policy = FakePolicy([])
+
+    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
+        if step == 2:
+            raise ConnectionError("refused")
+        return policy.generate(prompts, step=step)
+
+    trainer, ahead, checkpoints = saving_run(policy, threads_of(policy, generate))
+    with pytest.raises(RunError, match=r"generation of step 2 .*ConnectionError: refused"):
+        trainer.fit()
+    assert list(checkpoints.kept) == [1, 2]
+    assert checkpoints.kept[1][2] != {}
+    assert checkpoints.kept[2][2] == {}
+    ahead.close()

@@ -1,0 +1,204 @@
+"""Saving and loading a training state from two ranks (DP2): against plain writes, copies and torch's DCP.
+
+The state is a Qwen3-shaped model of 0.16 billion parameters in bfloat16 with FP32 main parameters and Adam's moments,
+random: 14 bytes per parameter, 2.2 GB. See README.md for the protocol and how to read it.
+
+    make bench-checkpoint
+    python benchmarks/checkpoint.py --quick       # a small model, for a look at the program, not at the figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from converters import MODELS, QUICK, write_source
+from e2e import bootstrap
+
+MODEL = {**MODELS["dense"], "num_hidden_layers": 8, "vocab_size": 32768}
+# (ours, other) -> largest ratio
+TARGETS = {("save", "write"): 1.2, ("load", "dcp.load"): 0.35, ("async", "save"): 0.1}
+CHUNK = 4 << 20
+BYTES_PER_PARAMETER = 14  # bf16 weights, FP32 main parameters, two FP32 moments
+
+
+def contenders(engine: Any, folder: Path) -> dict[str, Callable[[], float]]:
+    """name -> does it once; returns the seconds of this rank that count."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from mega_rl.checkpoint.store import RunCheckpoints
+    from mega_rl.config.schema import CheckpointConfig
+    from mega_rl.parallel.comm import GroupRanks
+
+    ranks, rank = GroupRanks(dist.group.WORLD), dist.get_rank()
+
+    def store(name: str, *, background: bool) -> RunCheckpoints:
+        return RunCheckpoints(
+            root=folder / name,
+            engines={"actor": engine},
+            ranks=ranks,
+            settings=CheckpointConfig(async_save=background, keep=1, on_error="stop"),
+            identity={},
+            layout="dp2",
+            config={},
+            rank_states={},
+        )
+
+    stores = {"save": store("save", background=False), "async": store("async", background=True)}
+    steps = dict.fromkeys(stores, 0)
+    pieces = engine.state().pieces
+    owned = [piece.data.detach().contiguous() for piece in pieces if piece.owned]
+    mine = torch.cat([data.view(-1).view(torch.uint8) for data in owned])  # its own memory, in one piece
+    read = torch.empty_like(mine)
+    apart = {f"{rank}/{i}": data.clone() for i, data in enumerate(owned)}
+
+    def timed(work: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    def write() -> None:
+        """The same bytes, and no more, into a file of each rank; flushed."""
+        path = folder / f"raw{rank}"
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for start in range(0, len(mine), CHUNK):
+            os.pwrite(descriptor, mine[start : start + CHUNK].numpy().data, start)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def save(name: str) -> None:
+        steps[name] += 1
+        stores[name].save(steps[name], {})
+
+    def save_async() -> float:
+        stall = timed(lambda: save("async"))
+        stores["async"].finish()
+        return stall
+
+    def dcp_save() -> None:
+        shutil.rmtree(folder / f"dcp{rank}", ignore_errors=True)
+        dcp.save(apart, checkpoint_id=folder / f"dcp{rank}", no_dist=True)
+
+    return {
+        "write": lambda: timed(write),
+        "save": lambda: timed(lambda: save("save")),
+        "async": save_async,
+        "dcp.save": lambda: timed(dcp_save),
+        "copy": lambda: timed(lambda: read.copy_(mine)),
+        "load": lambda: timed(stores["save"].restore),
+        "dcp.load": lambda: timed(lambda: dcp.load(apart, checkpoint_id=folder / f"dcp{rank}", no_dist=True)),
+    }
+
+
+def rank_main(arguments: argparse.Namespace) -> None:
+    """One of the two ranks: every round each contender in turn; rank 0 writes what was found."""
+    import torch
+
+    rank, folder = int(os.environ["RANK"]), arguments.folder
+    torch.set_num_threads(1)
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    import torch.distributed as dist
+
+    from mega_rl.assemble import session
+    from mega_rl.config.schema import Config, ModelConfig
+    from mega_rl.engines.build import build_engine
+
+    config = Config(model=ModelConfig(path=str(folder / "model"), dtype="bf16"))
+    with session(config, accelerator) as groups:
+        engine = build_engine(
+            "actor", path=folder / "model", head="lm", trainable=True, config=config, groups=groups,
+            accelerator=accelerator,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(rank)
+        for piece in engine.state().pieces:
+            if "/" in piece.name and not piece.name.startswith("weights/"):
+                piece.data.normal_(generator=generator)
+        parameters = sum(parameter.numel() for model in engine.models for parameter in model.parameters())
+        runs = contenders(engine, folder)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for number in range(arguments.warmup + arguments.rounds):
+            # A load needs a save before it; otherwise the order alternates.
+            saving, loading = list(runs)[:4], list(runs)[4:]
+            for name in [*saving, *loading] if number % 2 else [*reversed(saving), *reversed(loading)]:
+                dist.barrier()
+                spent = torch.tensor(runs[name]())
+                dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+                if number >= arguments.warmup:
+                    seconds[name].append(float(spent))
+        if rank == 0:
+            newest = max((folder / "save").glob("step_*"))
+            on_disk = sum(path.stat().st_size for path in newest.iterdir())
+            found = {"seconds": seconds, "bytes": on_disk, "theory": parameters * BYTES_PER_PARAMETER}
+            (folder / "results.json").write_text(json.dumps(found))
+
+
+def report(found: dict[str, Any]) -> list[str]:
+    """Prints a table; returns the targets that were missed."""
+    seconds, missed = found["seconds"], []
+    size = found["bytes"] / found["theory"]
+    print(f"\n{found['bytes'] / 1e9:.2f} GB on disk, {size:.4f} of 14 bytes per parameter")
+    if size > 1.01:
+        missed.append(f"bytes on disk are {size:.4f} of theory, target 1.01")
+    for name, spent in seconds.items():
+        print(f"  {name:9} {1e3 * statistics.median(spent):8.1f} ms")
+    for ours, other in (*TARGETS, ("async", "copy"), ("load", "copy"), ("save", "dcp.save")):
+        ratios = [a / b for a, b in zip(seconds[ours], seconds[other], strict=True)]
+        low, high = bootstrap(ratios)
+        bound = TARGETS.get((ours, other))
+        target = "" if bound is None else f", target {bound}"
+        print(f"  {ours} / {other}: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}){target}")
+        if bound is not None and high > bound:
+            missed.append(f"{ours} / {other} is {high:.3f} at the end of its interval, target {bound}")
+    return missed
+
+
+def main() -> int:
+    """Print the comparisons; exit code 1 when a target is missed, 2 when the machine was too busy to tell."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path, help="write every sample here")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.folder:
+        rank_main(arguments)
+        return 0
+    load = os.getloadavg()[0]
+    print(f"load average before the run: {load:.1f}")
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_") as name:
+        folder = Path(name)
+        write_source(folder / "model", MODEL | (QUICK if arguments.quick else {}))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        own = [__file__, "--folder", name, "--rounds", str(arguments.rounds), "--warmup", str(arguments.warmup)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+        subprocess.run([sys.executable, *launcher, *own], env=environment, check=True, timeout=3600)
+        found = json.loads((folder / "results.json").read_text())
+    missed = report(found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    for line in missed:
+        print(f"missed: {line}")
+    if load > 1.5:
+        print("void: the machine was busy before the run began")
+        return 2
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A checkpoint's tensors into the live memory of any layout: planned, verified, agreed upon, and only then written."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_rl.checkpoint.reader import MAX_THREADS, Checkpoint, StoredPiece
+from mega_rl.converters.safetensors_io import DTYPE_NAMES
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.parallel.boxes import intersection, within
+from mega_rl.protocols import Ranks
+from mega_rl.types import Box, Piece
+
+HEARD_RANKS = 8  # of those that have problems; what is wrong with a checkpoint is mostly the same on all
+
+
+class Copy(NamedTuple):
+    """Elements that go from a stored piece into live memory."""
+
+    source: StoredPiece
+    inner: Box  # within the stored piece
+    target: Tensor  # [*inner.shape], any strides and device
+
+
+def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks) -> None:
+    """Write what is stored into the memory of every piece; collective over `ranks`, each with pieces of its own.
+
+    Each rank reads and verifies all stored pieces that it needs a part of. Nothing is written anywhere before every
+    rank has found everything in order. Of a resizable tensor the first dimension may differ from what is stored:
+    elements beyond stay as they are.
+
+    Raises:
+        UserErrors: on all ranks alike: names that are missing, other shapes or dtypes, elements that no stored piece
+            has, damaged data.
+    """
+    copies, problems = plan(checkpoint, pieces)
+    _agree(problems, ranks)
+    _agree(_damage(checkpoint, copies), ranks)
+    copies.sort(key=_place)
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for _ in pool.map(lambda copy: checkpoint.read_into(copy.source, copy.inner, copy.target), copies):
+            pass  # taking each result raises what went wrong
+
+
+def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[Copy], list[str]]:
+    """What to copy for these pieces, and what is wrong, each tensor once."""
+    copies: list[Copy] = []
+    problems: dict[str, None] = {}
+    stored: dict[str, _Stored] = {}
+    for piece in pieces:
+        problem = _mismatch(checkpoint, piece)
+        if problem is None:
+            if piece.name not in stored:
+                stored[piece.name] = _Stored(checkpoint.pieces[piece.name])
+            found = stored[piece.name].copies(piece)
+            wanted = _there(piece, checkpoint.manifest.tensors[piece.name].shape)
+            missing = prod(wanted) - sum(prod(copy.inner.shape) for copy in found)
+            if missing:
+                problem = f"{piece.name}: {missing} of its elements from {list(piece.box.offset)} on are stored nowhere"
+            copies += found
+        if problem is not None:
+            problems[f"checkpoint {checkpoint.folder}: {problem}"] = None
+    return copies, list(problems)
+
+
+class _Stored:
+    """The stored pieces of one tensor, by where their first dimension begins."""
+
+    def __init__(self, pieces: Iterable[StoredPiece]) -> None:
+        self.pieces = sorted(((piece.box, piece) for piece in pieces), key=lambda each: each[0].offset[:1])
+        self.starts = [box.offset[0] if box.offset else 0 for box, _ in self.pieces]
+        self.longest = max((box.shape[0] if box.shape else 1 for box, _ in self.pieces), default=0)
+
+    def copies(self, piece: Piece) -> list[Copy]:
+        """From every stored piece that has some of this piece's elements."""
+        first, end = (piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0]) if piece.box.shape else (0, 1)
+        low, high = bisect_left(self.starts, first - self.longest + 1), bisect_left(self.starts, end)
+        found = []
+        for box, source in self.pieces[low:high]:
+            common = intersection(box, piece.box)
+            if common is not None:
+                target = _narrowed(piece.data, within(piece.box, common))
+                found.append(Copy(source, within(box, common), target))
+        return found
+
+
+def _narrowed(data: Tensor, box: Box) -> Tensor:
+    for axis, (offset, length) in enumerate(zip(*box, strict=True)):
+        data = data.narrow(axis, offset, length)
+    return data
+
+
+def _mismatch(checkpoint: Checkpoint, piece: Piece) -> str | None:
+    """What keeps a stored tensor from being this one, None if nothing does."""
+    tensor = checkpoint.manifest.tensors.get(piece.name)
+    if tensor is None:
+        return (
+            f"{piece.name}: is not in it; it is of another model, or of settings with other optimizer state: use the "
+            "settings that it was saved with, or checkpoint.resume=never"
+        )
+    expected = DTYPE_NAMES[piece.data.dtype]
+    if tensor.dtype != expected:
+        return (
+            f"{piece.name}: has dtype {tensor.dtype}, this run's is {expected}; use the dtypes that it was saved with"
+        )
+    skipped = 1 if piece.resizable else 0
+    same = len(tensor.shape) == len(piece.global_shape) and tensor.shape[skipped:] == piece.global_shape[skipped:]
+    if not same:
+        return f"{piece.name}: has shape {list(tensor.shape)}, this run's is {list(piece.global_shape)}: another model"
+    return None
+
+
+def _there(piece: Piece, stored: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the part of a piece that lies within the stored tensor."""
+    if not piece.resizable or not stored:
+        return piece.box.shape
+    rows = min(piece.box.offset[0] + piece.box.shape[0], stored[0]) - piece.box.offset[0]
+    return (max(rows, 0), *piece.box.shape[1:])
+
+
+def _damage(checkpoint: Checkpoint, copies: Sequence[Copy]) -> list[str]:
+    """What is wrong with the data of the stored pieces that are needed."""
+    try:
+        checkpoint.verify({_place(copy): copy.source for copy in copies}.values())
+    except UserError as error:
+        return str(error).split("\n")
+    return []
+
+
+def _place(copy: Copy) -> tuple[str, int]:
+    """Where the stored piece begins."""
+    return str(copy.source.file), copy.source.offset
+
+
+def _agree(problems: Sequence[str], ranks: Ranks) -> None:
+    """Raise the problems of all ranks on every rank; collective."""
+    own = "\n".join(problems).encode(errors="backslashreplace")
+    sizes = torch.zeros(ranks.size, dtype=torch.int64)
+    sizes[ranks.rank] = len(own)
+    sizes = ranks.sum(sizes)
+    heard: dict[str, None] = {}
+    failing = sizes.nonzero().flatten().tolist()
+    for rank in failing[:HEARD_RANKS]:
+        sent = torch.tensor(list(own) if rank == ranks.rank else [0] * int(sizes[rank]), dtype=torch.uint8)
+        text = bytes(ranks.broadcast(sent, source=rank).tolist()).decode(errors="replace")
+        heard |= dict.fromkeys(text.split("\n"))
+    if len(failing) > HEARD_RANKS:
+        heard[f"{len(failing) - HEARD_RANKS} more ranks have problems with this checkpoint"] = None
+    if heard:
+        raise UserErrors(list(heard))

@@ -1,0 +1,374 @@
+"""Folders of checkpoints: which are complete, how one is published, which go, and whose they are. No torch.
+
+A save is made under a hidden name and renamed when all of it is on the disk, so `step_000010` is complete or was
+damaged later. Whatever goes is renamed to a hidden name before its first file is removed. At every moment a reader
+finds the same complete checkpoints, or one more.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import socket
+import stat
+import weakref
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from mega_rl.checkpoint import disk
+from mega_rl.checkpoint.manifest import (
+    COMMIT_FILE,
+    MANIFEST_FILE,
+    MAX_COMMIT_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    check_commit,
+    commit_text,
+    manifest_text,
+    now,
+    parse_manifest,
+)
+from mega_rl.checkpoint.untrusted import clipped, decode_json, read_file
+from mega_rl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+LATEST_FILE, LOCK_FILE = "latest", ".lock"
+_STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,11})")
+_HIDDEN = re.compile(r"\.(step_[0-9]{6,12})\.(tmp|old|removed)")
+_HIDDEN_REASONS = {
+    "tmp": "a save under way, or one that was cut short",
+    "old": "was being replaced by a later save of its step",
+    "removed": "was being removed",
+}
+
+
+def final(root: Path, step: int) -> Path:
+    """Folder of the checkpoint after so many steps."""
+    return root / f"step_{step:06d}"
+
+
+def temporary(root: Path, step: int) -> Path:
+    """Folder that a save is made in."""
+    return _hidden(final(root, step), "tmp")
+
+
+def step_of(folder: Path) -> int:
+    """Steps done when this checkpoint was saved, by its name."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def is_step_folder(path: Path) -> bool:
+    """Whether a path has the name of a checkpoint."""
+    return _STEP.fullmatch(path.name) is not None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked against COMMIT. Raises UserError or UserErrors."""
+    return parse_manifest(_committed(folder), folder / MANIFEST_FILE)
+
+
+def complete(root: Path) -> list[Path]:
+    """Folders of complete checkpoints, oldest first: COMMIT is there and fits the manifest; shards are not looked at.
+
+    Checkpoints of a history that the run has left by going back before them are not among them; see `torn`.
+    """
+    return _survey(root)[0]
+
+
+def torn(root: Path) -> list[tuple[Path, str]]:
+    """(path, reason) of whatever else looks like a checkpoint, and of a `latest` that names none."""
+    return _survey(root)[1]
+
+
+def damaged(root: Path) -> list[tuple[Path, str]]:
+    """Those of `torn` that are newer than every complete one and have lost their COMMIT or manifest since.
+
+    No save that was cut short looks like this, so what they hold is lost only if the user agrees.
+    """
+    whole, others = _survey(root)
+    newest = step_of(whole[-1]) if whole else -1
+    return [(path, why) for path, why in others if is_step_folder(path) and step_of(path) > newest and _faults(path)]
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty folder to save in; what saves before have left under way is removed."""
+    disk.make_folder(root)
+    for path in _entries(root):
+        if (match := _HIDDEN.fullmatch(path.name)) and match[2] == "tmp":
+            disk.remove_tree(path)
+    folder = temporary(root, step)
+    disk.make_folder(folder)
+    return folder
+
+
+def publish(root: Path, step: int, manifest: Manifest) -> Path:
+    """Makes a checkpoint of the shards in `temporary(root, step)`, which are on the disk; returns its folder.
+
+    A checkpoint of that step that is there already is replaced. Raises SaveError.
+    """
+    work, target = temporary(root, step), final(root, step)
+    text = manifest_text(manifest)
+    disk.write_text(work / MANIFEST_FILE, text)
+    disk.write_text(work / COMMIT_FILE, commit_text(text.encode()))
+    disk.sync_folder(work)
+    before = _hidden(target, "old")
+    if os.path.lexists(target):
+        disk.remove_tree(before)
+        disk.rename(target, before)
+    disk.rename(work, target)
+    disk.sync_folder(root)
+    disk.replace_text(root / LATEST_FILE, f"{target.name}\n")
+    disk.remove_tree(before)
+    return target
+
+
+def recover(root: Path) -> None:
+    """Gives a checkpoint its name back that a kill has caught between being replaced and being removed."""
+    for path in _entries(root):
+        match = _HIDDEN.fullmatch(path.name)
+        if match and match[2] == "old" and not os.path.lexists(root / match[1]) and not _faults(path):
+            disk.rename(path, root / match[1])
+            disk.sync_folder(root)
+
+
+def retire(root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str) -> list[Path]:
+    """Removes the checkpoints that `surplus` lists; returns which. Raises SaveError."""
+    found = surplus(root, newest_step=newest_step, keep=keep, keep_interval=keep_interval, keep_best=keep_best)
+    remove([path for path, _ in found])
+    return [path for path, _ in found]
+
+
+def surplus(root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str) -> list[tuple[Path, str]]:
+    """(folder, reason) of what is not to be kept now that `newest_step` is the run's newest checkpoint.
+
+    Kept are the newest `keep`, those whose step is a multiple of `keep_interval` (0: none), and the one with the
+    largest value of the metric `keep_best` ("": none). Later steps are of a history that the run has left. When the
+    newest one lacks shards, all are kept.
+    """
+    whole, others = _survey(root)
+    newest = final(root, newest_step)
+    if newest not in whole or size_faults(newest):
+        log.warning("%s is not complete: no other checkpoint is removed", newest)
+        return []
+    past = [folder for folder in whole if step_of(folder) <= newest_step]
+    kept = {newest, *past[-keep:]} if keep > 0 else {newest}
+    kept |= {folder for folder in past if keep_interval > 0 and step_of(folder) % keep_interval == 0}
+    kept |= set(_best(past, keep_best))
+    left = [(folder, f"the run went back to before step {step_of(folder)}") for folder in whole if folder not in past]
+    for folder, why in left:
+        log.warning("removing %s: %s", folder, why)
+    leftovers = [(path, why) for path, why in others if path.is_dir() and not path.is_symlink()]
+    return [*left, *leftovers, *((folder, "older than those to keep") for folder in past if folder not in kept)]
+
+
+def remove(folders: Sequence[Path]) -> None:
+    """Removes checkpoints so that a kill in between leaves each whole, or under a hidden name. Raises SaveError."""
+    for folder in folders:
+        if not is_step_folder(folder):
+            disk.remove_tree(folder)
+    visible = [folder for folder in folders if is_step_folder(folder)]
+    for folder in visible:
+        disk.remove_tree(_hidden(folder, "removed"))
+        disk.rename(folder, _hidden(folder, "removed"))
+    for root in {folder.parent for folder in visible}:
+        disk.sync_folder(root)
+    for folder in visible:
+        disk.remove_tree(_hidden(folder, "removed"))
+
+
+def size_faults(folder: Path) -> list[str]:
+    """Shards of a complete checkpoint that are missing or of another size; cheap, so no proof that it is whole."""
+    problems = []
+    try:
+        shards = read_manifest(folder).shards
+    except UserError as error:
+        return [str(error)]
+    for shard in shards:
+        try:
+            status = os.lstat(folder / shard.file)
+        except OSError as error:
+            problems.append(f"{folder / shard.file}: {error.strerror}")
+            continue
+        if not stat.S_ISREG(status.st_mode) or status.st_size != shard.nbytes:
+            problems.append(f"{folder / shard.file}: {status.st_size} bytes, expected a file of {shard.nbytes}")
+    return problems
+
+
+class RunLock:
+    """Holds the right to write under `root`, which is made if it is not there; a context manager.
+
+    The kernel frees it with the process, however that ends, and a file that was left behind does no harm. Raises
+    UserError when another process has it: "`what`: another run (host, pid, since) writes checkpoints there; `fix`".
+    """
+
+    def __init__(self, root: Path, *, what: str = "", fix: str = "choose another trainer.run_dir") -> None:
+        self.path = root / LOCK_FILE
+        self._what, self._fix = what or f"trainer.run_dir={root.parent}", fix
+        self._fd: int | None = None
+        # A fork would hold the lock for as long as it lives; its own descriptor is no use to it.
+        own = weakref.WeakMethod(self._close)
+        os.register_at_fork(after_in_child=lambda: (close := own()) and close())
+
+    def __enter__(self) -> RunLock:
+        self.take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Takes the lock, and puts right what a kill between two renames has left. Raises UserError."""
+        assert self._fd is None, f"{self.path} is taken twice"
+        disk.make_folder(self.path.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._fd = os.open(self.path, flags, 0o666)
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._fd, 0)
+        except BlockingIOError as error:
+            holder = self._holder()
+            self._close()
+            raise UserError(f"{self._what}: another run{holder} writes checkpoints there; {self._fix}") from error
+        except OSError as error:
+            self._close()
+            reason = "not a regular file" if error.errno in (errno.EINVAL, errno.ELOOP) else error.strerror
+            raise UserError(f"{self._what}: {self.path} cannot be locked ({reason}); {self._fix}") from error
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "since": now()}
+        disk.write_at(self._fd, 0, [memoryview(json.dumps(record).encode())])
+        recover(self.path.parent)
+
+    def release(self) -> None:
+        """Frees the lock; the file stays, since removing it could take it from under another process."""
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
+
+    def _holder(self) -> str:
+        """Who holds it, as far as the file tells."""
+        try:
+            raw = decode_json(read_file(self.path, 4096), self.path)
+        except UserError:
+            return ""
+        host, pid, since = (clipped(str(raw.get(key, "unknown"))) for key in ("host", "pid", "since"))
+        return f" (host {host}, pid {pid}, since {since})"
+
+
+def _survey(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """What `complete` and `torn` tell."""
+    whole: list[Path] = []
+    others: list[tuple[Path, str]] = []
+    for path in _entries(root):
+        hidden = _HIDDEN.fullmatch(path.name)
+        if hidden:
+            others.append((path, _HIDDEN_REASONS[hidden[2]]))
+        elif is_step_folder(path):
+            why = _faults(path)
+            if why:
+                others.append((path, why))
+            else:
+                whole.append(path)
+    whole.sort(key=step_of)
+    latest, why = _latest(root, whole)
+    if why:
+        others.append((root / LATEST_FILE, why))
+    left = _left(whole, latest)
+    others += [(path, f"of a history that the run has left: {latest} was saved after it") for path in left]
+    return [path for path in whole if path not in left], others
+
+
+def _left(whole: Sequence[Path], latest: Path | None) -> list[Path]:
+    """Checkpoints of later steps than the latest, saved before it.
+
+    A save writes `latest` after the folder has its name, so later ones saved after it are just newer.
+    """
+    later = [] if latest is None else whole[whole.index(latest) + 1 :]
+    if latest is None or not later:
+        return []
+    saved_at = _saved_at(latest)
+    return [folder for folder in later if saved_at is not None and (_saved_at(folder) or saved_at) < saved_at]
+
+
+def _saved_at(folder: Path) -> datetime | None:
+    try:
+        return datetime.fromisoformat(read_manifest(folder).saved_at)
+    except UserError:  # told when it is opened
+        return None
+
+
+def _latest(root: Path, whole: Sequence[Path]) -> tuple[Path | None, str]:
+    """The checkpoint that `latest` names, and else what is wrong with it."""
+    path = root / LATEST_FILE
+    if not os.path.lexists(path):
+        return None, ""
+    try:
+        name = read_file(path, 64).decode("utf-8", errors="replace").removesuffix("\n")
+    except UserError as error:
+        return None, str(error).removeprefix(f"{path}: ")
+    if not _STEP.fullmatch(name):
+        return None, f"holds {clipped(name)!r}, must be a name like step_000010; the newest step is taken instead"
+    if root / name not in whole:
+        return None, f"names {name}, which is not there or not complete; the newest step is taken instead"
+    return root / name, ""
+
+
+def _faults(folder: Path) -> str:
+    """Why a folder is no complete checkpoint, "" if it is."""
+    if folder.is_symlink() or not folder.is_dir():
+        return "is no folder; name another place by checkpoint.resume"
+    if not os.path.lexists(folder / COMMIT_FILE):
+        return f"has no {COMMIT_FILE}: a save that was cut short, or damaged"
+    try:
+        _committed(folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _committed(folder: Path) -> bytes:
+    """The bytes of the manifest, which COMMIT vouches for."""
+    commit = read_file(folder / COMMIT_FILE, MAX_COMMIT_BYTES)
+    manifest = read_file(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    check_commit(commit, manifest, folder)
+    return manifest
+
+
+def _best(folders: Sequence[Path], metric: str) -> list[Path]:
+    """The checkpoint with the largest value of a metric, the later one of equals; none where none has it."""
+    if not metric:
+        return []
+    values = []
+    for folder in folders:
+        try:
+            metrics = read_manifest(folder).metrics
+        except UserError:
+            continue
+        if metric in metrics:
+            values.append((metrics[metric], step_of(folder), folder))
+    return [max(values)[2]] if values else []
+
+
+def _entries(root: Path) -> list[Path]:
+    try:
+        return sorted(root.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{root}: cannot be read ({error.strerror}); choose another trainer.run_dir") from error
+
+
+def _hidden(folder: Path, kind: str) -> Path:
+    return folder.with_name(f".{folder.name}.{kind}")

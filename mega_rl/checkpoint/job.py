@@ -1,0 +1,174 @@
+"""One rank's part of a save, from bytes in memory to the published checkpoint; without torch, for the writer has none.
+
+Every rank writes its shard and then a record of it beside the shard: `.done` with what the manifest needs, or
+`.failed` with a message. The first rank's job goes on to wait for the records of all and to publish the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mega_rl.checkpoint import disk
+from mega_rl.checkpoint.disk import SaveError
+from mega_rl.checkpoint.folders import publish, retire
+from mega_rl.checkpoint.manifest import Manifest, WholeTensor, now
+from mega_rl.checkpoint.shards import PieceSpec, ShardRecord, order, write_shard
+from mega_rl.errors import UserError
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.25  # between two looks for records
+
+
+class JobPiece(NamedTuple):
+    """A piece to write."""
+
+    spec: PieceSpec
+    global_shape: tuple[int, ...]
+    at: int  # first byte in the staging memory, where there is one
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What the first rank does when all shards are there."""
+
+    root: str
+    step: int
+    shards: tuple[str, ...]  # names of all shards, in rank order
+    manifest: dict[str, Any]  # fields of the manifest but for the tensors, shards and date
+    retention: dict[str, Any]  # arguments of folders.retire
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of a save."""
+
+    folder: str  # the temporary one
+    shard: str  # its file name
+    pieces: tuple[JobPiece, ...]
+    timeout_s: float
+    publication: Publication | None = None  # of the first rank
+
+    def to_json(self) -> dict[str, Any]:
+        """As `from_json` takes it."""
+        publication = None if self.publication is None else vars(self.publication)
+        return vars(self) | {"publication": publication}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Job:
+        """Undo `to_json` and what JSON made of it."""
+        pieces = tuple(
+            JobPiece(PieceSpec(name, dtype, tuple(offset), tuple(shape)), tuple(whole), at)
+            for (name, dtype, offset, shape), whole, at in value["pieces"]
+        )
+        found = value["publication"]
+        publication = None if found is None else Publication(**found | {"shards": tuple(found["shards"])})
+        return Job(**value | {"pieces": pieces, "publication": publication})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job that did not fail."""
+
+    nbytes: int  # of this rank's shard
+    notes: tuple[str, ...] = field(default=())  # what went wrong without harm to the checkpoint
+
+
+def perform(job: Job, data: Callable[[int], memoryview], *, given_up: Callable[[], bool]) -> Outcome:
+    """Write the shard and its record; on the first rank publish when all have. data: bytes of the piece of an index.
+
+    Raises:
+        SaveError: naming file and reason; the record says the same, as far as the disk lets it.
+    """
+    deadline = time.monotonic() + job.timeout_s
+    nbytes = 0
+    if job.pieces:
+        nbytes = _write_own(job, data)
+    if job.publication is None:
+        return Outcome(nbytes)
+    return Outcome(nbytes, _publish(job, job.publication, deadline=deadline, given_up=given_up))
+
+
+def _write_own(job: Job, data: Callable[[int], memoryview]) -> int:
+    """Shard and record of this rank; returns the shard's bytes."""
+    folder = Path(job.folder)
+    try:
+        specs = [piece.spec for piece in job.pieces]
+        record = write_shard(folder / job.shard, specs, (data(index) for index in order(specs)))
+        tensors = {piece.spec.name: [piece.spec.dtype, list(piece.global_shape)] for piece in job.pieces}
+        disk.replace_text(folder / _done(job.shard), json.dumps({"shard": record.to_json(), "tensors": tensors}))
+    except SaveError as error:
+        with contextlib.suppress(SaveError):  # the ranks tell each other too
+            disk.replace_text(folder / _failed(job.shard), str(error))
+        raise
+    return record.nbytes
+
+
+def _publish(job: Job, publication: Publication, *, deadline: float, given_up: Callable[[], bool]) -> tuple[str, ...]:
+    """Make the shards of all ranks a checkpoint, then remove old ones; returns what the latter failed with."""
+    folder = Path(job.folder)
+    records: list[ShardRecord] = []
+    tensors: dict[str, WholeTensor] = {}
+    for shard in _wait_for_records(folder, publication.shards, job.timeout_s, deadline=deadline, given_up=given_up):
+        found = json.loads(shard)
+        records.append(ShardRecord.from_json(found["shard"], folder))
+        for name, (dtype, shape) in found["tensors"].items():
+            whole = WholeTensor(dtype, tuple(shape))
+            if tensors.setdefault(name, whole) != whole:
+                raise SaveError(f"tensor {name} is {tensors[name]} on one rank and {whole} on another")
+    for name in publication.shards:
+        disk.remove_file(folder / _done(name))
+    if given_up():
+        raise SaveError("given up")
+    manifest = Manifest(**publication.manifest, saved_at=now(), tensors=tensors, shards=tuple(records))
+    publish(Path(publication.root), publication.step, manifest)
+    try:
+        retire(Path(publication.root), newest_step=publication.step, **publication.retention)
+    except (SaveError, UserError) as error:
+        return (f"old checkpoints could not be removed: {error}",)
+    return ()
+
+
+def _wait_for_records(
+    folder: Path, shards: Sequence[str], timeout_s: float, *, deadline: float, given_up: Callable[[], bool]
+) -> list[str]:
+    """The `.done` of every shard. Raises SaveError with the message of a `.failed`, or at the deadline."""
+    texts: dict[str, str] = {}
+    wait_s = FIRST_WAIT_S
+    while True:
+        for shard in [shard for shard in shards if shard not in texts]:
+            try:
+                texts[shard] = (folder / _done(shard)).read_text(encoding="utf-8")
+            except FileNotFoundError:
+                _raise_if_failed(folder, shard)
+            except OSError as error:
+                raise SaveError(f"{folder / _done(shard)}: {error.strerror}") from error
+        missing = [shard for shard in shards if shard not in texts]
+        if not missing:
+            return [texts[shard] for shard in shards]
+        if given_up():
+            raise SaveError("given up")
+        if time.monotonic() > deadline:
+            raise SaveError(f"waited {timeout_s:g} s for {', '.join(missing)}, which other ranks write")
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+def _raise_if_failed(folder: Path, shard: str) -> None:
+    try:
+        message = (folder / _failed(shard)).read_text(encoding="utf-8")
+    except OSError:
+        return
+    raise SaveError(message)
+
+
+def _done(shard: str) -> str:
+    return Path(shard).stem + ".done"
+
+
+def _failed(shard: str) -> str:
+    return Path(shard).stem + ".failed"

@@ -1,0 +1,213 @@
+"""The manifest of a checkpoint: what it is of, its tensors and its files. No torch.
+
+It is parsed strictly: a key that is missing, unknown or there twice and a value of the wrong kind are errors. COMMIT
+holds the manifest's size and checksum; the manifest those of every header; a header those of the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mega_rl.checkpoint.disk import SaveError
+from mega_rl.checkpoint.shards import ITEM_BYTES, ShardRecord, checksum
+from mega_rl.checkpoint.untrusted import (
+    ANOTHER,
+    decode_json,
+    fault,
+    is_checksum,
+    is_count,
+    is_number,
+    is_shape,
+    is_tensor_name,
+    key_faults,
+    limited,
+    shown,
+)
+from mega_rl.errors import UserError, UserErrors
+
+FORMAT, VERSION = "mega_rl checkpoint", 1
+MANIFEST_FILE, COMMIT_FILE = "manifest.json", "COMMIT"
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_COMMIT_BYTES = 1024
+
+_OBJECTS = ("identity", "state", "config")
+_KEYS = ("format", "version", "step", "saved_at", *_OBJECTS[:2], "numbers", "layout", "config", "versions", "metrics")
+
+
+class WholeTensor(NamedTuple):
+    """A tensor of a checkpoint, of whatever pieces it is stored in."""
+
+    dtype: str  # in safetensors' spelling
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without reading its shards."""
+
+    step: int  # steps done
+    saved_at: str  # ISO 8601 with UTC offset, see `now`
+    identity: Mapping[str, Any]  # what must agree for a resume to make sense
+    state: Mapping[str, Any]  # the trainer's
+    numbers: Mapping[str, Mapping[str, int | float]]  # of each engine
+    world_size: int
+    layout: str
+    config: Mapping[str, Any]  # resolved
+    versions: Mapping[str, str]  # of mega_rl, torch, ...
+    metrics: Mapping[str, float]  # of the step; finite
+    tensors: Mapping[str, WholeTensor]  # by name
+    shards: tuple[ShardRecord, ...]
+
+
+def now() -> str:
+    """The time, as `Manifest.saved_at` has it."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The content of manifest.json. Raises SaveError when something in it is nothing that JSON holds."""
+    raw = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "identity": manifest.identity,
+        "state": manifest.state,
+        "numbers": manifest.numbers,
+        "layout": {"world_size": manifest.world_size, "text": manifest.layout},
+        "config": manifest.config,
+        "versions": manifest.versions,
+        "metrics": manifest.metrics,
+        "tensors": {name: [dtype, list(shape)] for name, (dtype, shape) in manifest.tensors.items()},
+        "shards": [shard.to_json() for shard in manifest.shards],
+    }
+    try:
+        return json.dumps(raw, indent=None, separators=(",", ":"), allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise SaveError(f"manifest of step {manifest.step}: cannot be written as JSON ({error})") from error
+
+
+def commit_text(manifest: bytes) -> str:
+    """The content of COMMIT beside these bytes of manifest.json."""
+    return json.dumps({"manifest": checksum(manifest), "bytes": len(manifest)}) + "\n"
+
+
+def check_commit(commit: bytes, manifest: bytes, folder: Path) -> None:
+    """Raises UserError or UserErrors when COMMIT is damaged, or is not of this manifest."""
+    where = folder / COMMIT_FILE
+    raw = decode_json(commit, where)
+    problems = key_faults(raw, ("manifest", "bytes"), where)
+    if not problems and not is_checksum(raw["manifest"]):
+        problems.append(fault(where, "manifest", raw["manifest"], "must be 16 hexadecimal digits"))
+    if not problems and not is_count(raw["bytes"]):
+        problems.append(fault(where, "bytes", raw["bytes"], "must be a number of bytes"))
+    if problems:
+        raise UserErrors(problems)
+    expected, found = (raw["bytes"], raw["manifest"]), (len(manifest), checksum(manifest))
+    if expected != found:
+        raise UserError(
+            f"{folder / MANIFEST_FILE}: {found[0]} bytes with checksum {found[1]}, expected {expected[0]} with "
+            f"{expected[1]} (by {COMMIT_FILE}); one of the two was changed or the disk is failing: {ANOTHER}"
+        )
+    if commit.decode() != commit_text(manifest):
+        raise UserError(f"{where}: {shown(commit.decode())} is not as it was written; {ANOTHER}")
+
+
+def parse_manifest(data: bytes, where: str | Path) -> Manifest:
+    """The manifest from the bytes of its file. Raises UserError or UserErrors naming file, key, value and rule."""
+    raw = decode_json(data, where)
+    for key, value in (("format", FORMAT), ("version", VERSION)):
+        if raw.get(key) != value or isinstance(raw[key], bool | float):
+            found = f"{key}={shown(raw[key])}" if key in raw else f"{key} is missing"
+            raise UserError(f"{where}: {found}, this program reads {value!r}; {ANOTHER}")
+    problems = key_faults(raw, (*_KEYS, "tensors", "shards"), where)
+    if problems:
+        raise UserErrors(limited(problems, where))
+    problems += _value_faults(raw, where)
+    tensors = _tensors(raw["tensors"], where, problems)
+    shards = _shards(raw["shards"], where, problems)
+    if problems:
+        raise UserErrors(limited(problems, where))
+    return Manifest(
+        **{key: raw[key] for key in ("step", "saved_at", "identity", "state", "config", "versions", "metrics")},
+        numbers=raw["numbers"],
+        world_size=raw["layout"]["world_size"],
+        layout=raw["layout"]["text"],
+        tensors=tensors,
+        shards=shards,
+    )
+
+
+def _value_faults(raw: Mapping[str, Any], where: str | Path) -> list[str]:
+    problems = [fault(where, key, raw[key], "must be an object") for key in _OBJECTS if not isinstance(raw[key], dict)]
+    if not is_count(raw["step"]):
+        problems.append(fault(where, "step", raw["step"], "must be a whole number of at least 0"))
+    if not _is_time(raw["saved_at"]):
+        problems.append(fault(where, "saved_at", raw["saved_at"], "must be a time like 2026-01-31T12:00:00.000+00:00"))
+    layout = raw["layout"]
+    if not isinstance(layout, dict) or set(layout) != {"world_size", "text"}:
+        problems.append(fault(where, "layout", layout, "must be an object of world_size and text"))
+    else:
+        if not is_count(layout["world_size"], 1):
+            problems.append(fault(where, "layout.world_size", layout["world_size"], "must be at least 1"))
+        if not isinstance(layout["text"], str) or len(layout["text"]) > 1024:
+            problems.append(fault(where, "layout.text", layout["text"], "must be a short text"))
+    numbers = raw["numbers"]
+    if not isinstance(numbers, dict) or not all(_is_numbers(value) for value in numbers.values()):
+        problems.append(fault(where, "numbers", numbers, "must be objects of finite numbers, one for each engine"))
+    if not _is_numbers(raw["metrics"]):
+        problems.append(fault(where, "metrics", raw["metrics"], "must be an object of finite numbers"))
+    versions = raw["versions"]
+    if not isinstance(versions, dict) or not all(isinstance(value, str) for value in versions.values()):
+        problems.append(fault(where, "versions", versions, "must be an object of texts"))
+    return problems
+
+
+def _tensors(raw: Any, where: str | Path, problems: list[str]) -> dict[str, WholeTensor]:
+    if not isinstance(raw, dict):
+        problems.append(fault(where, "tensors", raw, "must be an object"))
+        return {}
+    tensors = {}
+    for name, entry in raw.items():
+        if not is_tensor_name(name):
+            problems.append(fault(where, "tensors", name, "must be names of printable parts without . and .."))
+        elif not isinstance(entry, list) or len(entry) != 2 or not is_shape(entry[1]):
+            problems.append(fault(where, name, entry, "must be a dtype and a list of sizes"))
+        elif not isinstance(entry[0], str) or entry[0] not in ITEM_BYTES:
+            problems.append(fault(where, name, entry[0], f"must be one of {', '.join(ITEM_BYTES)}"))
+        else:
+            tensors[name] = WholeTensor(entry[0], tuple(entry[1]))
+    return tensors
+
+
+def _shards(raw: Any, where: str | Path, problems: list[str]) -> tuple[ShardRecord, ...]:
+    if not isinstance(raw, list):
+        problems.append(fault(where, "shards", raw, "must be a list"))
+        return ()
+    shards: dict[str, ShardRecord] = {}
+    for i, entry in enumerate(raw):
+        try:
+            record = ShardRecord.from_json(entry, f"{where}: shards[{i}]")
+        except UserErrors as error:
+            problems += error.problems
+            continue
+        if record.file in shards:
+            problems.append(fault(where, f"shards[{i}].file", record.file, "is there twice"))
+        shards[record.file] = record
+    return tuple(shards.values())
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(is_number(number) for number in value.values())
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False

@@ -1,0 +1,94 @@
+"""The random numbers of a rank, as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from mega_rl.errors import UserError
+
+TRACKED = "tracked/"  # before the names of Megatron-Core's states
+
+
+class Tracker(Protocol):
+    """Megatron-Core's CudaRNGStatesTracker: the random states that its layers draw from, by name."""
+
+    def get_states(self) -> dict[str, Any]:
+        """Tensors, or generators where CUDA graphs need them."""
+        ...
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Replace all of them."""
+        ...
+
+
+class RandomState:
+    """`protocols.RankState` of torch's generators, of Megatron-Core's states, of Python's `random` and of NumPy's."""
+
+    def __init__(self, tracker: Callable[[], Tracker] = get_cuda_rng_tracker) -> None:
+        self._tracker = tracker
+
+    def state(self) -> dict[str, Tensor]:
+        """[bytes] uint8 by name."""
+        tensors = {
+            "torch": torch.get_rng_state(),
+            "python": _encoded(random.getstate()),
+            "numpy": _encoded(np.random.get_state(legacy=False)),
+        }
+        if torch.cuda.is_available():
+            tensors["cuda"] = torch.cuda.get_rng_state()
+        for name, state in self._tracker().get_states().items():
+            found = state.get_state() if isinstance(state, torch.Generator) else state
+            tensors[TRACKED + name] = found.cpu().clone()
+        return tensors
+
+    def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Draw on from there; None keeps the states as the run's seed has made them.
+
+        Raises:
+            UserError: the states are of other generators than this run has.
+        """
+        if tensors is None:
+            return
+        expected, found = self.state().keys(), tensors.keys()
+        if expected != found:
+            raise UserError(
+                f"random states of the checkpoint: {', '.join(sorted(expected ^ found))} on one side only; resume on "
+                "the same kind of device, or on another layout, where random numbers start afresh"
+            )
+        torch.set_rng_state(tensors["torch"])
+        version, words, gauss = _decoded(tensors["python"])
+        random.setstate((version, tuple(words), gauss))
+        np.random.set_state(_decoded(tensors["numpy"]))
+        if "cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda"])
+        self._tracker().set_states({name: self._tracked(name, tensors) for name in self._tracker().get_states()})
+
+    def _tracked(self, name: str, tensors: Mapping[str, Tensor]) -> Any:
+        """A state of the tracker as it wants it: the tensor, or its generator set to it."""
+        now, state = self._tracker().get_states()[name], tensors[TRACKED + name].clone()
+        if isinstance(now, torch.Generator):
+            now.set_state(state)
+            return now
+        return state
+
+
+def _encoded(value: Any) -> Tensor:
+    """[bytes] uint8 of its JSON; floats come back to the bit."""
+    return torch.frombuffer(bytearray(json.dumps(value, default=_plain).encode()), dtype=torch.uint8)
+
+
+def _decoded(tensor: Tensor) -> Any:
+    return json.loads(bytes(tensor.tolist()))
+
+
+def _plain(value: Any) -> Any:
+    assert isinstance(value, np.ndarray | np.generic), type(value)
+    return value.tolist()

@@ -1,0 +1,406 @@
+"""Reads checkpoints: all is checked before a byte of data is used, then pieces go straight to where they are wanted."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from mega_rl.checkpoint.coverage import is_inside, missing_elements, overlap
+from mega_rl.checkpoint.folders import is_step_folder, read_manifest, step_of
+from mega_rl.checkpoint.manifest import MANIFEST_FILE, Manifest
+from mega_rl.checkpoint.shards import CHUNK_BYTES, FORMAT, MAX_HEADER_BYTES, PieceSpec, ShardRecord, checksum
+from mega_rl.checkpoint.untrusted import (
+    ANOTHER,
+    clipped,
+    decode_json,
+    fault,
+    is_checksum,
+    key_faults,
+    limited,
+    open_regular,
+    read_at,
+    shown,
+)
+from mega_rl.converters.safetensors_io import DTYPE_NAMES, DTYPES, TensorInfo, as_bytes, read_header
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.types import Box
+
+MAX_THREADS = 8
+_JOB_BYTES = 32 << 20  # that one thread checks at a time
+_MAX_OPEN_FILES = 256
+# A cut of rows is read row by row where rows lie this far apart, else with what is between them.
+_FAR_BYTES = 32 << 10
+_SHOWN = 500  # characters of a message that has values of a file in it
+_WINDOW_BYTES = 4 << 20  # of memory for what is not read straight into its place
+
+
+class StoredPiece(NamedTuple):
+    """A piece of a tensor and where its bytes are."""
+
+    spec: PieceSpec
+    file: Path
+    offset: int  # from the start of the file
+    checksum: str
+
+    @property
+    def box(self) -> Box:
+        """Where it is in the whole tensor."""
+        return Box(self.spec.offset, self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype as torch has it."""
+        return DTYPES[self.spec.dtype]
+
+
+class Checkpoint:
+    """A complete checkpoint. Reads may come from several threads. As a context manager it closes its files."""
+
+    def __init__(self, folder: Path, manifest: Manifest, pieces: Mapping[str, list[StoredPiece]]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.pieces = dict(pieces)  # by tensor; without elements, it may have none
+        self._fds: dict[Path, int] = {}
+        self._lock = Lock()
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Opens a folder after checking everything but the data.
+
+        COMMIT fits the manifest; the manifest names every shard that is there, with its size and its header's checksum;
+        every tensor of the manifest, and no other, is covered by pieces of its dtype, each element exactly once.
+        Raises UserError or UserErrors.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise UserError(f"checkpoint {folder}: no such folder; {ANOTHER}")
+        manifest = read_manifest(folder)
+        if is_step_folder(folder) and step_of(folder) != manifest.step:
+            raise UserError(fault(folder / MANIFEST_FILE, "step", manifest.step, "is not that of the folder's name"))
+        problems = _strangers(folder, manifest)
+        pieces: dict[str, list[StoredPiece]] = {name: [] for name in manifest.tensors}
+        for record in manifest.shards:
+            try:
+                for piece in _read_shard(folder / record.file, record, manifest):
+                    pieces[piece.spec.name].append(piece)
+            except UserErrors as error:
+                problems += error.problems
+            except UserError as error:
+                problems.append(str(error))
+        problems = problems or _coverage_faults(folder, manifest, pieces)
+        if problems:
+            raise UserErrors(limited(problems, folder))
+        return cls(folder, manifest, pieces)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files; the checkpoint may be used again and reopens them."""
+        with self._lock:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds.clear()
+
+    def all_pieces(self) -> Iterator[StoredPiece]:
+        """Every piece of every tensor."""
+        for pieces in self.pieces.values():
+            yield from pieces
+
+    def verify(self, pieces: Iterable[StoredPiece]) -> None:
+        """Reads the bytes of pieces and compares their checksums. Raises UserErrors naming file, tensor, both sums."""
+        wanted = sorted(dict.fromkeys(pieces), key=lambda piece: (piece.file, piece.offset))
+        jobs = _jobs(wanted)
+        if not jobs:
+            return
+        with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)), len(jobs))) as pool:
+            problems = [problem for found in pool.map(self._data_faults, jobs) for problem in found]
+        if problems:
+            raise UserErrors(limited(problems, self.folder))
+
+    def read_into(self, piece: StoredPiece, inner: Box, target: Tensor) -> None:
+        """Reads a box of a piece, seen from the piece's first element, into `target` [*inner.shape] of its dtype.
+
+        The target may be on any device and have any strides; contiguous on the CPU it is read into straight. Checks no
+        checksum. Raises UserError when the file ends or cannot be read.
+        """
+        spec = piece.spec
+        assert (target.dtype, tuple(target.shape)) == (piece.dtype, tuple(inner.shape)), (piece, inner, target.shape)
+        assert is_inside(PieceSpec(spec.name, spec.dtype, *inner), spec.shape), (piece, inner)
+        if target.numel() == 0:
+            return
+        with self._open(piece.file) as fd:
+            _read_box(fd, piece, inner, target.detach())
+
+    def _data_faults(self, pieces: Sequence[StoredPiece]) -> list[str]:
+        """What is wrong with the data of pieces of one file."""
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        problems = []
+        try:
+            with self._open(pieces[0].file) as fd:
+                for piece in pieces:
+                    running = xxhash.xxh3_64()
+                    for low in range(0, piece.spec.nbytes, CHUNK_BYTES):
+                        part = buffer[: min(CHUNK_BYTES, piece.spec.nbytes - low)]
+                        _fill(fd, part, piece.offset + low, piece)
+                        running.update(part)
+                    if (found := running.hexdigest()) != piece.checksum:
+                        problems.append(
+                            f"{piece.file}: {_place(piece)}: checksum {found}, expected {piece.checksum}; "
+                            f"the file was changed or the disk is failing: {ANOTHER}"
+                        )
+        except UserError as error:
+            problems.append(str(error))
+        return problems
+
+    @contextmanager
+    def _open(self, file: Path) -> Iterator[int]:
+        """A descriptor; so many stay open, and more are closed after use."""
+        with self._lock:
+            fd = self._fds.get(file)
+            if fd is None and len(self._fds) < _MAX_OPEN_FILES:
+                fd = self._fds[file] = open_regular(file)[0]
+        if fd is not None:
+            yield fd
+            return
+        fd = open_regular(file)[0]
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _strangers(folder: Path, manifest: Manifest) -> list[str]:
+    """A message for every shard in the folder that the manifest does not name."""
+    known = {record.file for record in manifest.shards}
+    try:
+        found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in known)
+    except OSError as error:
+        return [f"{folder}: cannot be read ({error.strerror}); {ANOTHER}"]
+    return [f"{folder / clipped(name)}: is not in {MANIFEST_FILE}; remove it or {ANOTHER}" for name in found]
+
+
+def _read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[StoredPiece]:
+    """The pieces of a shard whose header is the one that the manifest vouches for. Raises UserError or UserErrors."""
+    fd, size = open_regular(path)
+    try:
+        if size != record.nbytes:
+            cause = "truncated" if size < record.nbytes else "changed"
+            raise UserError(f"{path}: {size} bytes, expected {record.nbytes}; the file was {cause}: {ANOTHER}")
+        prefix = read_at(fd, 0, 8, path)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise UserError(f"{path}: claims a header of {length} bytes in {size}; the file was changed: {ANOTHER}")
+        text = read_at(fd, 8, length, path)
+    finally:
+        os.close(fd)
+    if (found := checksum(prefix + text)) != record.header:
+        raise UserError(
+            f"{path}: its header has checksum {found}, expected {record.header}; the file was changed, is of another "
+            f"checkpoint, or the disk is failing: {ANOTHER}"
+        )
+    infos = _entries(path)
+    checksums = _checksums(text, path)
+    problems = [f"{path}: {clipped(key)} has no checksum; {ANOTHER}" for key in infos if key not in checksums]
+    problems += [
+        f"{path}: a checksum of {clipped(k)}, which is not there; {ANOTHER}" for k in checksums if k not in infos
+    ]
+    if problems:
+        raise UserErrors(problems)
+    pieces = []
+    for key, info in infos.items():
+        spec = _piece_spec(key, info, manifest, problems)
+        if spec is not None:
+            pieces.append(StoredPiece(spec, path, info.offset, checksums[key]))
+    if problems:
+        raise UserErrors(problems)
+    return pieces
+
+
+def _entries(path: Path) -> dict[str, TensorInfo]:
+    """The entries of a header, by key; errors say what a user of checkpoints can do. Raises UserErrors."""
+    try:
+        return read_header(path)
+    except UserError as error:
+        problems = error.problems if isinstance(error, UserErrors) else (str(error),)
+        told = [problem.removesuffix("; fetch the file again") for problem in problems]
+        # Names in a header may hold anything.
+        told = ["".join(c if c.isprintable() else "?" for c in problem[:_SHOWN]) for problem in told]
+        raise UserErrors(limited([f"{problem}; {ANOTHER}" for problem in told], path)) from error
+
+
+def _checksums(header: bytes, path: Path) -> dict[str, str]:
+    """The checksums that a header holds, by key."""
+    metadata = decode_json(header, path).get("__metadata__")
+    if not isinstance(metadata, dict):
+        raise UserError(fault(path, "__metadata__", metadata, "must be an object"))
+    problems = key_faults(metadata, ("format", "checksums"), f"{path}: __metadata__")
+    if problems:
+        raise UserErrors(problems)
+    if metadata["format"] != FORMAT:
+        raise UserError(fault(path, "format", metadata["format"], f"must be {FORMAT!r}"))
+    if not isinstance(metadata["checksums"], str):
+        raise UserError(fault(path, "checksums", metadata["checksums"], "must be a text of JSON"))
+    # A lone surrogate is a text that JSON can hold and UTF-8 cannot.
+    checksums = decode_json(metadata["checksums"].encode(errors="replace"), f"{path}: checksums")
+    problems = [
+        fault(path, key, value, "must be 16 hexadecimal digits")
+        for key, value in checksums.items()
+        if not is_checksum(value)
+    ]
+    if problems:
+        raise UserErrors(problems)
+    return checksums
+
+
+def _piece_spec(key: str, info: TensorInfo, manifest: Manifest, problems: list[str]) -> PieceSpec | None:
+    """The piece of a header's entry, None after adding to `problems` what is wrong with it."""
+    name, at, text = key.rpartition("@")
+    where = f"{info.file}: {clipped(key)}"
+    whole = manifest.tensors.get(name) if at else None
+    if whole is None:
+        problems.append(f"{where}: is of no tensor of {MANIFEST_FILE}; {ANOTHER}")
+        return None
+    numbers = text.split(",") if text else []
+    if len(numbers) != len(whole.shape) or not all(_is_offset(number) for number in numbers):
+        problems.append(f"{where}: must end in @ and {len(whole.shape)} numbers; {ANOTHER}")
+        return None
+    spec = PieceSpec(name, DTYPE_NAMES[info.dtype], tuple(map(int, numbers)), info.shape)
+    if spec.dtype != whole.dtype:
+        problems.append(f"{where}: is {spec.dtype}, but {whole.dtype} in {MANIFEST_FILE}; {ANOTHER}")
+    elif not is_inside(spec, whole.shape):
+        problems.append(f"{where}: {shown(list(spec.shape))} lies outside of {shown(list(whole.shape))}; {ANOTHER}")
+    return spec
+
+
+def _is_offset(text: str) -> bool:
+    """Whether a text is a whole number as Python writes it, of a size that a tensor has."""
+    return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
+
+
+def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list[StoredPiece]]) -> list[str]:
+    """A message for every tensor that the pieces do not cover exactly once."""
+    problems = []
+    for name, whole in manifest.tensors.items():
+        pieces = [piece.spec for piece in stored[name]]
+        if len(pieces) == 1 and pieces[0].shape == whole.shape:
+            continue
+        what = f"{folder}: {clipped(name)} {list(whole.shape)}"
+        missing = missing_elements(pieces, whole.shape)
+        if (pair := overlap(pieces)) is not None:
+            at = " and ".join(f"{list(p.shape)} at {list(p.offset)}" for p in pair)
+            problems.append(f"{what}: its pieces {at} overlap; {ANOTHER}")
+        elif missing:
+            problems.append(f"{what}: its pieces lack {missing} of {prod(whole.shape)} elements; {ANOTHER}")
+    return problems
+
+
+def _jobs(pieces: Sequence[StoredPiece]) -> list[list[StoredPiece]]:
+    """Pieces of one file that lie one after the other, in parts that are worth a thread's while."""
+    jobs: list[list[StoredPiece]] = []
+    size = 0
+    for piece in pieces:
+        if not jobs or size >= _JOB_BYTES or jobs[-1][0].file != piece.file:
+            jobs.append([])
+            size = 0
+        jobs[-1].append(piece)
+        size += piece.spec.nbytes
+    return jobs
+
+
+def _read_box(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
+    """As `Checkpoint.read_into`; splits what does not fit a window and cannot be read into the target itself."""
+    if target.device.type == "cpu" and target.is_contiguous():
+        _read_rows(fd, piece, inner, target)
+    elif (
+        target.nbytes > _WINDOW_BYTES
+        and (dim := next((d for d, n in enumerate(inner.shape) if n > 1), None)) is not None
+    ):
+        half = inner.shape[dim] // 2
+        for low, size in ((0, half), (half, inner.shape[dim] - half)):
+            offset = (*inner.offset[:dim], inner.offset[dim] + low, *inner.offset[dim + 1 :])
+            shape = (*inner.shape[:dim], size, *inner.shape[dim + 1 :])
+            _read_box(fd, piece, Box(offset, shape), target.narrow(dim, low, size))
+    else:
+        part = torch.empty(inner.shape, dtype=target.dtype)
+        _read_rows(fd, piece, inner, part)
+        target.copy_(part)
+
+
+def _read_rows(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
+    """Reads a box into contiguous memory: as rows of the file that are as long as can be, equally far apart."""
+    outer, item = piece.spec.shape, target.element_size()
+    strides = [prod(outer[dim + 1 :]) * item for dim in range(len(outer))]
+    start = piece.offset + sum(o * stride for o, stride in zip(inner.offset, strides, strict=True))
+    # Not by `view`: a contiguous tensor of one element may have any stride.
+    out = as_bytes(target.as_strided((target.numel(),), (1,))).data
+    # The last dimension that is cut: all within it is one run of bytes.
+    cut = max((dim for dim in range(len(outer)) if inner.shape[dim] != outer[dim]), default=0)
+    run = prod(inner.shape[cut:]) * item
+    counts, steps = list(inner.shape[:cut]), strides[:cut]
+    while counts and counts[-1] == 1:
+        counts.pop()
+        steps = steps[:-1]
+    rows, pitch = (counts.pop(), steps[-1]) if counts else (1, run)
+    block = rows * run
+    for i in range(len(out) // block):
+        at, left = start, i
+        for count, step in zip(reversed(counts), reversed(steps[: len(counts)]), strict=True):
+            left, index = divmod(left, count)
+            at += index * step
+        _read_pitched(fd, piece, at, pitch, run, out[i * block : (i + 1) * block])
+
+
+def _read_pitched(fd: int, piece: StoredPiece, at: int, pitch: int, run: int, out: memoryview) -> None:
+    """Fills `out` with runs of bytes that begin `pitch` bytes apart."""
+    rows = len(out) // run
+    if pitch == run or rows == 1:
+        _fill(fd, out, at, piece)
+    elif pitch >= _FAR_BYTES:
+        for row in range(rows):
+            _fill(fd, out[row * run : (row + 1) * run], at + row * pitch, piece)
+    else:
+        step = _WINDOW_BYTES // pitch
+        window = torch.empty(step, pitch, dtype=torch.uint8)
+        source = as_bytes(window.view(-1)).data
+        into = torch.frombuffer(out, dtype=torch.uint8).view(rows, run)
+        for low in range(0, rows, step):
+            count = min(step, rows - low)
+            _fill(fd, source[: (count - 1) * pitch + run], at + low * pitch, piece)
+            into[low : low + count] = window[:count, :run]
+
+
+def _fill(fd: int, buffer: memoryview, offset: int, piece: StoredPiece) -> None:
+    """Fills a buffer from a file. Raises UserError when the file ends before."""
+    while len(buffer):
+        try:
+            count = os.preadv(fd, [buffer], offset)
+        except OSError as error:
+            raise UserError(f"{piece.file}: {_place(piece)}: cannot be read ({error.strerror}); {ANOTHER}") from error
+        if count == 0:
+            raise UserError(
+                f"{piece.file}: {_place(piece)}: the file ends at byte {offset}, {len(buffer)} bytes are missing; "
+                f"it was truncated: {ANOTHER}"
+            )
+        buffer, offset = buffer[count:], offset + count
+
+
+def _place(piece: StoredPiece) -> str:
+    return f"{piece.spec.name} at {list(piece.spec.offset)}"

@@ -1,0 +1,180 @@
+"""Which checkpoint a run goes on from, and how its parts get it back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.agreement import first_failure, told
+from mega_rl.checkpoint.fill import fill
+from mega_rl.checkpoint.manifest import Manifest
+from mega_rl.checkpoint.reader import Checkpoint
+from mega_rl.checkpoint.untrusted import ANOTHER
+from mega_rl.config.schema import CheckpointConfig
+from mega_rl.converters.safetensors_io import DTYPES
+from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.parallel.boxes import whole
+from mega_rl.protocols import Engine, Ranks, RankState
+from mega_rl.types import Piece
+
+log = logging.getLogger(__name__)
+
+
+class _Damaged(UserError):
+    """A checkpoint that cannot be used, where an older one may."""
+
+
+def resume(
+    *,
+    root: Path,
+    engines: Mapping[str, Engine],
+    ranks: Ranks,
+    settings: CheckpointConfig,
+    identity: Mapping[str, Any],
+    layout: str,
+    rank_states: Mapping[str, RankState],
+) -> Manifest | None:
+    """The manifest of the checkpoint that engines and rank states were filled from; None to start afresh; collective.
+
+    Raises:
+        UserError: on all ranks; nothing of the engines was touched.
+    """
+    candidates = _candidates(root, settings, ranks)
+    first: _Damaged | None = None
+    for folder in candidates:
+        try:
+            manifest = _restore(folder, engines, ranks, identity, layout, rank_states)
+        except _Damaged as error:
+            first = first or error
+            if not settings.fallback:
+                break
+            if ranks.rank == 0:
+                log.warning("FALLING BACK to an older checkpoint: %s is damaged: %s", folder, error)
+            continue
+        if ranks.rank == 0:
+            log.info("restored %s", folder)
+        return manifest
+    if first is not None:
+        raise UserErrors(str(first).split("\n")) from first
+    return None
+
+
+def rank_prefix(rank: int, name: str) -> str:
+    """How the names of a rank state's tensors begin."""
+    return f"rank{rank:05d}/{name}/"
+
+
+def _candidates(root: Path, settings: CheckpointConfig, ranks: Ranks) -> list[Path]:
+    """Checkpoints to resume from, best first, as rank 0 sees them; collective. Raises UserError on all ranks."""
+    found: list[str] = []
+    message = None
+    if ranks.rank == 0:
+        try:
+            found = [str(folder) for folder in _complete_at(root, settings)]
+        except UserError as error:
+            message = str(error)
+    message = first_failure(message, ranks)
+    if message is not None:
+        raise UserError(message)
+    return [Path(folder) for folder in told(found, ranks)]
+
+
+def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
+    wanted = settings.resume
+    if wanted == "never":
+        return []
+    if wanted == "auto":
+        for folder, why in folders.torn(root):
+            log.warning("%s is no checkpoint and is ignored: %s", folder, why)
+        damaged = [f"{folder}: {why}" for folder, why in folders.damaged(root)]
+        if damaged and not settings.fallback:
+            raise UserError(damaged[-1] if ANOTHER in damaged[-1] else f"{damaged[-1]}; {ANOTHER}")
+        return folders.complete(root)[::-1]
+    path = Path(wanted).absolute()
+    if path in folders.complete(path.parent):
+        return [path]
+    found = folders.complete(path / "checkpoints") or folders.complete(path)
+    if not found:
+        raise UserError(f"checkpoint.resume={wanted}: no complete checkpoint there (COMMIT is missing)")
+    return found[::-1]
+
+
+def _restore(
+    folder: Path,
+    engines: Mapping[str, Engine],
+    ranks: Ranks,
+    identity: Mapping[str, Any],
+    layout: str,
+    rank_states: Mapping[str, RankState],
+) -> Manifest:
+    """Everything from one checkpoint; collective. Raises _Damaged or UserError on all ranks."""
+    checkpoint, message = None, None
+    try:
+        checkpoint = Checkpoint.open(folder)
+    except UserError as error:
+        message = str(error)
+    message = first_failure(message, ranks)
+    if message is not None:
+        raise _Damaged(message)
+    assert checkpoint is not None
+    with checkpoint:
+        manifest = checkpoint.manifest
+        _check_identity(folder, manifest, identity)
+        _check_engines(folder, manifest, engines)
+        same_layout = (manifest.world_size, manifest.layout) == (ranks.size, layout)
+        pieces = []
+        for name, engine in engines.items():
+            pieces += [replace(piece, name=f"{name}/{piece.name}") for piece in engine.state().pieces]
+        kept = {name: _own(checkpoint, rank_prefix(ranks.rank, name)) if same_layout else {} for name in rank_states}
+        for name, tensors in kept.items():
+            for key, tensor in tensors.items():
+                shape = tuple(tensor.shape)
+                pieces.append(Piece(rank_prefix(ranks.rank, name) + key, shape, whole(shape), tensor, owned=False))
+        try:
+            fill(checkpoint, pieces, ranks=ranks)
+        except (UserError, RunError) as error:
+            raise _Damaged(str(error)) from error
+    if not same_layout and ranks.rank == 0:
+        log.info("%s is of the layout %s: ranks draw fresh random numbers", folder, manifest.layout)
+    for name, engine in engines.items():
+        engine.restored(manifest.numbers[name])
+    for name, rank_state in rank_states.items():
+        rank_state.restore(kept[name] or None)
+    return manifest
+
+
+def _check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+    found = manifest.identity
+    differing = [key for key, value in identity.items() if found.get(key) != value]
+    if differing:
+        changes = ", ".join(f"{key}: {found.get(key)!r} -> {identity[key]!r}" for key in differing)
+        raise UserError(
+            f"checkpoint {folder} is of another run ({changes}); set checkpoint.resume=never or another trainer.run_dir"
+        )
+
+
+def _check_engines(folder: Path, manifest: Manifest, engines: Mapping[str, Engine]) -> None:
+    missing = [name for name in engines if name not in manifest.numbers]
+    surplus = [name for name in manifest.numbers if name not in engines]
+    if missing or surplus:
+        what = " and ".join([f"no {name}" for name in missing] + [f"a {name} that this run lacks" for name in surplus])
+        raise UserError(
+            f"checkpoint {folder} has {what}; it is of a run with other models: "
+            "set checkpoint.resume=never or to another checkpoint"
+        )
+
+
+def _own(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
+    """Empty tensors for those of this prefix, by the rest of their names."""
+    tensors = checkpoint.manifest.tensors
+    return {
+        name.removeprefix(prefix): torch.empty(tuple(shape), dtype=DTYPES[dtype])
+        for name, (dtype, shape) in tensors.items()
+        if name.startswith(prefix)
+    }

@@ -1,0 +1,166 @@
+"""Shards: safetensors files of pieces of tensors, each with a checksum. No torch.
+
+A piece's key is `NAME@o0,o1,...`: the whole tensor's name and where in it the piece begins. The header's `__metadata__`
+holds the checksum of each piece's bytes. Checksums are all of one width, so the header's length is known before the
+data is: the data is written first and hashed on the way, the header last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from mega_rl.checkpoint import disk
+from mega_rl.checkpoint.untrusted import fault, is_checksum, is_count, key_faults
+from mega_rl.errors import UserErrors
+
+FORMAT = "mega_rl shard 1"
+MAX_HEADER_BYTES = 100_000_000
+# Hashed, and then copied by the kernel while the caches still hold it.
+CHUNK_BYTES = 1 << 20
+SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
+
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "C64": 8,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+
+class PieceSpec(NamedTuple):
+    """A box of elements of a tensor, as it is stored.
+
+    Offset and shape are those of a `mega_rl.types.Box`, which needs torch; the process that writes does without it.
+    """
+
+    name: str  # of the whole tensor
+    dtype: str  # in safetensors' spelling: "F32", "BF16"
+    offset: tuple[int, ...]  # of the piece in the whole
+    shape: tuple[int, ...]  # of the piece
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """The tensor's name in the shard."""
+        return f"{self.name}@{','.join(map(str, self.offset))}"
+
+
+class ShardRecord(NamedTuple):
+    """What the manifest says of a shard."""
+
+    file: str  # its name in the folder
+    nbytes: int
+    header: str  # checksum of its first bytes: the header's length and text
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the manifest."""
+        return {"file": self.file, "bytes": self.nbytes, "header": self.header}
+
+    @classmethod
+    def from_json(cls, raw: Any, where: str | Path) -> ShardRecord:
+        """From decoded JSON. Raises UserErrors."""
+        if not isinstance(raw, dict):
+            raise UserErrors([fault(where, "shard", raw, "must be an object")])
+        problems = key_faults(raw, ("file", "bytes", "header"), where)
+        if not problems:
+            file, nbytes, header = raw["file"], raw["bytes"], raw["header"]
+            if not isinstance(file, str) or not SHARD_NAME.fullmatch(file):
+                problems.append(fault(where, "file", file, "must be a name like shard_00000.safetensors"))
+            if not is_count(nbytes, 8):
+                problems.append(fault(where, "bytes", nbytes, "must be a number of bytes"))
+            if not is_checksum(header):
+                problems.append(fault(where, "header", header, "must be 16 hexadecimal digits"))
+        if problems:
+            raise UserErrors(problems)
+        return cls(file, nbytes, header)
+
+
+def shard_name(rank: int) -> str:
+    """File name of the shard that a rank (global) writes."""
+    return f"shard_{rank:05d}.safetensors"
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """xxh3_64 as 16 hexadecimal digits."""
+    return str(xxhash.xxh3_64_hexdigest(data))
+
+
+def order(specs: Sequence[PieceSpec]) -> list[int]:
+    """Positions of the pieces in the order of the file: wide items first, so that every piece is aligned to its own."""
+    return sorted(range(len(specs)), key=lambda i: -ITEM_BYTES[specs[i].dtype])
+
+
+def shard_bytes(specs: Sequence[PieceSpec]) -> int:
+    """Size of the file that `write_shard` would make."""
+    return len(_header(specs, ["0" * 16] * len(specs))) + sum(spec.nbytes for spec in specs)
+
+
+def write_shard(path: Path, specs: Sequence[PieceSpec], data: Iterable[memoryview]) -> ShardRecord:
+    """Writes a new shard durably, except for its name; goes through the data once.
+
+    `data` gives the bytes of each piece (flat, format "B") in the order of `order(specs)`; a view may be reused once
+    the next one is asked for. Raises SaveError when the disk does not take it; a half file then stays.
+    """
+    placed = [specs[i] for i in order(specs)]
+    checksums = ["0" * 16] * len(placed)
+    start = at = len(_header(placed, checksums))
+    fd = disk.open_new(path)
+    try:
+        for i, (spec, view) in enumerate(zip(placed, data, strict=True)):
+            assert (view.format, view.shape) == ("B", (spec.nbytes,)), (spec, view.format, view.shape)
+            running = xxhash.xxh3_64()
+            for low in range(0, len(view), CHUNK_BYTES):
+                chunk = view[low : low + CHUNK_BYTES]
+                running.update(chunk)
+                disk.write_at(fd, at, [chunk])
+                at += len(chunk)
+            checksums[i] = running.hexdigest()
+        header = _header(placed, checksums)
+        assert len(header) == start, "the header's length depends on the checksums"
+        disk.write_at(fd, 0, [memoryview(header)])
+        disk.sync(fd)
+    finally:
+        os.close(fd)
+    return ShardRecord(path.name, at, checksum(header))
+
+
+def _header(placed: Sequence[PieceSpec], checksums: Sequence[str]) -> bytes:
+    """Length and text of the header; `placed` in the order of the file."""
+    keys = [spec.key for spec in placed]
+    assert len(set(keys)) == len(keys), f"written twice: {sorted({key for key in keys if keys.count(key) > 1})}"
+    sums = json.dumps(dict(zip(keys, checksums, strict=True)), separators=(",", ":"))
+    entries: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": FORMAT, "checksums": sums}}
+    at = 0
+    for key, spec in zip(keys, placed, strict=True):
+        end = at + spec.nbytes
+        entries[key] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

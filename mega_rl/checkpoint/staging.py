@@ -1,0 +1,122 @@
+"""Bytes of pieces on the host: copied into memory that another process maps, or looked at where they are."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mega_rl.checkpoint.disk import SaveError
+from mega_rl.checkpoint.job import JobPiece
+from mega_rl.checkpoint.shards import PieceSpec, order
+from mega_rl.converters.safetensors_io import DTYPE_NAMES, as_bytes
+from mega_rl.types import Piece
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 64  # of pieces in the memory: of a cache line, and more than any dtype asks for
+
+
+def plan(pieces: Sequence[Piece]) -> tuple[list[Piece], list[JobPiece], int]:
+    """(pieces in the order in which they are written, the same with their places in the memory, bytes of it)."""
+    specs = [PieceSpec(p.name, DTYPE_NAMES[p.data.dtype], p.box.offset, p.box.shape) for p in pieces]
+    chosen = order(specs)
+    laid_out, end = [], 0
+    for index in chosen:
+        laid_out.append(JobPiece(specs[index], pieces[index].global_shape, at=end))
+        end += -(-pieces[index].data.nbytes // ALIGNMENT) * ALIGNMENT
+    return [pieces[index] for index in chosen], laid_out, end
+
+
+class Staging:
+    """Memory without a name that a writer process maps too; kept from save to save, for its pages cost as much as a
+    copy, and grown when a save needs more. Pinned where there is CUDA, so that copies run beside each other.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("checkpoint staging")
+        self._memory: Tensor | None = None  # [bytes] uint8
+        self._pinned = False
+
+    def copy(self, pieces: Sequence[Piece], places: Sequence[JobPiece], nbytes: int) -> None:
+        """Copy every piece to its place; all of it is done when this returns.
+
+        Raises:
+            SaveError: the host has no memory for it.
+        """
+        memory = self._grown(nbytes)
+        for piece, place in zip(pieces, places, strict=True):
+            if piece.data.numel():
+                target = memory[place.at : place.at + piece.data.nbytes].view(piece.data.dtype)
+                target.view(piece.data.shape).copy_(piece.data.detach(), non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Give the memory back; may be called twice."""
+        self._forget()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _grown(self, nbytes: int) -> Tensor:
+        if self._memory is None or self._memory.nbytes < nbytes:
+            self._forget()
+            try:
+                # Takes the pages now: memory that is only promised would end the process when it is written.
+                os.posix_fallocate(self.descriptor, 0, max(nbytes, mmap.PAGESIZE))
+                mapped = mmap.mmap(self.descriptor, max(nbytes, mmap.PAGESIZE))
+            except (OSError, MemoryError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "out of memory"
+                raise SaveError(f"no {nbytes} bytes of host memory to copy the state to: {reason}") from error
+            self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+            self._pin(self._memory)
+        return self._memory
+
+    def _pin(self, memory: Tensor) -> None:
+        if not torch.cuda.is_available():
+            return
+        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        self._pinned = int(code) == 0
+        if not self._pinned:
+            log.warning(
+                "the memory that checkpoints are copied to is not pinned (CUDA error %d): copies wait", int(code)
+            )
+
+    def _forget(self) -> None:
+        """The mapping goes when nothing sees it any more."""
+        if self._memory is not None and self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._pinned = None, False
+
+
+def direct(pieces: Sequence[Piece]) -> Callable[[int], memoryview]:
+    """The bytes of the piece of an index, each valid until the next is asked for.
+
+    Contiguous memory of the host is looked at where it is; anything else goes through a buffer as large as the largest.
+    """
+    strided = [p.data.nbytes for p in pieces if not _is_plain(p.data)]
+    buffer = torch.empty(max(strided, default=0), dtype=torch.uint8, pin_memory=bool(strided) and _on_cuda(pieces))
+
+    def data(index: int) -> memoryview:
+        tensor = pieces[index].data.detach()
+        if not tensor.numel():
+            return memoryview(b"")
+        if not _is_plain(tensor):
+            target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor = target.copy_(tensor)
+        return memoryview(as_bytes(tensor.reshape(-1)))  # type: ignore[arg-type]
+
+    return data
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _on_cuda(pieces: Sequence[Piece]) -> bool:
+    return any(piece.data.is_cuda for piece in pieces)

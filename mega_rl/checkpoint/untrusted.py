@@ -1,0 +1,162 @@
+"""Reading what nobody vouches for: regular files of bounded size, and JSON without surprises. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from mega_rl.errors import UserError
+
+ANOTHER = "set checkpoint.fallback=true to go on from the checkpoint before, or checkpoint.resume to another one"
+MAX_DIMS = 16
+MAX_FAULTS = 20  # shown of one kind
+_SHOWN = 80  # characters of a value in a message
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """(descriptor, size) of a file to be read. Raises UserError for a link, a pipe, a device, or none at all."""
+    try:
+        # A pipe would be waited for without O_NONBLOCK; regular files do not mind it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        reason = "it is a link" if path.is_symlink() else error.strerror
+        raise UserError(f"{path}: cannot be read ({reason}); {ANOTHER}") from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise UserError(f"{path}: is no regular file, which all files of a checkpoint must be; {ANOTHER}")
+    return fd, status.st_size
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The whole of a regular file. Raises UserError, also when it has more than `limit` bytes."""
+    fd, size = open_regular(path)
+    try:
+        if size > limit:
+            raise UserError(f"{path}: {size} bytes, at most {limit} are allowed; {ANOTHER}")
+        return read_at(fd, 0, size, path)
+    finally:
+        os.close(fd)
+
+
+def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
+    """`size` bytes from `offset` on, fewer where the file ends. Raises UserError."""
+    parts = []
+    try:
+        while size and (part := os.pread(fd, size, offset)):
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {ANOTHER}") from error
+    return b"".join(parts)
+
+
+def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
+    """A JSON object without keys that occur twice and without numbers that are not finite. Raises UserError."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+        )
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if len(str(error)) <= 2 * _SHOWN else str(error)[: 2 * _SHOWN] + "..."
+        raise UserError(f"{where}: not valid JSON ({reason}); {ANOTHER}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: holds a JSON {type(value).__name__}, must be an object; {ANOTHER}")
+    return value
+
+
+def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) -> list[str]:
+    """A message for every key that is missing and every one that is unknown."""
+    expected = dict.fromkeys(known)
+    missing = [f"{where}: {name} is missing; {ANOTHER}" for name in expected if name not in raw]
+    unknown = [f"{where}: {shown(name)} is unknown; {ANOTHER}" for name in raw if name not in expected]
+    return [*missing, *unknown]
+
+
+def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
+    """The message for a value that breaks a rule."""
+    return f"{where}: {clipped(key)}={shown(value)} {rule}; {ANOTHER}"
+
+
+def limited(problems: list[str], where: str | Path) -> list[str]:
+    """At most so many messages as a person reads, and the number of the rest."""
+    if len(problems) <= MAX_FAULTS:
+        return problems
+    return [*problems[:MAX_FAULTS], f"{where}: {len(problems) - MAX_FAULTS} more faults like these"]
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: short, on one line, whatever it is."""
+    if isinstance(value, list) and len(value) <= MAX_DIMS and all(isinstance(v, int | float | str) for v in value):
+        return "[" + ", ".join(shown(v) for v in value) + "]"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"  # its digits may be more than Python prints
+    return clipped(repr(value[:_SHOWN] if isinstance(value, str) else value))
+
+
+def clipped(text: str) -> str:
+    """A name that came from a file, short and without line ends or control characters."""
+    text = text if text.isprintable() else repr(text[:_SHOWN])
+    return text if len(text) <= _SHOWN + 2 else text[:_SHOWN] + "..."
+
+
+def is_count(value: Any, least: int = 0) -> TypeGuard[int]:
+    """Whether a value is a whole number from `least` to 2**63 - 1."""
+    return type(value) is int and least <= value < 1 << 63
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value is a finite number, of a size that a float holds."""
+    if type(value) is int:
+        return abs(value) < 1 << 1000
+    return type(value) is float and math.isfinite(value)
+
+
+def is_shape(value: Any) -> TypeGuard[list[int]]:
+    """Whether a value is a list of sizes; the product of a long one could take for ever."""
+    return isinstance(value, list) and len(value) <= MAX_DIMS and all(is_count(v) for v in value)
+
+
+def is_checksum(value: Any) -> TypeGuard[str]:
+    """Whether a value is 16 lower-case hexadecimal digits."""
+    return isinstance(value, str) and len(value) == 16 and all(digit in "0123456789abcdef" for digit in value)
+
+
+def is_tensor_name(value: Any) -> TypeGuard[str]:
+    """Whether a value may name a tensor: short printable text that would also be a path below a folder."""
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= 1024
+        and value.isprintable()
+        and "\\" not in value
+        and all(part not in ("", ".", "..") for part in value.split("/"))
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{clipped(repeated)} occurs twice")
+    return result
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{clipped(text)} is too large a number")
+    return value

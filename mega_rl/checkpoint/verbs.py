@@ -1,0 +1,218 @@
+"""`mega-rl checkpoint list | verify | prune`: what is in a run folder, whether it is whole, and what may go.
+
+Each function prints and returns the exit code: 0, or 1 when a checkpoint is damaged. Raises UserError for a mistake of
+the user. Only `verify` reads data, and imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.folders import RunLock
+from mega_rl.checkpoint.manifest import COMMIT_FILE, MANIFEST_FILE
+from mega_rl.errors import UserError, UserErrors
+
+EXIT_DAMAGED = 1
+CHECKPOINTS = "checkpoints"  # of a run folder
+
+
+def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> int:
+    """Show the checkpoints of a run, and what only looks like one. Reads manifests and sizes.
+
+    `metric`: whose value to show; default: the one that the run keeps the best checkpoint by.
+    """
+    root = _root_of(run)
+    rows = [_described(folder, metric) for folder in folders.complete(root)]
+    rows += [_unusable(path, why) for path, why in folders.torn(root)]
+    if as_json:
+        typer.echo(json.dumps({"root": str(root), "checkpoints": rows}))
+    elif not rows:
+        typer.echo(f"{root}: no checkpoints")
+    else:
+        _print_table(rows)
+    return EXIT_DAMAGED if any(row["state"] == "damaged" for row in rows) else 0
+
+
+def verify_checkpoints(path: Path, *, as_json: bool = False) -> int:
+    """Read every byte of every checkpoint of a run, or of one checkpoint, and compare all checksums."""
+    targets, notes = _targets(path)
+    reports = []
+    for folder in targets:
+        report = _verified(folder)
+        reports.append(report)
+        if as_json:
+            continue
+        if not report["faults"]:
+            size = _size(report["bytes"])
+            typer.echo(f"{folder}: whole: {report['tensors']:,} tensors, {report['pieces']:,} pieces, {size}")
+        for fault in report["faults"]:
+            typer.echo(f"{folder}: damaged: {fault.removeprefix(f'{folder}/')}")
+    if as_json:
+        ignored = [{"path": str(path), "reason": why} for path, why in notes]
+        typer.echo(json.dumps({"checkpoints": reports, "ignored": ignored}))
+    else:
+        for path, why in notes:
+            typer.echo(f"{path}: ignored: {why}")
+    return EXIT_DAMAGED if any(report["faults"] for report in reports) else 0
+
+
+def prune(
+    run: Path,
+    *,
+    keep: int,
+    keep_interval: int = 0,
+    keep_best: str = "",
+    dry_run: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Remove checkpoints of a run as training with these settings would, and what torn saves have left.
+
+    The newest complete one always stays. Raises UserError when there is none, or when a run writes there.
+    """
+    root = _root_of(run)
+    for name, value, least in (("--keep", keep, 1), ("--keep-interval", keep_interval, 0)):
+        if value < least:
+            raise UserError(f"{name}={value}: must be at least {least}")
+    if dry_run:
+        found = _surplus(root, keep, keep_interval, keep_best)
+    else:
+        with RunLock(root, what=str(run), fix="stop it first, or use --dry-run"):
+            found = _surplus(root, keep, keep_interval, keep_best)
+            folders.remove([path for path, _ in found])
+    kept = [str(folder) for folder in folders.complete(root) if folder not in {path for path, _ in found}]
+    if as_json:
+        gone = [{"path": str(path), "reason": why} for path, why in found]
+        typer.echo(json.dumps({"removed": gone, "kept": kept, "dry_run": dry_run}))
+        return 0
+    for path, why in found:
+        typer.echo(f"{'would remove' if dry_run else 'removed'} {path}: {why}")
+    typer.echo(f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}")
+    return 0
+
+
+def _surplus(root: Path, keep: int, keep_interval: int, keep_best: str) -> list[tuple[Path, str]]:
+    whole = folders.complete(root)
+    if not whole:
+        raise UserError(f"{root}: holds no complete checkpoint, so nothing is removed; remove folders by hand")
+    missing = folders.size_faults(whole[-1])
+    if missing:
+        raise UserErrors([f"{fault}; the newest checkpoint is damaged, so nothing is removed" for fault in missing])
+    if keep_best and not any(keep_best in folders.read_manifest(folder).metrics for folder in whole):
+        raise UserError(f"--keep-best={keep_best}: no checkpoint has this metric; see mega-rl checkpoint list --json")
+    return folders.surplus(
+        root,
+        newest_step=folders.step_of(whole[-1]),
+        keep=keep,
+        keep_interval=keep_interval,
+        keep_best=keep_best,
+    )
+
+
+def _root_of(run: Path) -> Path:
+    """The folder of checkpoints of a run folder, or the folder itself if it holds some. Raises UserError."""
+    for root in (run / CHECKPOINTS, run):
+        if root.is_dir() and (root.name == CHECKPOINTS or folders.complete(root) or folders.torn(root)):
+            return root.absolute()
+    reason = "holds no checkpoints" if run.is_dir() else "no such folder"
+    raise UserError(f"{run}: {reason}; give a run folder (trainer.run_dir) or its {CHECKPOINTS} folder")
+
+
+def _targets(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """Checkpoints to verify, and what is ignored beside them with the reason."""
+    files = (MANIFEST_FILE, COMMIT_FILE)
+    if path.is_dir() and (folders.is_step_folder(path) or any(os.path.lexists(path / name) for name in files)):
+        return [path.absolute()], []
+    root = _root_of(path)
+    whole, others = folders.complete(root), folders.torn(root)
+    # Only a save makes the others: a folder has its name when all is in it.
+    steps = [other for other, _ in others if folders.is_step_folder(other)]
+    if not whole and not steps:
+        raise UserError(f"{root}: holds no complete checkpoint")
+    return sorted([*whole, *steps], key=folders.step_of), [(p, why) for p, why in others if p not in steps]
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """What `verify` says of a checkpoint."""
+    from mega_rl.checkpoint.reader import Checkpoint
+
+    report: dict[str, Any] = {"path": str(folder), "tensors": 0, "pieces": 0, "bytes": 0, "faults": []}
+    try:
+        with Checkpoint.open(folder) as checkpoint:
+            report["tensors"] = len(checkpoint.pieces)
+            report["pieces"] = sum(len(pieces) for pieces in checkpoint.pieces.values())
+            report["bytes"] = sum(shard.nbytes for shard in checkpoint.manifest.shards)
+            checkpoint.verify(checkpoint.all_pieces())
+    except UserErrors as error:
+        report["faults"] = list(error.problems)
+    except UserError as error:
+        report["faults"] = [str(error)]
+    return report
+
+
+def _described(folder: Path, metric: str) -> dict[str, Any]:
+    """One row of `list`."""
+    try:
+        manifest = folders.read_manifest(folder)
+    except UserError as error:
+        return _unusable(folder, str(error))
+    settings = manifest.config.get("checkpoint")
+    metric = metric or (settings.get("keep_best", "") if isinstance(settings, dict) else "")
+    faults = folders.size_faults(folder)
+    return {
+        "path": str(folder),
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "bytes": sum(shard.nbytes for shard in manifest.shards),
+        "layout": manifest.layout,
+        "world_size": manifest.world_size,
+        "metrics": dict(manifest.metrics),
+        "metric": metric,
+        "state": "damaged" if faults else "complete",
+        "reason": "; ".join(faults),
+    }
+
+
+def _unusable(path: Path, why: str) -> dict[str, Any]:
+    """One row of `list` for what is no complete checkpoint."""
+    step = folders.step_of(path) if folders.is_step_folder(path) else None
+    return {"path": str(path), "step": step, "state": "torn", "reason": why}
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    metrics = list(dict.fromkeys(row["metric"] for row in rows if row.get("metric")))
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "saved at", "size", "layout", *metrics, "state"):
+        table.add_column(name, justify="right" if name in ("step", "size", *metrics) else "left")
+    for row in rows:
+        table.add_row(*map(_plain, _cells(row, metrics)))
+    console = Console()
+    console.print(table)
+
+
+def _cells(row: dict[str, Any], metrics: Iterable[str]) -> list[str]:
+    state = row["state"] if not row["reason"] else f"{row['state']}: {row['reason']}"
+    if "saved_at" not in row:
+        return [Path(row["path"]).name, "", "", "", *("" for _ in metrics), state]
+    values = [f"{row['metrics'][name]:.6g}" if name in row["metrics"] else "" for name in metrics]
+    return [str(row["step"]), row["saved_at"][:19], _size(row["bytes"]), row["layout"], *values, state]
+
+
+def _plain(text: str) -> Any:
+    """Text of a file as it is, without rich's markup or control characters."""
+    from rich.text import Text
+
+    return Text("".join(c if c.isprintable() else "?" for c in text))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,213 @@
+"""The process beside a rank that does its part of saves.
+
+`python -m mega_rl.checkpoint.writer` imports no torch. It maps the rank's staging memory and reads jobs from a socket,
+one JSON line each, and answers each with a line. It ends when its parent does, however that ends: the kernel kills it,
+and the socket is closed. Signals that are meant for the trainer do not tear a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mega_rl.checkpoint.disk import SaveError
+from mega_rl.checkpoint.job import Job, Outcome, perform
+
+COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.writer")
+SEND_TIMEOUT_S = 60.0  # for a job to be taken by a process that does nothing else
+END_TIMEOUT_S = 10.0  # for a process that was killed; one that waits for a dead disk cannot end
+TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+NICENESS = 10
+PR_SET_PDEATHSIG = 1
+MESSAGE_BYTES = 4000  # of what a process has said before it died
+
+
+class WriterProcess:
+    """Jobs in a process of their own, one at a time. Start it from the main thread: it dies with the thread."""
+
+    command: ClassVar[Sequence[str]] = COMMAND
+
+    def __init__(self, memory: int) -> None:
+        """memory: descriptor of the memory that the pieces of jobs lie in.
+
+        Raises:
+            SaveError: the process cannot be started.
+        """
+        here, there = socket.socketpair()
+        self._said = os.memfd_create("checkpoint writer")
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        try:
+            with there, _signals_held():
+                self._process = subprocess.Popen(
+                    [*self.command, str(os.getpid()), str(there.fileno()), str(memory)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._said,
+                    cwd="/",
+                    env=os.environ | {"PYTHONPATH": path},
+                    pass_fds=(there.fileno(), memory),
+                )
+        except OSError as error:
+            here.close()
+            os.close(self._said)
+            raise SaveError(f"the process that writes checkpoints cannot be started: {error.strerror}") from error
+        self._socket = here
+        self._received = b""
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def start(self, job: Job, *, memory_bytes: int) -> None:
+        """Send a job whose pieces lie in the first so many bytes of the memory. Raises SaveError."""
+        line = json.dumps({"job": job.to_json(), "memory_bytes": memory_bytes}) + "\n"
+        self._socket.settimeout(SEND_TIMEOUT_S)
+        try:
+            self._socket.sendall(line.encode())
+        except OSError as error:
+            raise SaveError(f"{self._death() or f'the writer (process {self.pid}) takes no job'}: {error}") from error
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        """What became of the job, None if it is not done within the time.
+
+        Raises:
+            SaveError: the job failed, or the process died.
+        """
+        deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while b"\n" not in self._received:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return None
+            try:
+                part = self._socket.recv(1 << 16)
+            except ConnectionError:
+                part = b""
+            if not part:
+                raise SaveError(self._death() or f"the writer (process {self.pid}) has closed its connection")
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SaveError(answer["error"])
+        return Outcome(answer["nbytes"], tuple(answer["notes"]))
+
+    def stop(self) -> None:
+        """End the process, with the job under way if there is one; may be called twice."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        if self._said >= 0:
+            self._socket.close()
+            os.close(self._said)
+            self._said = -1
+
+    def _death(self) -> str:
+        """What the process died of; empty if it lives."""
+        try:
+            code = self._process.wait(END_TIMEOUT_S / 10)
+        except subprocess.TimeoutExpired:
+            return ""
+        how = f"ended with exit code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
+        said = os.pread(self._said, 1 << 20, 0)[-MESSAGE_BYTES:].decode(errors="replace").strip()
+        return f"the writer (process {self.pid}) {how}" + (f", saying: {said}" if said else "")
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """The trainer's signals wait, here and in a process that is started, which lets them in when it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Do the jobs that come; ends when the connection does. arguments: parent's pid, socket, memory descriptor."""
+    parent, connection, memory = map(int, arguments)
+    _stay_in_the_background()
+    _die_with(parent)
+    channel = socket.socket(fileno=connection)
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, lines), daemon=True).start()
+    mapped = _Mapping(memory)
+    while True:
+        answer = _answer(lines.get(), mapped)
+        channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+class _Mapping:
+    """The staging memory, read only; it grows between jobs."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._view = memoryview(b"")
+
+    def view(self, nbytes: int) -> memoryview:
+        """The first so many bytes at least."""
+        if len(self._view) < nbytes:
+            self._view = memoryview(mmap.mmap(self._descriptor, nbytes, prot=mmap.PROT_READ))
+        return self._view
+
+
+def _answer(line: bytes, mapped: _Mapping) -> dict[str, Any]:
+    """Do one job; what the trainer is told of it."""
+    try:
+        request = json.loads(line)
+        job = Job.from_json(request["job"])
+        view = mapped.view(request["memory_bytes"])
+
+        def data(index: int) -> memoryview:
+            piece = job.pieces[index]
+            return view[piece.at : piece.at + piece.spec.nbytes]
+
+        outcome = perform(job, data, given_up=lambda: False)
+    except SaveError as error:
+        return {"error": str(error)}
+    except Exception as error:  # whatever it is, the trainer learns of it
+        return {"error": f"the writer (process {os.getpid()}) failed: {type(error).__name__}: {error}"}
+    return {"nbytes": outcome.nbytes, "notes": list(outcome.notes)}
+
+
+def _listen(channel: socket.socket, lines: queue.SimpleQueue[bytes]) -> None:
+    """Hand on what the trainer says; the process ends with the connection, whatever it is doing."""
+    with contextlib.suppress(ConnectionError), channel.makefile("rb") as file:
+        for line in file:
+            lines.put(line)
+    os._exit(0)
+
+
+def _stay_in_the_background() -> None:
+    """What the trainer is told by signals is not for this process, and the trainer goes first on the cores."""
+    for number in TRAINERS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TRAINERS_SIGNALS)
+    os.nice(NICENESS)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when the parent ends; ends at once if it has."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,124 @@
+"""How a rank does its part of a save: it writes itself, or copies its state and has a process write."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from mega_rl.checkpoint.disk import SaveError
+from mega_rl.checkpoint.job import Job, Outcome, perform
+from mega_rl.checkpoint.staging import Staging, direct, plan
+from mega_rl.checkpoint.writer import WriterProcess
+from mega_rl.types import Piece
+
+STOP_S = 10.0  # for a thread that was told to give up; one that waits for a dead disk cannot
+
+
+class Writing(Protocol):
+    """One job at a time."""
+
+    def start(self, job: Job, pieces: Sequence[Piece]) -> None:
+        """Begin a job over these pieces, which may change as soon as this returns unless the rank writes itself.
+
+        Raises:
+            SaveError: it could not begin.
+        """
+        ...
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        """What became of the job, told once; None if it is not done within the time. Raises SaveError."""
+        ...
+
+    def stop(self) -> None:
+        """Give up the job, so that nothing of it is written any more; `start` may follow."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is kept from job to job; may be called twice."""
+        ...
+
+
+class Here:
+    """The rank writes its live state. On a thread of its own, so that the ranks can meet while some still write."""
+
+    def __init__(self) -> None:
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | SaveError | None = None
+
+    def start(self, job: Job, pieces: Sequence[Piece]) -> None:
+        """Begin; the pieces may not change until the job is done."""
+        ordered, places, _ = plan(pieces)
+        job, data, given_up = replace(job, pieces=tuple(places)), direct(ordered), threading.Event()
+
+        def work() -> None:
+            try:
+                self._outcome = perform(job, data, given_up=given_up.is_set)
+            except SaveError as error:
+                self._outcome = error
+            except BaseException as error:  # whatever it is, the waiting rank learns of it
+                self._outcome = SaveError(f"{type(error).__name__}: {error}")
+
+        self._outcome, self._given_up = None, given_up
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        """What became of the job; None if it is not done yet."""
+        assert self._thread is not None
+        self._thread.join(timeout_s)
+        if isinstance(self._outcome, SaveError):
+            raise self._outcome
+        return self._outcome
+
+    def stop(self) -> None:
+        """Let the job publish nothing; what hangs in the disk is left to itself."""
+        self._given_up.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Beside:
+    """The rank copies its state, and a process writes the copy. Memory and process are made for the first job."""
+
+    def __init__(self) -> None:
+        self._staging: Staging | None = None
+        self._process: WriterProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, job: Job, pieces: Sequence[Piece]) -> None:
+        """Copy, and begin."""
+        if self._staging is None:
+            self._staging = Staging()
+        ordered, places, nbytes = plan(pieces)
+        self._staging.copy(ordered, places, nbytes)
+        if self._process is None:
+            self._process = WriterProcess(self._staging.descriptor)
+        self._process.start(replace(job, pieces=tuple(places)), memory_bytes=nbytes)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        """What became of the job."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the process; the next job gets another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.stop()
+
+    def close(self) -> None:
+        """End the process, and give the memory back."""
+        self.stop()
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()

@@ -1,0 +1,143 @@
+"""Where a rank's parameters and buffers lie in the tensors of the whole model, as Megatron-Core's modules tell it.
+
+Modules are asked with meta tensors in the place of their parameters, each as large as the parameter is whole over data
+parallelism. What they cut out of those tells which elements go where, whatever wraps the model and wherever its memory
+is, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mega_rl.errors import UserError
+from mega_rl.types import Box
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a local tensor that lies, in one piece, in a tensor of the whole model."""
+
+    key: str  # of the whole tensor; layers are numbered over the whole model: "decoder.layers.3.mlp.linear_fc1.weight"
+    global_shape: tuple[int, ...]  # first the axes that the local tensor lacks: experts are cut over such a one
+    global_offset: tuple[int, ...]
+    local: Box  # within the local tensor
+    replica: tuple[int, ...]  # (pipeline, tensor, data parallel): which copy of these elements; all 0 for the first
+    resizable: bool  # rows are padded by what tensor parallelism needs: a vocabulary
+
+    @property
+    def added_axes(self) -> int:
+        """Leading axes of the whole that the local tensor lacks."""
+        return len(self.global_shape) - len(self.local.shape)
+
+
+def find_regions(
+    model: GPTModel, shapes: Mapping[str, tuple[int, ...]], *, dp_cp_group: ProcessGroup
+) -> dict[str, list[Region]]:
+    """The regions of every parameter and persistent buffer of a chunk, by its name in the chunk.
+
+    `shapes` are those of the parameters, whole over data parallelism and cut by tensor and expert parallelism.
+
+    Raises:
+        UserError: a module has state that is no tensor, as Transformer Engine's FP8 has.
+    """
+    with _stand_ins(model, shapes) as names:
+        # Keys with the number of the layer do not depend on the pipeline, and may lack optimizer state one by one.
+        sharded = model.sharded_state_dict(metadata={"non_homogeneous_layers": True, "dp_cp_group": dp_cp_group})
+        apply_factories(sharded)
+    found: dict[str, list[Region]] = {}
+    for value in nested_values(sharded):
+        if isinstance(value, ShardedObject):
+            _check_empty(value)
+            continue
+        assert isinstance(value, ShardedTensor), value
+        name, shape = names[_memory(value.data)]
+        region = _region(value, shape)
+        if value.data.numel() and region not in found.setdefault(name, []):
+            found[name].append(region)
+    return found
+
+
+@contextmanager
+def _stand_ins(
+    model: GPTModel, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[dict[int, tuple[str, tuple[int, ...]]]]:
+    """Meta tensors in place of all parameters and buffers; gives (name, shape) by the memory of each."""
+    names: dict[int, tuple[str, tuple[int, ...]]] = {}
+    stand_ins: dict[int, Tensor] = {}
+    kept = [
+        (table, leaf, f"{path}.{leaf}" if path else leaf, tensor)
+        for path, module in model.named_modules()
+        for table in (module._parameters, module._buffers)
+        for leaf, tensor in table.items()
+        if tensor is not None
+    ]
+    try:
+        for table, leaf, name, tensor in kept:
+            if id(tensor) not in stand_ins:  # what two modules share has the name of the first, as for named_parameters
+                shape = tuple(shapes.get(name, tensor.shape))
+                stand_ins[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                names[_memory(stand_ins[id(tensor)])] = name, shape
+            table[leaf] = stand_ins[id(tensor)]
+        yield names
+    finally:
+        for table, leaf, _, tensor in kept:
+            table[leaf] = tensor
+
+
+def _memory(tensor: Any) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _region(sharded: ShardedTensor, shape: tuple[int, ...]) -> Region:
+    """The region of a view of a stand-in of this shape; the view's offset and strides tell which box it is."""
+    data = sharded.data
+    assert isinstance(data, Tensor)
+    strides = torch.empty(shape, device="meta").stride()
+    same = data.dim() == len(shape) and all(
+        found == expected
+        for found, expected, length in zip(data.stride(), strides, data.shape, strict=True)
+        if length > 1
+    )
+    assert same, f"{sharded.key}: shape {tuple(data.shape)}, strides {data.stride()} are no box of a tensor {shape}"
+    rest, offset = int(data.storage_offset()), []
+    for stride in strides:
+        offset.append(rest // stride)
+        rest %= stride
+    replica = sharded.replica_id
+    return Region(
+        key=sharded.key,
+        global_shape=tuple(sharded.global_shape),
+        global_offset=tuple(sharded.global_offset),
+        local=Box(tuple(offset), tuple(data.shape)),
+        replica=(replica,) if isinstance(replica, int) else tuple(replica),
+        resizable=sharded.allow_shape_mismatch,
+    )
+
+
+def _check_empty(state: ShardedObject) -> None:
+    data: Any = state.data
+    size = 0
+    if isinstance(data, Tensor):
+        size = data.numel()
+    elif isinstance(data, io.BytesIO):
+        size = data.getbuffer().nbytes
+    elif data is not None:
+        size = len(data) if isinstance(data, bytes | bytearray) else 1
+    if size:
+        raise UserError(
+            f"{state.key.removesuffix('._extra_state')}: has state that is no tensor ({size} bytes; Transformer "
+            "Engine's FP8 has such), which checkpoints cannot keep; train without FP8, or set "
+            "checkpoint.save_interval=0, checkpoint.save_final=false and checkpoint.resume=never"
+        )

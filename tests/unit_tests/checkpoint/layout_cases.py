@@ -1,0 +1,262 @@
+"""What each rank does in the tests of checkpoints across layouts: every pair of them in one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mega_rl.config.schema import DdpConfig, OptimConfig, ParallelConfig
+from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
+from tests.helpers.models import random_experience
+from tests.unit_tests.distributed.engine_cases import losses
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEPS = 2
+Parts = dict[str, str]  # "weights model.norm.weight" -> checksum of its bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A way to run a model over four ranks (or fewer)."""
+
+    model: str = "routed"
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-2))
+    dtype: str = "fp32"
+    head: str = "lm"
+    frozen: tuple[str, ...] = ()
+
+    @contextmanager
+    def engine(self, root: Path) -> Iterator[Any]:
+        """A fresh engine of this case."""
+        config = make_config(root / self.model, dtype=self.dtype, optim=self.optim, ddp=self.ddp)
+        config = replaced(config, "model", frozen=list(self.frozen))
+        config = dataclasses.replace(config, parallel=self.parallel)
+        with running_engine(config, head=self.head) as engine:
+            yield engine
+
+
+def _layout(**parallel: Any) -> Case:
+    return Case(parallel=ParallelConfig(**parallel))
+
+
+# Under tensor parallelism a mixture trains with sequence parallelism only.
+LAYOUTS = {
+    "dp4": _layout(),
+    "tp2-sp-dp2": _layout(tp=2, sequence_parallel=True),
+    "pp2-dp2": _layout(pp=2),
+    "pp2-vpp2-dp2": _layout(pp=2, vpp=2, overlap_p2p=True),
+    "tp2-sp-pp2": _layout(tp=2, sequence_parallel=True, pp=2),
+    "ep2-dp4": _layout(ep=2),
+    "tp2-sp-ep2-dp2": _layout(tp=2, sequence_parallel=True, ep=2, etp=1),
+    "cp2-dp2": _layout(cp=2),
+}
+
+
+def save(engine: Any, folder: Path) -> dict[str, Any]:
+    """Write an engine's state as a checkpoint by itself; collective. Returns its numbers and what each rank wrote."""
+    from mega_rl.checkpoint import folders
+    from mega_rl.checkpoint.manifest import Manifest, WholeTensor, now
+    from mega_rl.checkpoint.shards import PieceSpec, order, shard_name, write_shard
+    from mega_rl.converters.safetensors_io import DTYPE_NAMES
+
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if rank == 0:
+        folders.begin(folder, 1)
+    torch.distributed.barrier()
+    state = engine.state()
+    owned = [piece for piece in state.pieces if piece.owned]
+    specs = [PieceSpec(p.name, DTYPE_NAMES[p.data.dtype], p.box.offset, p.box.shape) for p in owned]
+    data = [memoryview(owned[i].data.contiguous().reshape(-1).view(torch.uint8).numpy()) for i in order(specs)]
+    record = write_shard(folders.temporary(folder, 1) / shard_name(rank), specs, data)
+    tensors = {p.name: (DTYPE_NAMES[p.data.dtype], p.global_shape) for p in owned}
+    gathered: list[Any] = [None] * size
+    torch.distributed.all_gather_object(gathered, (record, tensors))
+    if rank == 0:
+        manifest = Manifest(
+            step=1,
+            saved_at=now(),
+            identity={},
+            state={},
+            numbers={"engine": state.numbers},
+            world_size=size,
+            layout=str(engine.groups.layout),
+            config={},
+            versions={},
+            metrics={},
+            tensors={name: WholeTensor(*whole) for _, some in gathered for name, whole in some.items()},
+            shards=tuple(record for record, _ in gathered),
+        )
+        folders.publish(folder, 1, manifest)
+    torch.distributed.barrier()
+    return {**state.numbers, "bytes": sum(spec.nbytes for spec in specs), "pieces": len(state.pieces)}
+
+
+def load(engine: Any, folder: Path) -> None:
+    """Take back what `save` wrote, under any layout; collective."""
+    from mega_rl.checkpoint import folders
+    from mega_rl.checkpoint.fill import fill
+    from mega_rl.checkpoint.reader import Checkpoint
+    from mega_rl.parallel.comm import GroupRanks
+
+    with Checkpoint.open(folders.final(folder, 1)) as checkpoint:
+        fill(checkpoint, engine.state().pieces, ranks=GroupRanks(engine.groups.world))
+        engine.restored(checkpoint.manifest.numbers["engine"])
+
+
+def contents(engine: Any) -> Parts:
+    """Weights, main parameters and moments under Hugging Face's names, by another way than checkpoints take.
+
+    The optimizer's tensors are put where its main parameters are and travel to the exporter as a step's result would:
+    by way of the model's weights. Those of a bf16 model have eight bits, so what has 24 goes in three parts.
+    """
+    found = _checksums("weights", exported(engine))
+    bf16 = engine.config.params_dtype == torch.bfloat16
+    for name in (*MOMENTS, *(["main"] if bf16 else [])):
+        for part in range(3 if bf16 else 1):
+            with _in_place_of_weights(engine, name, part if bf16 else None):
+                found |= _checksums(f"{name} {part}", exported(engine))
+    return found
+
+
+def _checksums(kind: str, tensors: dict[str, torch.Tensor]) -> Parts:
+    return {
+        f"{kind} {name}": xxhash.xxh3_64_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        for name, tensor in tensors.items()
+    }
+
+
+@contextmanager
+def _in_place_of_weights(engine: Any, name: str, part: int | None) -> Iterator[None]:
+    """The model's weights are, for a while, what the optimizer has under this name; undone bit for bit."""
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    mains = []
+    for optimizer in torch_optimizers(engine.optimizer):
+        for group in optimizer.param_groups:
+            for main in group["params"]:
+                before = main.detach().clone()
+                mains.append((main, before))
+                shown = before if name == "main" else optimizer.state[main].get(name)
+                if shown is not None:  # FSDP may leave a rank no element of a parameter
+                    with torch.no_grad():
+                        main.copy_(_part(shown, part))
+    _show(engine)
+    yield
+    with torch.no_grad():
+        for main, before in mains:
+            main.copy_(before)
+    _show(engine)
+
+
+def _part(tensor: torch.Tensor, part: int | None) -> torch.Tensor:
+    """float32 as it is, or one of the three bf16 numbers that it is the sum of."""
+    rest = tensor.detach().clone()
+    if part is None:
+        return rest
+    for _ in range(part):
+        rest -= rest.bfloat16().float()
+    return rest.bfloat16().float()
+
+
+def _show(engine: Any) -> None:
+    """Let the model's weights be what the main parameters are, on every rank."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    from mega_rl.ddp.access import finish_traffic
+
+    finish_traffic(engine.chunks)
+    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        if part.optimizer is not None and hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    for chunk in engine.chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+    finish_traffic(engine.chunks)  # what Megatron FSDP has gathered is of before
+
+
+def spoil(engine: Any) -> None:
+    """NaN everywhere, so that whatever is not loaded shows."""
+    from mega_rl.ddp.access import optimizer_tensors, parameter_tensors
+    from mega_rl.ddp.optimizer import create_state, torch_optimizers
+
+    create_state(engine.optimizer)
+    tensors = list(parameter_tensors(engine.chunks))
+    tensors += [t for optimizer in torch_optimizers(engine.optimizer) for t in optimizer_tensors(optimizer)]
+    tensors += [b for m in engine.models for n, b in m.named_buffers() if n.endswith("expert_bias")]
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)
+
+
+def counters(engine: Any) -> list[list[float]]:
+    """[steps of every counter, distinct counters] of this rank."""
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    states = [s for o in torch_optimizers(engine.optimizer) for s in o.state.values() if "step" in s]
+    return [sorted({float(s["step"]) for s in states}), [len(states), len({s["step"].data_ptr() for s in states})]]
+
+
+def train(engine: Any, steps: int = 1) -> dict[str, float]:
+    """Optimizer steps on this rank's rows; the metrics of the last."""
+    rows = own_rows(random_experience(), engine)
+    metrics: dict[str, float] = {}
+    for _ in range(steps):
+        metrics = engine.train_minibatch(rows, losses("value" if engine.sharding.head == "value" else "lm"), lr=1e-2)
+    return metrics
+
+
+def save_all(root: Path, cases: dict[str, Case]) -> dict[str, Any]:
+    """Every case trains and is saved; what it held, and what one step more makes of it."""
+    saved = {}
+    for name, case in cases.items():
+        with case.engine(root) as engine:
+            train(engine, STEPS)
+            held = contents(engine)
+            written = save(engine, root / name)
+            assert contents(engine) == held, "looking at the state, or saving it, has changed it"
+            after = train(engine)
+            saved[name] = {"held": held, "written": written, "norm": after["grad_norm"], "after": contents(engine)}
+    return saved
+
+
+def load_into(engine: Any, folder: Path, source: dict[str, Any]) -> dict[str, Any]:
+    """What differs once a checkpoint is loaded over NaN."""
+    spoil(engine)
+    load(engine, folder)
+    found = contents(engine)
+    assert found.keys() == source["held"].keys()
+    return {
+        "wrong": [name for name, checksum in found.items() if checksum != source["held"][name]],
+        "counters": counters(engine),
+    }
+
+
+def run_pairs(
+    rank: int, root: str, cases: dict[str, Case], pairs: list[tuple[str, str]], continued: list[tuple[str, str]]
+) -> dict[str, Any]:
+    """Every pair (source, target) loaded; those of `continued` into engines of their own, which make a step more."""
+    folder = Path(root)
+    saved = save_all(folder, cases)
+    found: dict[str, Any] = {"saved": saved}
+    for target in cases:
+        sources = [source for source, into in pairs if into == target]
+        with cases[target].engine(folder) as engine:
+            for source in sources:
+                found[f"{source} -> {target}"] = load_into(engine, folder / source, saved[source])
+    for source, target in continued:
+        with cases[target].engine(folder) as engine:
+            loaded = load_into(engine, folder / source, saved[source])
+            loaded["norm"] = train(engine)["grad_norm"]
+            after = contents(engine)
+            loaded["same after"] = after == saved[source]["after"]
+        found[f"{source} -> {target}, one step more"] = loaded
+    return found

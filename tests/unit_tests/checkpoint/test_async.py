@@ -1,0 +1,301 @@
+"""Saves beside training: what stalls, what a dying process leaves, and that the writer never outlives its run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.checkpoint import writer
+from mega_rl.checkpoint.store import RunCheckpoints
+from mega_rl.checkpoint.writer import WriterProcess
+from mega_rl.errors import RunError
+from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
+
+PATIENCE_S = 20.0
+
+# What the writer imports in place of mega_rl.checkpoint.disk's os, by the variable that tells what to do.
+FAULTS = """
+    import os
+    from mega_rl.checkpoint import disk, writer
+
+    class Faulty:
+        left = int(os.environ["FAULT_AT"])
+        def __getattr__(self, name):
+            real = getattr(os, name)
+            if name not in ("mkdir", "open", "pwritev", "fsync", "rename", "unlink"):
+                return real
+            def call(*args, **kwargs):
+                Faulty.left -= 1
+                if Faulty.left == -1:
+                    kind = os.environ["FAULT"]
+                    if kind == "hang":
+                        import time
+                        time.sleep(600)
+                    if kind == "kill":
+                        os.kill(os.getpid(), 9)
+                    raise OSError(int(kind), os.strerror(int(kind)))
+                return real(*args, **kwargs)
+            return call
+
+    disk.os = Faulty()
+    import sys
+    writer.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Has writers started from now on do something else at the nth operation on the disk; "" has them do it right."""
+    script = tmp_path / "faulty.py"
+    script.write_text(textwrap.dedent(FAULTS))
+
+    def use(kind: str, at: int) -> None:
+        command = (sys.executable, str(script)) if kind else writer.COMMAND
+        monkeypatch.setattr(WriterProcess, "command", command)
+        monkeypatch.setenv("FAULT", kind)
+        monkeypatch.setenv("FAULT_AT", str(at))
+
+    return use
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+def pid_of(saving: RunCheckpoints) -> int:
+    pid: Any = saving._writing.pid  # type: ignore[attr-defined]
+    return int(pid)
+
+
+def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
+    """What was saved is the state at the save; the process is the same for the next, whose state is larger."""
+    root = tmp_path / "run"
+    with store(root, actor=1, async_save=True) as saving:
+        saving.save(1, {"of": 1})
+        saving._engines["actor"].matrix.fill_(99.0)  # type: ignore[attr-defined]
+        found: dict[str, float] = {}
+        until(lambda: "checkpoint/seconds" in found or bool(found.update(saving.poll())))
+        assert set(found) == {"checkpoint/seconds", "checkpoint/bytes", "checkpoint/stall_s"}
+        assert found["checkpoint/stall_s"] < found["checkpoint/seconds"]
+        first = pid_of(saving)
+        large = Kept(0)
+        large.tensors = {"x": torch.arange(100_000)}
+        saving.add("large", large)
+        saving.save(2, {"of": 2})
+        saving.finish()
+        assert pid_of(saving) == first
+    assert not alive(first)
+    assert steps(root) == [1, 2]
+    back = store(root, resume=str(root / "step_000001"))
+    assert back.restore().state == {"of": 1}  # type: ignore[union-attr]
+    assert values(back) == [1, 0]
+    kept = Kept(0)
+    store(root, rank_states={"large": kept}).restore()
+    assert kept.restored == {"x": list(range(100_000))}
+
+
+def test_one_save_at_a_time(tmp_path: Path) -> None:
+    with store(tmp_path, async_save=True, keep=9) as saving:
+        for step in range(1, 6):
+            saving.save(step, {})
+        saving.finish()
+        assert steps(tmp_path) == [1, 2, 3, 4, 5]
+        assert [name for name in names(tmp_path) if name.startswith(".")] == []
+
+
+def test_the_writer_imports_no_torch() -> None:
+    code = "import sys, mega_rl.checkpoint.writer; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_it_stays_in_the_background(tmp_path: Path) -> None:
+    """Signals for the trainer's process group do not end it; it is nice; it has nothing of the console."""
+    with store(tmp_path, async_save=True) as saving:
+        saving.save(1, {})
+        pid = pid_of(saving)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+        saving.finish()
+        assert steps(tmp_path) == [1]
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 10
+        assert [os.readlink(f"/proc/{pid}/fd/{number}") for number in (0, 1)] == ["/dev/null"] * 2
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+        saving.save(2, {})
+        saving.finish()
+        assert pid_of(saving) == pid
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_writer_that_is_killed(tmp_path: Path, faulty: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The next poll tells, the checkpoint before stays, the next save has a new writer."""
+    root = tmp_path / "run"
+    with store(root, actor=1, async_save=True, on_error="continue", keep=1) as saving:
+        saving.save(1, {})
+        saving.finish()
+        saving.poll()
+        saving._writing.stop()
+        faulty("hang", 3)
+        saving.save(2, {})
+        hung = pid_of(saving)
+        assert saving.poll().keys() == {"checkpoint/stall_s"}
+        os.kill(hung, signal.SIGKILL)
+        until(lambda: not alive(hung))
+        assert saving.poll() == {"checkpoint/failed_saves": 1}
+        assert f"the checkpoint of step 2 failed: the writer (process {hung}) died of SIGKILL" in caplog.text
+        assert names(root) == ["step_000001"]
+        faulty("", 0)
+        saving.save(3, {})
+        saving.finish()
+        assert "checkpoint/seconds" in saving.poll()
+        assert names(root) == ["step_000003"]
+
+
+def test_a_writer_that_died_between_two_saves(tmp_path: Path) -> None:
+    with store(tmp_path, async_save=True, on_error="continue") as saving:
+        saving.save(1, {})
+        saving.finish()
+        os.kill(pid_of(saving), signal.SIGKILL)
+        until(lambda: not alive(pid_of(saving)))
+        for step in (2, 3):
+            saving.save(step, {})
+            saving.finish()
+        assert steps(tmp_path)[-1] == 3
+
+
+@pytest.mark.parametrize("kind", ["kill", str(errno.ENOSPC), str(errno.EIO)])
+def test_faults_in_the_writer(tmp_path: Path, kind: str, faulty: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """At some of its operations: the run learns of it, and a whole checkpoint is there."""
+    failed = 0
+    for at in (0, 2, 6, 11, 16, 21, 26):
+        root = tmp_path / str(at)
+        faulty("", 0)
+        with store(root, actor=1, async_save=True, on_error="continue", keep=1) as saving:
+            saving.save(1, {})
+            saving.finish()
+            saving.poll()
+            saving._writing.stop()
+            faulty(kind, at)
+            caplog.clear()
+            saving.save(2, {})
+            saving.finish()
+            metrics = saving.poll()
+            if "checkpoint/failed_saves" in metrics:
+                said = "died of SIGKILL" if kind == "kill" else os.strerror(int(kind))
+                assert said in caplog.text
+                failed += 1
+            else:
+                assert 2 in steps(root)
+            assert steps(root) in ([1], [2], [1, 2])
+        found = store(root)
+        assert found.restore() is not None
+        assert values(found) == [1, 0]
+    assert failed >= 4
+
+
+def test_what_the_writer_said_before_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WriterProcess, "command", (sys.executable, "-c", "import nothing_of_this_name"))
+    with store(tmp_path, async_save=True) as saving:
+        saving.save(1, {})
+        with pytest.raises(RunError, match=r"ended with exit code 1(?s:.)*No module named 'nothing_of_this_name'"):
+            saving.finish()
+        monkeypatch.setattr(WriterProcess, "command", ("/no/such/program",))
+        with pytest.raises(RunError, match="cannot be started: No such file or directory"):
+            saving.save(2, {})
+
+
+def test_a_save_that_takes_too_long(tmp_path: Path, faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_rl.checkpoint.store.BEAT_S", 0.2)
+    faulty("hang", 3)
+    with store(tmp_path, async_save=True, timeout_s=1.0) as saving:
+        saving.save(1, {})
+        hung = pid_of(saving)
+        with pytest.raises(RunError, match=r"rank 0 did not end within checkpoint.timeout_s=1"):
+            saving.finish()
+        assert not alive(hung)
+
+
+def test_a_run_that_ends_lets_its_save_complete(tmp_path: Path) -> None:
+    """Also after an error, when nobody has called finish."""
+    with store(tmp_path, actor=1, async_save=True) as saving:
+        saving.save(1, {})
+        pid = pid_of(saving)
+    assert steps(tmp_path) == [1]
+    assert not alive(pid)
+    saving.close()
+
+
+PARENT = """
+    import sys, time, torch
+    from pathlib import Path
+    from tests.unit_tests.checkpoint.stores import store
+    saving = store(Path(sys.argv[1]), actor=1, async_save=True)
+    saving.lock()
+    saving.save(1, {})
+    saving.finish()
+    print(saving._writing.pid, flush=True)
+    if len(sys.argv) > 2:
+        from mega_rl.checkpoint.writer import WriterProcess
+        saving._writing.stop()
+        WriterProcess.command = (sys.executable, sys.argv[2])
+        saving.save(2, {})
+        print(saving._writing.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["idle", "writing"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_writer_does_not_outlive_its_run(tmp_path: Path, faulty: Any, during: bool, number: int) -> None:
+    """The trainer killed, at rest and in the middle of a write that never ends."""
+    faulty("hang", 3)
+    arguments = [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path / "run")]
+    if during:
+        arguments.append(str(tmp_path / "faulty.py"))
+    parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline()) for _ in range(1 + during)]
+    assert alive(pids[-1])
+    parent.send_signal(number)
+    parent.wait(PATIENCE_S)
+    until(lambda: not any(map(alive, pids)))
+    parent.stdout.close()
+    with store(tmp_path / "run") as found:
+        assert found.restore().step == 1  # type: ignore[union-attr]
+        assert values(found) == [1, 0]
+        found.save(2, {})
+    assert names(tmp_path / "run") == ["step_000001", "step_000002"]
+
+
+def test_jobs_travel_as_they_are() -> None:
+    from mega_rl.checkpoint.job import Job, JobPiece, Publication
+    from mega_rl.checkpoint.shards import PieceSpec
+
+    piece = JobPiece(PieceSpec("a/b", "BF16", (2, 0), (2, 3)), (4, 3), 64)
+    publication = Publication("/root", 7, ("shard_00000.safetensors",), {"step": 7}, {"keep": 1})
+    for of_first in (publication, None):
+        job = Job("/root/.step_000007.tmp", "shard_00000.safetensors", (piece,), 9.0, of_first)
+        assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job

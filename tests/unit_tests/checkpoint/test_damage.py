@@ -1,0 +1,558 @@
+"""Whatever happens to the files of a checkpoint is found before anything is used, and nothing in a file is executed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mega_rl.checkpoint
+from mega_rl.checkpoint import folders, verbs
+from mega_rl.checkpoint.reader import Checkpoint
+from mega_rl.errors import UserError
+from tests.unit_tests.checkpoint import written
+
+FLIPS, TRUNCATIONS = 300, 50
+MUTANT_S = 2.0  # for one mutant; each takes some milliseconds
+MUTANT_MEMORY_KIB = 300 << 10  # for all mutants together, on top of what the process has
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete checkpoint that no test changes."""
+    return written.save(tmp_path_factory.mktemp("run") / "checkpoints", 10)
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return copy_of(original, tmp_path)
+
+
+def copy_of(original: Path, place: Path) -> Path:
+    copy = place / "checkpoints" / original.name
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(original, copy)
+    return copy
+
+
+def check(folder: Path) -> None:
+    """Everything that is done before data of a checkpoint is used."""
+    with Checkpoint.open(folder) as checkpoint:
+        checkpoint.verify(checkpoint.all_pieces())
+
+
+def refusal(folder: Path) -> str:
+    """The message of the one error that a damaged checkpoint must be refused with."""
+    with pytest.raises(UserError) as caught:
+        check(folder)
+    message = str(caught.value)
+    assert "checkpoint.resume" in message, f"no fix: {message}"
+    assert len(message) < 10_000
+    assert all(line.isprintable() for line in message.split("\n")), repr(message)
+    return message
+
+
+def regions(file: Path) -> list[range]:
+    """Parts of a file that are equally likely to be hit, whatever their sizes."""
+    size = file.stat().st_size
+    if file.suffix != ".safetensors":
+        return [range(size)]
+    data = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
+    return [range(8), range(8, data), range(data, size)]
+
+
+def piece_at(folder: Path, file: Path, offset: int) -> str | None:
+    """The tensor that a byte of a file belongs to."""
+    with Checkpoint.open(folder) as checkpoint:
+        for piece in checkpoint.all_pieces():
+            if piece.file.name == file.name and piece.offset <= offset < piece.offset + piece.spec.nbytes:
+                return piece.spec.name
+    return None
+
+
+def test_the_undamaged_checkpoint_is_accepted(folder: Path) -> None:
+    check(folder)
+
+
+def test_every_flipped_bit_is_found_and_named(folder: Path) -> None:
+    choose = random.Random(0)
+    places = [(file, region) for file in sorted(folder.iterdir()) for region in regions(file)]
+    names = {}
+    for _ in range(FLIPS):
+        file, region = choose.choice(places)
+        offset, bit = choose.choice(region), choose.randrange(8)
+        if (file, offset) not in names:
+            names[file, offset] = piece_at(folder, file, offset)
+        flip(file, offset, bit)
+        message = refusal(folder)
+        flip(file, offset, bit)
+        assert str(file) in message or (file.name == "COMMIT" and "COMMIT" in message), message
+        name = names[file, offset]
+        assert name is None or (name in message and "checksum" in message and "expected" in message), message
+    assert len({file for file, _ in names}) == 5
+    assert sum(name is not None for name in names.values()) > FLIPS // 8
+    check(folder)
+
+
+def flip(file: Path, offset: int, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ (1 << bit)]))
+
+
+def test_every_truncation_is_found_and_named(original: Path, folder: Path) -> None:
+    choose = random.Random(1)
+    with Checkpoint.open(original) as checkpoint:
+        borders = [(piece.file.name, piece.offset) for piece in checkpoint.all_pieces() if piece.spec.nbytes]
+    for file in sorted(original.iterdir()):
+        size = file.stat().st_size
+        borders += [(file.name, 0), (file.name, 1), (file.name, size - 1)]
+        if file.suffix == ".safetensors":
+            borders += [(file.name, 7), (file.name, 8), (file.name, 9)]
+    while len(borders) < TRUNCATIONS:
+        file = choose.choice(sorted(original.iterdir()))
+        borders.append((file.name, choose.randrange(file.stat().st_size)))
+    for name, size in borders:
+        os.truncate(folder / name, size)
+        message = refusal(folder)
+        assert name in message, message
+        shutil.copy(original / name, folder / name)
+    check(folder)
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_named(folder: Path) -> None:
+    with Checkpoint.open(folder) as checkpoint:
+        piece = max(checkpoint.all_pieces(), key=lambda piece: (piece.file, piece.offset))
+        os.truncate(piece.file, piece.offset + piece.spec.nbytes - 1)
+        with pytest.raises(UserError, match="truncated") as caught:
+            checkpoint.verify(checkpoint.all_pieces())
+    assert piece.spec.name in str(caught.value)
+    assert str(piece.file) in str(caught.value)
+
+
+def test_two_shards_swapped(folder: Path) -> None:
+    first, second = folder / "shard_00000.safetensors", folder / "shard_00001.safetensors"
+    first.rename(folder / "aside")
+    second.rename(first)
+    (folder / "aside").rename(second)
+    message = refusal(folder)
+    assert first.name in message
+    assert second.name in message
+
+
+def test_a_shard_missing(folder: Path) -> None:
+    (folder / "shard_00001.safetensors").unlink()
+    assert "shard_00001.safetensors: cannot be read (No such file or directory)" in refusal(folder)
+
+
+def test_a_shard_too_many(folder: Path) -> None:
+    shutil.copy(folder / "shard_00001.safetensors", folder / "shard_00003.safetensors")
+    assert "shard_00003.safetensors: is not in manifest.json" in refusal(folder)
+
+
+@pytest.mark.parametrize("kept", ["shard_00001.safetensors", "manifest.json", "COMMIT"])
+def test_a_file_of_another_checkpoint(kept: str, folder: Path, tmp_path: Path) -> None:
+    other = written.save(tmp_path / "other", 20, seed=1)
+    assert (other / kept).stat().st_size > 0
+    shutil.copy(other / kept, folder / kept)
+    message = refusal(folder)
+    assert kept in message
+
+
+def test_data_of_another_checkpoint_under_a_header_that_fits(folder: Path, tmp_path: Path) -> None:
+    """Same sizes, same header: only the data's own checksums tell."""
+    other = written.save(tmp_path / "other", 10, seed=1) / "shard_00002.safetensors"
+    mine = folder / "shard_00002.safetensors"
+    start = 8 + struct.unpack("<Q", mine.read_bytes()[:8])[0]
+    mine.write_bytes(mine.read_bytes()[:start] + other.read_bytes()[start:])
+    message = refusal(folder)
+    assert written.MATRIX in message
+    assert "[6, 7]" in message
+
+
+def test_another_step_than_the_folders_name_says(folder: Path) -> None:
+    renamed = folder.rename(folder.with_name("step_000020"))
+    assert "step=10" in refusal(renamed)
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "shard_00000.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "outside link", "pipe", "folder", "device"])
+def test_what_is_no_regular_file(name: str, kind: str, folder: Path, tmp_path: Path) -> None:
+    file = folder / name
+    aside = (folder if kind == "link" else tmp_path) / "aside"
+    file.rename(aside)
+    if kind.endswith("link"):
+        file.symlink_to(aside)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero")
+    assert name in refusal(folder)
+    assert folders.complete(folder.parent) == ([folder] if name.startswith("shard") else [])
+    assert verbs.list_checkpoints(folder.parent, as_json=True) == (1 if name.startswith("shard") else 0)
+
+
+# Values that stand for whole classes of mistakes: types, signs, sizes, text that is no name.
+BAD: list[Any] = [None, True, -1, 1.5, 1 << 70, "x", "", [], {}, [1], {"a": 1}, 10**400, "../x", "/etc/passwd", "a\0b"]
+
+
+def manifest_mutants() -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
+    """Changes of the manifest, each a mistake."""
+
+    def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+        def change(raw: Any) -> None:
+            for key in path[:-1]:
+                raw = raw[key]
+            raw[path[-1]] = value
+
+        return change
+
+    right = {
+        "identity": (dict,),
+        "state": (dict,),
+        "config": (dict,),
+        "versions": (),
+        "metrics": (),
+        "numbers": (),
+    }
+    for key in ("format", "version", "step", "saved_at", "layout", "tensors", "shards", *right):
+        yield f"{key} missing", lambda raw, key=key: raw.pop(key)  # type: ignore[misc]
+        for value in BAD:
+            fine = isinstance(value, right.get(key, ())) or (value == {} and key in right)
+            if not fine and not (key == "metrics" and value == {"a": 1}):
+                yield f"{key}={value!r:.20}", put(key, value=value)
+    yield "unknown key", put("surprise", value=1)
+    for value in (-1, 0, 1.0, "3", None, True, 1 << 64):
+        yield f"world_size={value}", put("layout", "world_size", value=value)
+    for value in (1, None, ["tp1"], "t" * 2000):
+        yield f"layout={str(value)[:20]}", put("layout", "text", value=value)
+    yield "layout with more", put("layout", "more", value=1)
+    for value in (None, "1", True, [1], {}):
+        yield f"number {value!r}", put("numbers", "actor", "lr", value=value)
+        yield f"metric {value!r}", put("metrics", "val/reward_mean", value=value)
+    yield "version is a number", put("versions", "torch", value=2)
+    for name in ("", "/abs", "a/../b", "..", "a//b", "a\0b", "a\nb", "a\\b", "x" * 2000, "\ud800", "a@0,0"):
+        yield f"tensor {name!r:.20}", put("tensors", name, value=["F32", [1]])
+    for value in (
+        "F32",
+        ["F32"],
+        ["F99", [12, 16]],
+        [1, [12, 16]],
+        ["F32", 12],
+        ["F32", [12, -16]],
+        ["F32", [12.0, 16]],
+    ):
+        yield f"tensor is {value}", put("tensors", written.MATRIX, value=value)
+    sizes: list[list[Any]] = [[12, 17], [13, 16], [192], [16, 12], [12, 16, 1], [], [0, 16], [12, True], [1 << 62] * 9]
+    for size in (*sizes, [2] * 40, [1 << 65], [10**18, 10**18], [["12"], 16]):
+        yield f"shape {str(size)[:30]}", put("tensors", written.MATRIX, value=["F32", size])
+    for dtype in ("BF16", "I64", "F64", "f32", "", None):
+        yield f"dtype {dtype}", put("tensors", written.MATRIX, 0, value=dtype)
+    yield "tensor renamed", lambda raw: put("tensors", "actor/other", value=raw["tensors"].pop(written.MATRIX))(raw)
+    yield "tensor lost", lambda raw: raw["tensors"].pop(written.VECTOR)
+    yield "tensor more", put("tensors", "actor/more", value=["F32", [1]])
+    for value in BAD:
+        for key in ("file", "bytes", "header"):
+            yield f"shards {key}={value!r:.20}", put("shards", 1, key, value=value)
+        yield f"shard is {value!r:.20}", put("shards", 0, value=value)
+    outside = ("../shard_00001.safetensors", "/tmp/shard_00001.safetensors", "a/shard_00001.safetensors")
+    for name in (*outside, "shard_00001.safetensors\0", "shard_1.safetensors", "shard_0000١.safetensors", "latest"):
+        yield f"shard at {name!r}", put("shards", 1, "file", value=name)
+    yield "shard twice", lambda raw: raw["shards"].append(raw["shards"][0])
+    yield "shard lost", lambda raw: raw["shards"].pop()
+    yield "shard more", lambda raw: raw["shards"].append({**raw["shards"][0], "file": "shard_00009.safetensors"})
+    yield "shard without bytes", lambda raw: raw["shards"][0].pop("bytes")
+    yield "shard with more", put("shards", 0, "more", value=1)
+    yield "header in capitals", lambda raw: raw["shards"][0].update(header=raw["shards"][0]["header"].upper() + "A")
+
+
+MANIFEST_TEXTS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda text: b"",
+    "blank": lambda text: b"  \n",
+    "a list": lambda text: b"[" + text + b"]",
+    "a number": lambda text: b"1",
+    "two objects": lambda text: text + text,
+    "no end": lambda text: text.rstrip()[:-1],
+    "key twice": lambda text: text.replace(b'{"format"', b'{"step":10,"format"', 1),
+    "tensor twice": lambda text: text.replace(b'"tensors":{', b'"tensors":{"actor/weights/norm":["BF16",[10]],', 1),
+    "NaN": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":NaN', 1),
+    "Infinity": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":-Infinity', 1),
+    "overflow": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":1e999', 1),
+    "many digits": lambda text: text.replace(b'"step":10', b'"step":' + b"9" * 10_000, 1),
+    "deep lists": lambda text: text.replace(b'"state":{', b'"state":{"a":' + b"[" * 200_000, 1),
+    "deep lists, closed": lambda text: text.replace(b'"state":{', b'"state":{"a":' + b"[" * 90_000 + b"]" * 90_000, 1),
+    "deep objects": lambda text: b'{"a":' * 100_000,
+    "no text": lambda text: b"\xff\xfe" + text,
+    "UTF-16": lambda text: text.decode().encode("utf-16"),
+    "mark": lambda text: b"\xef\xbb\xbf" + text,
+    "comment": lambda text: text + b"// fine",
+    "zeros": lambda text: bytes(len(text)),
+    "1000 strange keys": lambda text: json.dumps({f"k{i}": i for i in range(1000)}).encode(),
+    "1000 faults": lambda text: json.dumps(
+        {**json.loads(text), "tensors": {f"t{i}": ["F99", [-1]] for i in range(1000)}}
+    ).encode(),
+}
+
+
+def header_mutants() -> Iterator[tuple[str, Callable[[dict[str, Any]], None]]]:
+    """Changes of a shard's header, each a mistake; the manifest vouches for them."""
+    key = written.MATRIX + "@5,0"
+    meta = "__metadata__"
+
+    def entry(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
+        return lambda raw: raw[key].update({field: value})
+
+    for value in (None, 1, -1, 1.5, "F99", "", [], {}, True, "f32", "BF16", "I64"):
+        yield f"dtype={value!r}", entry("dtype", value)
+    shapes: list[Any] = [None, 7, "7", [7], [7, -7], [7, 8], [7, 7, 1], [7, 7.0], [7, True], [1 << 70], [0], [[7], 7]]
+    for value in (*shapes, [2] * 40, [1 << 62] * 16, [49, 1], [10**400]):
+        yield f"shape={str(value)[:30]}", entry("shape", value)
+    offsets: list[Any] = [None, 0, "0", [], [0], [0, 1], [196, 0], [-1, 195], [0, 196, 197], [0.0, 196.0], [0, 1 << 80]]
+    for value in (*offsets, [1, 197], [10**10, 10**10 + 196], {"0": 196}):
+        yield f"offsets={str(value)[:30]}", entry("data_offsets", value)
+    for field in ("dtype", "shape", "data_offsets"):
+        yield f"no {field}", lambda raw, field=field: raw[key].pop(field)  # type: ignore[misc]
+    for value in (None, 1, [], "x"):
+        yield f"entry is {value!r}", lambda raw, value=value: raw.update({key: value})  # type: ignore[misc]
+    name = written.MATRIX
+    endings = (
+        "@",
+        "@5",
+        "@5,0,0",
+        "@-5,0",
+        "@5,10",
+        "@6,0",
+        "@5.0,0",
+        "@٥,0",
+        "@05,0",
+        "@ 5,0",
+        "@5,,0",
+        "",
+        "@9" + "9" * 30,
+    )
+    for renamed in (
+        *(name + ending for ending in endings),
+        "@5,0",
+        "other@5,0",
+        "../x@0,0",
+        "a\0b@0,0",
+        "\ud800@0,0",
+        "x" * 5000,
+    ):
+
+        def rename(raw: dict[str, Any], renamed: str = renamed) -> None:
+            raw[renamed] = raw.pop(key)
+            sums = json.loads(raw[meta]["checksums"])
+            sums[renamed] = sums.pop(key)
+            raw[meta]["checksums"] = json.dumps(sums)
+
+        yield f"named {renamed!r:.40}", rename
+    yield "piece lost", lambda raw: raw.pop(key)
+    yield "no metadata", lambda raw: raw.pop(meta)
+    for value in (None, 1, [], "x", {}):
+        yield f"metadata is {value!r}", lambda raw, value=value: raw.update({meta: value})  # type: ignore[misc]
+    for value in (None, 1, {}, "", "pt", "mega_rl shard 2"):
+        yield f"format={value!r}", lambda raw, value=value: raw[meta].update(format=value)  # type: ignore[misc]
+    deep = '{"a":' + "[" * 100_000
+    for value in (None, 1, {}, "", "x", "[]", "{}", "{", '{"a":1}', '{"a":NaN}', '{"a":1,"a":2}', deep, "\ud800", "\0"):
+        yield f"checksums={str(value)[:20]!r}", lambda raw, value=value: raw[meta].update(checksums=value)  # type: ignore[misc]
+    for value in (None, 1, "", "0" * 15, "0" * 17, "g" * 16, "A" * 16, "0x" + "0" * 14, "٠" * 16, "0" * 16):
+
+        def put_sum(raw: dict[str, Any], value: Any = value) -> None:
+            raw[meta]["checksums"] = json.dumps({**json.loads(raw[meta]["checksums"]), key: value})
+
+        yield f"checksum {value!r}", put_sum
+    yield (
+        "checksum more",
+        lambda raw: raw[meta].update(checksums=raw[meta]["checksums"][:-1] + ',"x@":"' + "0" * 16 + '"}'),
+    )
+    yield "metadata with more", lambda raw: raw[meta].update(more="1")
+
+
+HEADER_TEXTS: dict[str, tuple[Callable[[bytes], bytes], int | None]] = {
+    "10 GB": (lambda text: text, 10 << 30),
+    "all ones": (lambda text: text, (1 << 64) - 1),
+    "more than the file": (lambda text: text, 1 << 20),
+    "a byte less": (lambda text: text, 100),
+    "nothing": (lambda text: text, 0),
+    "empty": (lambda text: b"", None),
+    "a list": (lambda text: b"[]", None),
+    "key twice": (lambda text: text[:-1] + b',"__metadata__":{}}', None),
+    "deep lists": (lambda text: b'{"a":' + b"[" * 200_000, None),
+    "deep objects": (lambda text: b'{"a":' * 200_000, None),
+    "no text": (lambda text: b"\xff" * 64, None),
+    "NaN": (lambda text: text.replace(b'"shape": [', b'"shape": [NaN, ', 1), None),
+    "many digits": (lambda text: text.replace(b'"shape": [', b'"shape": [' + b"9" * 10_000 + b",", 1), None),
+    "no end": (lambda text: text[:-2], None),
+}
+
+
+def test_mutants_of_manifest_and_headers(original: Path, tmp_path: Path) -> None:
+    """Each is one error, soon, and none takes memory for what a file only claims."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    count = 0
+
+    def attempt(label: str, change: Callable[[Path], None]) -> None:
+        nonlocal count
+        folder = copy_of(original, tmp_path)
+        change(folder)
+        begin = time.monotonic()
+        try:
+            message = refusal(folder)
+        except BaseException as error:
+            raise AssertionError(f"mutant {label}") from error
+        assert str(folder) in message, label
+        assert time.monotonic() - begin < MUTANT_S, label
+        count += 1
+
+    for label, change in manifest_mutants():
+        attempt(f"manifest: {label}", lambda folder, change=change: written.edit_manifest(folder, change))  # type: ignore[misc]
+    for label, rewrite in MANIFEST_TEXTS.items():
+        text = rewrite((original / "manifest.json").read_bytes())
+        attempt(f"manifest: {label}", lambda folder, text=text: written.put_manifest(folder, text))  # type: ignore[misc]
+    shard = "shard_00001.safetensors"
+    for label, change in header_mutants():
+        attempt(f"header: {label}", lambda folder, change=change: written.edit_header(folder / shard, change))  # type: ignore[misc]
+    plain = json.dumps(written.header_of(original / shard)).encode()
+    for label, (rewrite, length) in HEADER_TEXTS.items():
+        text = rewrite(plain)
+        attempt(f"header: {label}", lambda f, t=text, n=length: written.put_header(f / shard, t, length=n))  # type: ignore[misc]
+    for commit in (b"", b"{}", b"[]", b"1", b"\xff", b"{" * 500, b'{"manifest":"","bytes":0}', b"0" * 5000, b"null"):
+        attempt(f"COMMIT: {commit[:20]!r}", lambda f, c=commit: (f / "COMMIT").write_bytes(c))  # type: ignore[misc]
+    for suffix in (b" ", b"\n", b"\0", b"{}"):
+        commit = (original / "COMMIT").read_bytes() + suffix
+        attempt(f"COMMIT and {suffix!r}", lambda f, c=commit: (f / "COMMIT").write_bytes(c))  # type: ignore[misc]
+    assert count >= 200
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < MUTANT_MEMORY_KIB
+
+
+def test_unchanged_rewrites_are_accepted(folder: Path) -> None:
+    """The tools that make the mutants break nothing themselves."""
+    written.edit_manifest(folder, lambda raw: None)
+    written.edit_header(folder / "shard_00001.safetensors", lambda raw: None)
+    check(folder)
+
+
+def test_pieces_that_overlap_by_as_much_as_they_lack(folder: Path) -> None:
+    """The number of elements alone would not tell."""
+
+    def move(raw: dict[str, Any]) -> None:
+        old, new = written.MATRIX + "@6,7", written.MATRIX + "@5,7"
+        raw[written.MATRIX + "@4,7"] = raw.pop(old)
+        raw["__metadata__"]["checksums"] = raw["__metadata__"]["checksums"].replace(old, written.MATRIX + "@4,7")
+        assert new not in raw
+
+    written.edit_header(folder / "shard_00002.safetensors", move)
+    message = refusal(folder)
+    assert "overlap" in message
+    assert written.MATRIX in message
+
+
+class Canary:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.trace,)
+
+
+def test_nothing_in_a_file_is_executed(original: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "canary"
+    torch.save(Canary(trace), tmp_path / "saved")
+    payloads = {f"protocol {n}": pickle.dumps(Canary(trace), protocol=n) for n in (0, 2, 4, 5)}
+    payloads["torch.save"] = (tmp_path / "saved").read_bytes()
+    assert not trace.exists()
+    names = [
+        *("COMMIT", "manifest.json", "shard_00000.safetensors", "shard_00001.safetensors", "shard_00007.safetensors"),
+        *(".metadata", "common.pt", "shard_00000.done", "../latest", "../.lock", "../.latest.new"),
+        *("../.step_000020.tmp/shard_00000.done", "../.step_000020.tmp/COMMIT", "../step_000030/COMMIT"),
+    ]
+    for payload in payloads.values():
+        for name in names:
+            folder = copy_of(original, tmp_path)
+            shutil.rmtree(folder.parent / ".step_000020.tmp", ignore_errors=True)
+            shutil.rmtree(folder.parent / "step_000030", ignore_errors=True)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(payload)
+            use_everything(folder)
+            assert not trace.exists(), name
+        # The same where the text is expected that a checksum vouches for.
+        folder = copy_of(original, tmp_path)
+        written.put_manifest(folder, payload)
+        use_everything(folder)
+        folder = copy_of(original, tmp_path)
+        written.put_header(folder / "shard_00001.safetensors", payload)
+        use_everything(folder)
+        assert not trace.exists()
+    pickle.loads(payloads["protocol 4"])
+    assert trace.exists(), "the canary itself is dead"
+
+
+def use_everything(folder: Path) -> None:
+    """All that reads files of checkpoints; errors are for other tests."""
+    root = folder.parent
+    uses: list[Callable[[], object]] = [
+        lambda: check(folder),
+        lambda: folders.complete(root),
+        lambda: folders.torn(root),
+        lambda: verbs.list_checkpoints(root, as_json=True),
+        lambda: verbs.verify_checkpoints(root, as_json=True),
+        lambda: folders.RunLock(root).__enter__().release(),  # type: ignore[func-returns-value]
+        lambda: folders.retire(root, newest_step=10, keep=1, keep_interval=0, keep_best="a"),
+    ]
+    for use in uses:
+        try:
+            use()
+        except UserError:
+            continue
+
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+FORBIDDEN_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "eval", "exec", "os.system", "os.popen"}
+
+
+def test_the_package_imports_nothing_that_executes_files() -> None:
+    sources = sorted(Path(mega_rl.checkpoint.__file__ or "").parent.glob("**/*.py"))
+    assert len(sources) > 5
+    found = [f"{path.name}: {use}" for path in sources for use in forbidden_uses(path.read_text())]
+    assert not found
+    assert forbidden_uses("import pickle\nfrom torch import load\ntorch.load(1)\nrun(shell=True)\n") == [
+        *("imports pickle", "imports torch.load", "calls torch.load", "shell=True")
+    ]
+
+
+def forbidden_uses(source: str) -> list[str]:
+    """What of the above a module uses."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found += [f"imports {n}" for n in names if n.split(".")[0] in FORBIDDEN_MODULES or n in FORBIDDEN_CALLS]
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            found += [f"calls {name}"] if name in FORBIDDEN_CALLS else []
+            shell = any(k.arg == "shell" and ast.unparse(k.value) != "False" for k in node.keywords)
+            found += ["shell=True"] if shell else []
+    return found

@@ -1,0 +1,136 @@
+"""Changes of the disk: durable in the right order, and named when they fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.checkpoint import disk
+from mega_rl.checkpoint.disk import SaveError
+
+
+class Recorded:
+    """Stands for `os`: notes the calls that change the disk, and makes one of them fail."""
+
+    CHANGES = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink", "rmdir")
+
+    def __init__(self, failing: str = "", code: int = errno.ENOSPC, most: int = 1 << 30) -> None:
+        self.calls: list[str] = []
+        self._failing, self._code, self._most = failing, code, most
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.CHANGES:
+            return real
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            self.calls.append(name)
+            if name == self._failing:
+                raise OSError(self._code, os.strerror(self._code))
+            if name == "pwritev":
+                args = (args[0], [memoryview(b"".join(args[1]))[: self._most]], args[2])
+            return real(*args, **keywords)
+
+        return call
+
+
+def test_a_text_is_replaced_at_once_and_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest"
+    disk.replace_text(path, "one\n")
+    (tmp_path / ".latest.new").write_text("what a kill has left")
+    recorded = Recorded()
+    monkeypatch.setattr(disk, "os", recorded)
+    disk.replace_text(path, "two\n")
+    assert recorded.calls == ["unlink", "open", "pwritev", "fsync", "rename", "open", "fsync"]
+    assert path.read_text() == "two\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
+
+
+@pytest.mark.parametrize("most", [1, 3, 1 << 20])
+def test_short_writes_are_continued(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "os", Recorded(most=most))
+    fd = disk.open_new(tmp_path / "file")
+    buffers = [memoryview(b"ab"), memoryview(b""), memoryview(b"cdef"), memoryview(b"g")]
+    disk.write_at(fd, 2, buffers)
+    disk.sync(fd)
+    disk.close(fd)
+    assert (tmp_path / "file").read_bytes() == b"\0\0abcdefg"
+
+
+def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
+    fd = disk.open_new(tmp_path / "file")
+    disk.write_at(fd, 0, [memoryview(bytes([i % 256])) for i in range(3000)])
+    disk.close(fd)
+    assert (tmp_path / "file").read_bytes() == bytes(i % 256 for i in range(3000))
+
+
+def test_a_disk_that_takes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "os", Recorded(most=0))
+    fd = disk.open_new(tmp_path / "file")
+    with pytest.raises(SaveError, match="No space left on device"):
+        disk.write_at(fd, 0, [memoryview(b"a")])
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("pwritev", errno.ENOSPC), ("fsync", errno.EIO), ("open", errno.EROFS), ("rename", errno.EDQUOT)]
+)
+def test_failures_name_the_file_and_the_reason(
+    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "os", Recorded(failing=call, code=code))
+    with pytest.raises(SaveError) as caught:
+        disk.replace_text(tmp_path / "latest", "text")
+    message = str(caught.value)
+    assert os.strerror(code) in message
+    assert str(tmp_path) in message
+    assert "latest" in message
+
+
+def test_folders_are_made_with_those_above_and_their_names_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded()
+    monkeypatch.setattr(disk, "os", recorded)
+    disk.make_folder(tmp_path / "a" / "b")
+    assert recorded.calls == ["mkdir", "open", "fsync"] * 2
+    disk.make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match="file"):
+        disk.make_folder(tmp_path / "file" / "c")
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(SaveError, match="File exists"):
+            disk.open_new(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    tree = tmp_path / "tree"
+    (tree / "inner").mkdir(parents=True)
+    (tree / "inner" / "file").touch()
+    (tree / "link").symlink_to(outside)
+    (tmp_path / "top").symlink_to(outside)
+    disk.remove_tree(tree)
+    disk.remove_tree(tmp_path / "top")
+    disk.remove_tree(tmp_path / "nothing")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["outside"]
+    assert (outside / "file").exists()
+
+
+def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    free = disk.free_bytes(tmp_path / "a" / "b")
+    assert abs(free - status.f_bavail * status.f_frsize) < free / 2

@@ -1,0 +1,347 @@
+"""Which checkpoints count, in what order their folders change, which go, and whose they are."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.checkpoint import disk, folders
+from mega_rl.checkpoint.folders import RunLock, complete, retire, torn
+from mega_rl.checkpoint.reader import Checkpoint
+from mega_rl.errors import UserError
+from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def steps(root: Path) -> list[int]:
+    return [folders.step_of(folder) for folder in complete(root)]
+
+
+def keep(root: Path, newest: int, *, keep: int = 2, interval: int = 0, best: str = "") -> list[str]:
+    removed = retire(root, newest_step=newest, keep=keep, keep_interval=interval, keep_best=best)
+    return [path.name for path in removed]
+
+
+def test_names(root: Path) -> None:
+    assert folders.final(root, 10) == root / "step_000010"
+    assert folders.temporary(root, 10) == root / ".step_000010.tmp"
+    assert folders.step_of(folders.final(root, 12_345_678)) == 12_345_678
+    assert complete(root) == []
+    assert torn(root) == []
+
+
+def test_a_published_checkpoint(root: Path) -> None:
+    folder = save(root, 10)
+    assert folder == root / "step_000010"
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step_000010"]
+    assert (root / "latest").read_text() == "step_000010\n"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "COMMIT",
+        "manifest.json",
+        *(f"shard_{i:05d}.safetensors" for i in range(3)),
+    ]
+    save(root, 9)
+    assert (complete(root), torn(root)) == ([root / "step_000009"], [(folder, torn(root)[0][1])])
+    assert folders.read_manifest(folder).step == 10
+
+
+def test_saving_a_step_again_replaces_it(root: Path) -> None:
+    save(root, 10)
+    folder = save(root, 10, metrics={"a": 1.0})
+    assert folders.read_manifest(folder).metrics == {"a": 1.0}
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step_000010"]
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing catches it, and nothing may be written after it."""
+
+
+class Killing:
+    """Stands for `os` in `disk`: ends it all before or after the call number `at` that changes the disk."""
+
+    CHANGES = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink", "rmdir")
+
+    def __init__(self, at: int, *, after: bool) -> None:
+        self.count, self.at, self.after = 0, at, after
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.CHANGES:
+            return real
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            self.count += 1
+            if self.count > self.at or (self.count == self.at and not self.after):
+                raise Killed
+            result = real(*args, **keywords)
+            if self.count == self.at:
+                raise Killed
+            return result
+
+        return call
+
+
+def save_and_retire(root: Path, step: int) -> None:
+    work, whole = folders.begin(root, step), tensors()
+    folders.publish(root, step, manifest_of(step, whole, write_shards(work, whole)))
+    retire(root, newest_step=step, keep=1, keep_interval=0, keep_best="")
+
+
+@pytest.mark.parametrize("second", [20, 10], ids=["next step", "same step"])
+def test_a_kill_anywhere_leaves_a_whole_checkpoint(
+    second: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two saves with keep=1, the second is killed at each of its changes; then a run starts over and saves."""
+    save(root, 10)
+    before = tmp_path / "before"
+    shutil.copytree(root, before)
+    found: set[int] = set()
+    at, over = 0, False
+    while not over:
+        at += 1
+        for after in (False, True):
+            shutil.rmtree(root)
+            shutil.copytree(before, root)
+            killing = Killing(at, after=after)
+            with monkeypatch.context() as patch:
+                patch.setattr(disk, "os", killing)
+                try:
+                    save_and_retire(root, second)
+                    over = True
+                except Killed:
+                    pass
+            with RunLock(root):
+                whole = complete(root)
+                assert whole, f"nothing is left after call {killing.count}"
+                with Checkpoint.open(whole[-1]) as checkpoint:
+                    checkpoint.verify(checkpoint.all_pieces())
+                found.add(folders.step_of(whole[-1]))
+                save_and_retire(root, second)
+            assert steps(root) == [second]
+            left = sorted(path.name for path in root.iterdir())
+            assert left == [".lock", "latest", f"step_{second:06d}"], left
+    assert at > 30
+    assert found == {10, second}
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename", "mkdir"])
+def test_a_full_disk_leaves_the_last_checkpoint(call: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(root, 10)
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            if name == call:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return getattr(os, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "os", Full())
+        with pytest.raises(disk.SaveError, match="No space left"):
+            save_and_retire(root, 20)
+    assert steps(root) == [10]
+
+
+def test_what_is_torn_is_told_with_its_reason(root: Path) -> None:
+    save(root, 10)
+    without, changed, link = (save(root, step) for step in (20, 30, 40))
+    (without / "COMMIT").unlink()
+    with (changed / "manifest.json").open("ab") as file:
+        file.write(b" ")
+    link.rename(root / "aside")
+    link.symlink_to(root / "aside")
+    for name in (".step_000050.tmp", ".step_000060.removed", "notes", ".step_000070.tmp.x", "step_10", "step_0000010"):
+        (root / name).mkdir()
+    (root / "step_000080").touch()
+    found = {path.name: why for path, why in torn(root)}
+    assert steps(root) == [10]
+    assert found.pop("step_000020").startswith("has no COMMIT")
+    assert "manifest.json" in found.pop("step_000030")
+    assert "is no folder" in found.pop("step_000040")
+    assert "is no folder" in found.pop("step_000080")
+    assert "under way" in found.pop(".step_000050.tmp")
+    assert "removed" in found.pop(".step_000060.removed")
+    assert "step_000040, which is not there or not complete" in found.pop("latest")
+    assert found == {}
+    assert {path.name for path, _ in folders.damaged(root)} == {f"step_0000{n}" for n in (20, 30, 40, 80)}
+
+
+@pytest.mark.parametrize(
+    "content", [b"step_000099\n", b"", b"../../etc", b"step_000010/../x", b"\xff\xfe", b"x" * 1000, b"step_000010\n\n"]
+)
+def test_a_latest_that_points_nowhere_is_told_and_does_no_harm(content: bytes, root: Path) -> None:
+    save(root, 10)
+    (root / "latest").write_bytes(content)
+    assert steps(root) == [10]
+    [(path, why)] = torn(root)
+    assert path == root / "latest"
+    assert why.isprintable()
+
+
+def test_a_latest_that_is_missing_or_behind_does_no_harm(root: Path) -> None:
+    """A kill between a folder's name and `latest` leaves it behind."""
+    save(root, 10)
+    save(root, 20)
+    (root / "latest").write_text("step_000010\n")
+    assert steps(root) == [10, 20]
+    (root / "latest").unlink()
+    assert steps(root) == [10, 20]
+    assert torn(root) == []
+
+
+def test_a_history_that_the_run_has_left_does_not_count(root: Path) -> None:
+    """After going back to 10 a kill right after the save of 15 must not bring 20 back."""
+    save(root, 10, saved_at="2026-01-01T00:00:00+00:00")
+    save(root, 20, saved_at="2026-01-01T00:20:00+00:00")
+    save(root, 15, saved_at="2026-01-01T00:30:00+00:00")
+    assert steps(root) == [10, 15]
+    [(path, why)] = torn(root)
+    assert path.name == "step_000020"
+    assert "the run has left" in why
+    assert folders.damaged(root) == []
+    assert keep(root, 15) == ["step_000020"]
+    assert steps(root) == [10, 15]
+
+
+def test_the_newest_are_kept(root: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(root, step)
+    assert keep(root, 40, keep=3) == ["step_000010"]
+    assert keep(root, 40, keep=1) == ["step_000020", "step_000030"]
+    assert keep(root, 40, keep=1) == []
+    assert steps(root) == [40]
+
+
+def test_multiples_and_the_best_are_kept(root: Path) -> None:
+    values = {10: 0.3, 20: 0.9, 30: 0.9, 40: 0.1, 50: 0.2}
+    for step, value in values.items():
+        save(root, step, metrics={"val/reward_mean": value} if step != 50 else {})
+    assert keep(root, 50, keep=1, interval=20, best="val/reward_mean") == ["step_000010"]
+    assert steps(root) == [20, 30, 40, 50], "20 and 40 are multiples, 30 is the later one of the best"
+    assert keep(root, 50, keep=1, best="val/reward_mean") == ["step_000020", "step_000040"]
+    assert keep(root, 50, keep=1, best="no/such") == ["step_000030"]
+
+
+def test_later_steps_and_torn_saves_go_first(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10, 20, 30):
+        save(root, step)
+    (root / "latest").unlink()
+    (root / ".step_000025.tmp").mkdir()
+    (root / ".step_000005.removed").mkdir()
+    (root / "step_000015").mkdir()
+    (root / "notes").mkdir()
+    assert keep(root, 20) == ["step_000030", ".step_000005.removed", ".step_000025.tmp", "step_000015"]
+    assert "step_000030" in caplog.text
+    assert steps(root) == [10, 20]
+    assert sorted(path.name for path in root.iterdir()) == ["notes", "step_000010", "step_000020"]
+
+
+@pytest.mark.parametrize("damage", ["COMMIT", "shard_00001.safetensors", "shorter"])
+def test_nothing_is_removed_when_the_newest_is_not_whole(
+    damage: str, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(root, 10)
+    folder = save(root, 20)
+    if damage == "shorter":
+        os.truncate(folder / "shard_00001.safetensors", 100)
+    else:
+        (folder / damage).unlink()
+    assert keep(root, 20, keep=1) == []
+    assert "no other checkpoint is removed" in caplog.text
+    assert (root / "step_000010" / "COMMIT").exists()
+
+
+def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
+    with RunLock(root) as lock:
+        record = json.loads(lock.path.read_text())
+        assert (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
+        with pytest.raises(UserError) as caught:
+            RunLock(root).take()
+        message = str(caught.value)
+        assert message.startswith(f"trainer.run_dir={root.parent}: another run (host {socket.gethostname()}, pid ")
+        assert f"pid {os.getpid()}, since {record['since']}" in message
+        assert "choose another trainer.run_dir" in message
+        code = "import sys; from pathlib import Path; from mega_rl.checkpoint.folders import RunLock\n"
+        code += "try: RunLock(Path(sys.argv[1])).take()\nexcept ValueError as error: print(error)"
+        other = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
+        assert other.stdout.strip() == message
+    with RunLock(root):
+        pass
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"host": 1}', "x" * 10_000, '{"pid": "\\u0000"}', "[]"])
+def test_a_lock_file_that_was_left_behind_does_no_harm(content: str, root: Path) -> None:
+    root.mkdir(parents=True)
+    (root / ".lock").write_text(content)
+    with RunLock(root) as lock:
+        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+        lock.path.write_text(content)
+        with pytest.raises(UserError, match="another run") as caught:
+            RunLock(root).take()
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_lock_that_is_no_file(kind: str, root: Path, tmp_path: Path) -> None:
+    root.mkdir(parents=True)
+    if kind == "link":
+        (tmp_path / "target").write_text("mine")
+        (root / ".lock").symlink_to(tmp_path / "target")
+    elif kind == "pipe":
+        os.mkfifo(root / ".lock")
+    else:
+        (root / ".lock").mkdir()
+    with pytest.raises(UserError, match="cannot be locked"):
+        RunLock(root).take()
+    assert kind != "link" or (tmp_path / "target").read_text() == "mine"
+
+
+def test_a_killed_process_frees_the_lock_though_its_fork_lives_on(root: Path) -> None:
+    code = """
+import os, sys, time
+from pathlib import Path
+from mega_rl.checkpoint.folders import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.take()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            with pytest.raises(UserError, match=f"pid {process.pid}"):
+                RunLock(root).take()
+            process.kill()
+            process.wait(WAIT_S)
+            os.kill(child, 0)
+            deadline = time.monotonic() + WAIT_S
+            while True:
+                try:
+                    RunLock(root).take()
+                    break
+                except UserError:  # the fork may not have run yet
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -1,0 +1,65 @@
+"""The manifest: written and read again, and every mistake named. Mutants are in test_damage.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_rl.checkpoint.disk import SaveError
+from mega_rl.checkpoint.manifest import Manifest, WholeTensor, check_commit, commit_text, manifest_text, parse_manifest
+from mega_rl.checkpoint.shards import ShardRecord
+from mega_rl.errors import UserError, UserErrors
+from tests.unit_tests.checkpoint.written import manifest_of, tensors
+
+
+def example() -> Manifest:
+    return manifest_of(7, tensors(), [ShardRecord("shard_00000.safetensors", 99, "0" * 16)], metrics={"a/b": 0.25})
+
+
+def test_what_is_written_is_read_again() -> None:
+    manifest = example()
+    found = parse_manifest(manifest_text(manifest).encode(), "manifest.json")
+    assert found == manifest
+    assert found.tensors["actor/exp_avg/scale"] == WholeTensor("F32", ())
+
+
+def test_plain_tuples_do_for_tensors() -> None:
+    plain = dataclasses.replace(example(), tensors={"a": ("F32", (2, 3))})  # type: ignore[dict-item]
+    assert parse_manifest(manifest_text(plain).encode(), "x").tensors == {"a": WholeTensor("F32", (2, 3))}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, Path("x")])
+def test_what_json_does_not_hold_fails_the_save(value: object) -> None:
+    with pytest.raises(SaveError, match="step 7"):
+        manifest_text(dataclasses.replace(example(), state={"a": value}))
+
+
+def test_every_mistake_is_in_one_error() -> None:
+    raw = json.loads(manifest_text(example()))
+    raw |= {"step": -1, "saved_at": "yesterday", "metrics": {"a": "b"}}
+    raw["shards"][0]["bytes"] = "many"
+    with pytest.raises(UserErrors) as caught:
+        parse_manifest(json.dumps(raw).encode(), "F/manifest.json")
+    problems = caught.value.problems
+    assert len(problems) == 4
+    assert problems[0].startswith("F/manifest.json: step=-1 must be a whole number of at least 0; set checkpoint.")
+    assert all(problem.startswith("F/manifest.json: ") for problem in problems)
+
+
+def test_another_version_is_named() -> None:
+    raw = json.loads(manifest_text(example())) | {"version": 2, "new": 1}
+    with pytest.raises(UserError, match="version=2, this program reads 1"):
+        parse_manifest(json.dumps(raw).encode(), "x")
+
+
+def test_commit_is_of_one_manifest_only() -> None:
+    text = manifest_text(example()).encode()
+    commit = commit_text(text).encode()
+    check_commit(commit, text, Path("F"))
+    with pytest.raises(UserError, match=r"F/manifest.json: .* expected .*COMMIT"):
+        check_commit(commit, text + b" ", Path("F"))
+    with pytest.raises(UserError, match="F/COMMIT"):
+        check_commit(commit.replace(b": ", b":  "), text, Path("F"))

@@ -1,0 +1,95 @@
+"""Random numbers after a resume are those that would have come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import UserError
+from tests.helpers.distributed import run_ranks
+
+
+def draws() -> list[Any]:
+    """A number of every source, and of every state of Megatron-Core."""
+    import random
+
+    import numpy as np
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    found: list[Any] = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(2).tolist()]
+    found.append(float(np.random.standard_normal()))
+    tracker = get_cuda_rng_tracker()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in sorted(tracker.get_states()):
+        with tracker.fork(name):
+            found.append(torch.rand(3, device=device).tolist())
+    found.append(torch.rand(3, device=device).tolist())
+    return found
+
+
+def round_trip(rank: int, folder: str) -> dict[str, Any]:
+    """Drawn after the save, after the restore, and by a run that restored nothing; through a checkpoint."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.assemble import session
+    from mega_rl.checkpoint.random_state import RandomState
+    from mega_rl.checkpoint.store import RunCheckpoints
+    from mega_rl.parallel.comm import GroupRanks
+    from tests.helpers.engines import make_config
+    from tests.unit_tests.checkpoint.stores import settings
+
+    with session(make_config(Path(folder), layout="tp2"), accelerator) as groups:
+
+        def store() -> RunCheckpoints:
+            return RunCheckpoints(
+                root=Path(folder),
+                engines={},
+                ranks=GroupRanks(groups.world),
+                settings=settings(),
+                identity={},
+                layout=groups.layout,
+                config={},
+                rank_states={"random": RandomState()},
+            )
+
+        draws()
+        store().save(1, {})
+        after_save = draws()
+        further = draws()
+        store().restore()
+        after_restore = draws()
+        names = sorted(RandomState().state())
+        state = RandomState()
+        refused = ""
+        try:
+            state.restore({name: tensor for name, tensor in state.state().items() if name != "numpy"})
+        except UserError as error:
+            refused = str(error)
+        before = draws()
+        state.restore(None)
+        return {
+            "saved": after_save,
+            "further": further,
+            "restored": after_restore,
+            "names": names,
+            "refused": refused,
+            "none": draws() != before,
+        }
+
+
+@pytest.mark.timeout(300)
+def test_what_would_have_come(tmp_path: Path) -> None:
+    first, second = run_ranks(2, round_trip, str(tmp_path))
+    for found in (first, second):
+        assert found["restored"] == found["saved"] != found["further"]
+        tracked = [name for name in found["names"] if name.startswith("tracked/")]
+        assert {"numpy", "python", "torch"} <= set(found["names"])
+        assert len(tracked) >= 2
+        assert "numpy on one side only" in found["refused"]
+        assert found["none"]
+    # The tensor-parallel ranks draw differently, so each must have had its own back.
+    assert first["saved"] != second["saved"]

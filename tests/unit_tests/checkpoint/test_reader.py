@@ -1,0 +1,203 @@
+"""Reading pieces into any memory, and whether pieces make up a tensor. Damage is in test_damage.py."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.checkpoint import reader
+from mega_rl.checkpoint.coverage import is_inside, missing_elements, overlap
+from mega_rl.checkpoint.reader import Checkpoint, StoredPiece
+from mega_rl.checkpoint.shards import PieceSpec, checksum, order, write_shard
+from mega_rl.converters.safetensors_io import DTYPES, read_header
+from mega_rl.parallel.boxes import flat_boxes, whole
+from mega_rl.types import Box
+from tests.unit_tests.checkpoint import written
+
+
+def stored(tmp_path: Path, tensor: Tensor, dtype: str) -> tuple[Checkpoint, StoredPiece]:
+    """One tensor as the only piece of a shard."""
+    spec = PieceSpec("a", dtype, (0,) * tensor.dim(), tuple(tensor.shape))
+    other = PieceSpec("before", "F64", (0,), (3,))
+    path = tmp_path / "shard_00000.safetensors"
+    path.unlink(missing_ok=True)
+    data = [written.data_of(torch.zeros(3, dtype=torch.float64)), written.data_of(tensor)]
+    write_shard(path, [other, spec], [data[i] for i in order([other, spec])])
+    manifest = written.manifest_of(1, {}, [])
+    offset = read_header(path)[spec.key].offset
+    return Checkpoint(tmp_path, manifest, {}), StoredPiece(spec, path, offset, checksum(data[1]))
+
+
+def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Some boxes of every kind: whole, cut in any dimension, empty."""
+    choose = random.Random(str(shape))
+    yield whole(shape)
+    for _ in range(12):
+        low = tuple(choose.randrange(n) if n else 0 for n in shape)
+        yield Box(
+            low,
+            tuple(
+                choose.randint(0 if i else 1, n - o) if n else 0
+                for i, (o, n) in enumerate(zip(low, shape, strict=True))
+            ),
+        )
+    for dims in itertools.combinations(range(len(shape)), max(0, len(shape) - 1)):
+        low = tuple(choose.randrange(n) if i in dims and n else 0 for i, n in enumerate(shape))
+        yield Box(low, tuple(n - o for o, n in zip(low, shape, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64"])
+@pytest.mark.parametrize("shape", [(), (1,), (11,), (5, 7), (3, 4, 5), (2, 3, 1, 4), (2, 3, 2, 3, 2), (0, 3)])
+@pytest.mark.parametrize("far", [1, 1 << 30], ids=["by row", "by window"])
+def test_every_box_into_every_memory(
+    dtype: str, shape: tuple[int, ...], far: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_FAR_BYTES", far)
+    monkeypatch.setattr(reader, "_WINDOW_BYTES", 1000)
+    tensor = torch.randint(0, 2, (*shape, DTYPES[dtype].itemsize), dtype=torch.uint8)
+    tensor = tensor.view(DTYPES[dtype]).view(shape)
+    checkpoint, piece = stored(tmp_path, tensor, dtype)
+    with checkpoint:
+        for box in boxes(shape):
+            expected = written.cut(tensor, box)
+            into = [torch.zeros(box.shape, dtype=tensor.dtype)]
+            if box.shape:
+                # Strides of another order, with gaps, and every second element.
+                into.append(torch.zeros(box.shape[::-1], dtype=tensor.dtype).permute(*reversed(range(len(box.shape)))))
+                wide = torch.zeros(*(2 * n for n in box.shape), dtype=tensor.dtype)
+                into.append(wide[tuple(slice(None, n) for n in box.shape)])
+                into.append(wide.clone()[tuple(slice(None, None, 2) for _ in box.shape)])
+            for target in into:
+                checkpoint.read_into(piece, box, target)
+                assert same(target, expected), (box, target.stride())
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return bytes(written.data_of(first)) == bytes(written.data_of(second))
+
+
+def test_large_cuts_go_through_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_WINDOW_BYTES", 1 << 16)
+    tensor = torch.randn(700, 300)
+    checkpoint, piece = stored(tmp_path, tensor, "F32")
+    target = torch.zeros(200, 600).t()
+    with checkpoint:
+        checkpoint.read_into(piece, Box((50, 70), (600, 200)), target)
+        assert torch.equal(target, tensor[50:650, 70:270])
+        parameter = torch.nn.Parameter(torch.zeros(700, 300))
+        checkpoint.read_into(piece, whole((700, 300)), parameter)
+        assert torch.equal(parameter, tensor)
+
+
+def test_all_of_a_checkpoint(tmp_path: Path) -> None:
+    folder = written.save(tmp_path, 10)
+    with Checkpoint.open(str(folder)) as checkpoint:
+        assert checkpoint.manifest.step == 10
+        assert set(checkpoint.pieces) == set(written.tensors())
+        assert [len(checkpoint.pieces[name]) for name in (written.MATRIX, written.SCALAR)] == [4, 1]
+        checkpoint.verify(checkpoint.all_pieces())
+        checkpoint.verify([])
+        for name, tensor in written.tensors().items():
+            for piece in checkpoint.pieces[name]:
+                assert piece.dtype == tensor.dtype
+                target = torch.zeros(piece.box.shape, dtype=tensor.dtype)
+                checkpoint.read_into(piece, whole(piece.box.shape), target)
+                assert torch.equal(target, written.cut(tensor, piece.box))
+
+
+def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_MAX_OPEN_FILES", 1)
+    monkeypatch.setattr(reader, "_JOB_BYTES", 1)
+    with Checkpoint.open(written.save(tmp_path, 10)) as checkpoint:
+        checkpoint.verify(checkpoint.all_pieces())
+        checkpoint.close()
+        checkpoint.verify(checkpoint.all_pieces())
+
+
+def spec_of(box: Box) -> PieceSpec:
+    return PieceSpec("a", "F32", *box)
+
+
+def random_cuts(choose: random.Random, shape: tuple[int, ...], depth: int) -> list[Box]:
+    """A tensor cut in two again and again, at random."""
+    result = [whole(shape)]
+    for _ in range(depth):
+        box = result.pop(choose.randrange(len(result)))
+        dim = choose.randrange(len(shape))
+        if box.shape[dim] < 2:
+            result.append(box)
+            continue
+        at = choose.randrange(1, box.shape[dim])
+        rest = tuple(o + at if d == dim else o for d, o in enumerate(box.offset))
+        result.append(Box(box.offset, tuple(at if d == dim else n for d, n in enumerate(box.shape))))
+        result.append(Box(rest, tuple(n - at if d == dim else n for d, n in enumerate(box.shape))))
+    return result
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_coverage_is_that_of_counting_every_element(seed: int) -> None:
+    choose = random.Random(seed)
+    shape = tuple(choose.randint(1, 9) for _ in range(choose.randint(1, 4)))
+    cuts = random_cuts(choose, shape, choose.randint(0, 40))
+    choose.shuffle(cuts)
+    if seed % 3 == 1:  # one moved or made larger
+        box = cuts.pop()
+        cuts.append(Box(tuple(choose.randrange(n) for n in shape), tuple(choose.randint(1, n) for n in box.shape)))
+    if seed % 3 == 2:
+        cuts.append(choose.choice(cuts))
+    inside = [is_inside(spec_of(box), shape) for box in cuts]
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for box in cuts:
+        written.cut(counts, box).add_(1)
+    pair = overlap([spec_of(box) for box in cuts])
+    assert (pair is None) == (int(counts.max()) <= 1 if all(inside) else pair is None)
+    if pair is not None:
+        first, second = torch.zeros(shape), torch.zeros(shape)
+        written.cut(first, Box(*pair[0][2:])).add_(1)
+        written.cut(second, Box(*pair[1][2:])).add_(1)
+        assert (first * second).any() or not all(inside)
+    if seed % 3 == 0:
+        assert pair is None
+        assert missing_elements([spec_of(box) for box in cuts], shape) == 0
+
+
+def test_a_pinwheel_is_covered_though_no_plane_parts_it() -> None:
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    assert overlap([spec_of(box) for box in pinwheel]) is None
+    assert missing_elements([spec_of(box) for box in pinwheel], (3, 3)) == 0
+    assert overlap([spec_of(box) for box in (*pinwheel, Box((1, 1), (2, 1)))]) is not None
+
+
+def test_scalars_and_pieces_without_elements() -> None:
+    scalar, nothing = PieceSpec("a", "F32", (), ()), PieceSpec("a", "F32", (2,), (0,))
+    assert overlap([scalar]) is None
+    assert overlap([scalar, scalar]) is not None
+    assert overlap([nothing, PieceSpec("a", "F32", (0,), (4,)), nothing]) is None
+    assert is_inside(nothing, (2,))
+    assert not is_inside(nothing, (1,))
+    assert not is_inside(scalar, (1,))
+
+
+def test_thousands_of_pieces_take_no_time() -> None:
+    """1024 ranks that share 8 cuts of a matrix as flat ranges, in any order."""
+    rows, columns, ways, ranks = 4096, 4096, 8, 1024
+    pieces = []
+    for way in range(ways):
+        size = rows * columns // ways
+        edges = [size * rank // ranks + (rank * 7) % 13 for rank in range(ranks)] + [size]
+        for low, high in itertools.pairwise([0, *edges[1:]]):
+            for box in flat_boxes((rows, columns // ways), low, high):
+                pieces.append(spec_of(Box((box.offset[0], box.offset[1] + way * columns // ways), box.shape)))
+    random.Random(0).shuffle(pieces)
+    assert len(pieces) > 10_000
+    begin = time.process_time()
+    assert overlap(pieces) is None
+    assert missing_elements(pieces, (rows, columns)) == 0
+    assert time.process_time() - begin < 5.0  # takes 0.2 s; comparing all pairs takes minutes

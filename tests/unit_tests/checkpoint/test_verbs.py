@@ -1,0 +1,157 @@
+"""`mega-rl checkpoint list | verify | prune`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mega_rl.checkpoint import folders, verbs
+from mega_rl.errors import UserError
+from tests.unit_tests.checkpoint.written import save
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with three checkpoints and a torn save."""
+    run = tmp_path / "run"
+    for step, value in ((10, 0.5), (20, 0.75), (30, 0.25)):
+        save(run / "checkpoints", step, metrics={"val/reward_mean": value, "loss": 1.0})
+    (run / "checkpoints" / ".step_000040.tmp").mkdir()
+    return run
+
+
+def damage(run: Path, step: int) -> Path:
+    """A byte of the last tensor of a shard is another."""
+    file = run / "checkpoints" / f"step_{step:06d}" / "shard_00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def steps(run: Path) -> list[int]:
+    return [folders.step_of(folder) for folder in folders.complete(run / "checkpoints")]
+
+
+def test_list(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert verbs.list_checkpoints(run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "saved", "at", "size", "layout", "val/reward_mean", "state"]
+    assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30", ".step_000040.tmp"]
+    assert "tp1 dp3" in lines[1]
+    assert "0.75" in lines[2]
+    assert lines[2].rstrip().endswith("complete")
+    assert "torn: a save under way" in lines[4]
+    assert verbs.list_checkpoints(run / "checkpoints", metric="loss") == 0
+    assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["loss", "state"]
+
+
+def test_list_as_json_and_with_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step_000020" / "shard_00001.safetensors").unlink()
+    (run / "checkpoints" / "step_000010" / "COMMIT").unlink()
+    assert verbs.list_checkpoints(run, as_json=True) == 1
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["step"], row["state"]) for row in rows] == [
+        *((20, "damaged"), (30, "complete"), (None, "torn"), (10, "torn"))
+    ]
+    assert "shard_00001.safetensors: No such file or directory" in rows[0]["reason"]
+    size = sum(path.stat().st_size for path in (run / "checkpoints" / "step_000030").glob("shard_*"))
+    assert rows[1]["bytes"] == size
+    assert rows[1]["metrics"] == {"val/reward_mean": 0.25, "loss": 1.0}
+
+
+def test_verify_of_a_run_a_root_and_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = run / "checkpoints"
+    for path, count in ((run, 3), (root, 3), (root / "step_000020", 1)):
+        assert verbs.verify_checkpoints(path) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert sum(": whole: 8 tensors, 13 pieces" in line for line in lines) == count
+        assert sum(".step_000040.tmp: ignored" in line for line in lines) == (count > 1)
+
+
+def test_verify_lists_every_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = damage(run, 20)
+    os.truncate(run / "checkpoints" / "step_000030" / "shard_00000.safetensors", 50)
+    (run / "checkpoints" / "step_000030" / "shard_00001.safetensors").unlink()
+    (run / "checkpoints" / "step_000010" / "COMMIT").write_text("{}")
+    assert verbs.verify_checkpoints(run) == 1
+    out = capsys.readouterr().out
+    assert out.count("damaged") == 5
+    assert ": whole" not in out
+    assert f"{file.parent}: damaged: {file.name}: " in out
+    assert verbs.verify_checkpoints(run, as_json=True) == 1
+    reports = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [len(report["faults"]) for report in reports] == [2, 1, 2]
+    [fault] = reports[1]["faults"]
+    assert all(word in fault for word in (str(file), ": actor/", "checksum", "expected"))
+    assert verbs.verify_checkpoints(run / "checkpoints" / "step_000010") == 1
+
+
+def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verbs.prune(run, keep=1, keep_best="val/reward_mean", dry_run=True) == 0
+    assert steps(run) == [10, 20, 30]
+    assert capsys.readouterr().out.count("would remove") == 2
+    assert verbs.prune(run, keep=1, keep_best="val/reward_mean", as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [Path(each["path"]).name for each in report["removed"]] == [".step_000040.tmp", "step_000010"]
+    assert [Path(path).name for path in report["kept"]] == ["step_000020", "step_000030"]
+    assert steps(run) == [20, 30]
+    assert not (run / "checkpoints" / ".step_000040.tmp").exists()
+    assert verbs.prune(run / "checkpoints", keep=1, keep_interval=20) == 0
+    assert steps(run) == [20, 30]
+    assert verbs.prune(run, keep=1) == 0
+    assert steps(run) == [30]
+
+
+def test_prune_is_refused_while_a_run_writes(run: Path) -> None:
+    with folders.RunLock(run / "checkpoints"):
+        with pytest.raises(UserError, match=f"{run}: another run .*pid {os.getpid()}.*stop it first"):
+            verbs.prune(run, keep=1)
+        assert verbs.prune(run, keep=1, dry_run=True) == 0
+    assert steps(run) == [10, 20, 30]
+
+
+def test_prune_removes_nothing_that_may_be_the_last(run: Path) -> None:
+    os.truncate(run / "checkpoints" / "step_000030" / "shard_00000.safetensors", 50)
+    with pytest.raises(UserError, match=r"shard_00000.safetensors: 50 bytes, expected"):
+        verbs.prune(run, keep=1)
+    for step in (10, 20, 30):
+        (run / "checkpoints" / f"step_{step:06d}" / "COMMIT").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        verbs.prune(run, keep=1)
+    assert len(list((run / "checkpoints").glob("step_*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"keep": 0}, "--keep=0: must be at least 1"),
+        ({"keep": 1, "keep_interval": -1}, "--keep-interval=-1"),
+        ({"keep": 1, "keep_best": "val/reward"}, "--keep-best=val/reward: no checkpoint has this metric"),
+    ],
+)
+def test_mistakes_in_prune(keywords: dict[str, object], message: str, run: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        verbs.prune(run, **keywords)  # type: ignore[arg-type]
+    assert steps(run) == [10, 20, 30]
+
+
+def test_a_path_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    for path in (tmp_path / "empty", tmp_path / "nothing"):
+        for verb in (verbs.list_checkpoints, verbs.verify_checkpoints):
+            with pytest.raises(UserError, match=f"{path}: (holds no checkpoints|no such folder)"):
+                verb(path)
+        with pytest.raises(UserError, match="give a run folder"):
+            verbs.prune(path, keep=1)
+        assert not (path / ".lock").exists()
+    assert verbs.list_checkpoints(tmp_path / "new") == 0
+    with pytest.raises(UserError, match="holds no complete checkpoint"):
+        verbs.verify_checkpoints(tmp_path / "new")
+    with pytest.raises(UserError, match="no such folder"):
+        verbs.verify_checkpoints(tmp_path / "nothing" / "step_000010")
