@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from mega_rl.checkpoint import commands as checkpoint
 from mega_rl.convert import verbs as convert
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.verify import verbs as verify
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(convert.app)
 app.add_typer(verify.app)
+app.add_typer(checkpoint.app)
 
 
 @app.callback()

@@ -13,7 +13,7 @@ import torch
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.agreement import first_failure, told
 from mega_rl.checkpoint.fill import fill
-from mega_rl.checkpoint.manifest import Manifest
+from mega_rl.checkpoint.manifest import COMMIT_FILE, Manifest
 from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.checkpoint.untrusted import ANOTHER
 from mega_rl.config.schema import CheckpointConfig
@@ -97,11 +97,11 @@ def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
             raise UserError(damaged[-1] if ANOTHER in damaged[-1] else f"{damaged[-1]}; {ANOTHER}")
         return folders.complete(root)[::-1]
     path = Path(wanted).absolute()
-    if path in folders.complete(path.parent):
+    if (path / COMMIT_FILE).exists():
         return [path]
     found = folders.complete(path / "checkpoints") or folders.complete(path)
     if not found:
-        raise UserError(f"checkpoint.resume={wanted}: no complete checkpoint there (COMMIT is missing)")
+        raise UserError(f"checkpoint.resume={wanted}: no complete checkpoint there ({COMMIT_FILE} is missing)")
     return found[::-1]
 
 

@@ -116,11 +116,6 @@ def order(specs: Sequence[PieceSpec]) -> list[int]:
     return sorted(range(len(specs)), key=lambda i: -ITEM_BYTES[specs[i].dtype])
 
 
-def shard_bytes(specs: Sequence[PieceSpec]) -> int:
-    """Size of the file that `write_shard` would make."""
-    return len(_header(specs, ["0" * 16] * len(specs))) + sum(spec.nbytes for spec in specs)
-
-
 def write_shard(path: Path, specs: Sequence[PieceSpec], data: Iterable[memoryview]) -> ShardRecord:
     """Writes a new shard durably, except for its name; goes through the data once.
 

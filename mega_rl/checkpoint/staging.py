@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -83,6 +84,8 @@ class Staging:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         self._pinned = int(code) == 0
         if not self._pinned:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # CUDA reports that error once more, to whoever asks first
             log.warning(
                 "the memory that checkpoints are copied to is not pinned (CUDA error %d): copies wait", int(code)
             )

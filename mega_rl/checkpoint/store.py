@@ -89,9 +89,9 @@ class RunCheckpoints:
         self.lock()
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """`close`."""
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """`close`, at once for whoever has pressed Ctrl-C again."""
+        self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
 
     def add(self, name: str, rank_state: RankState) -> None:
         """One more of `rank_states`, known later than the rest; before `restore` and `save`."""
@@ -157,15 +157,15 @@ class RunCheckpoints:
         while self._current is not None:
             self._look(BEAT_S)
 
-    def close(self) -> None:
+    def close(self, *, patience_s: float = CLOSE_S) -> None:
         """End what belongs to the run, at its end; no collective, may be called twice.
 
-        After an error a save may be under way. It is waited for a moment, as it completes if all ranks come here.
+        After an error a save may be under way. It is waited for so long, as it completes if all ranks come here.
         """
         if self._current is not None and not self._current.done:
-            log.warning("the run ends during the save of step %d: waiting up to %g s", self._current.step, CLOSE_S)
+            log.warning("the run ends during the save of step %d: waiting up to %g s", self._current.step, patience_s)
             try:
-                if self._writing.wait(CLOSE_S) is None:
+                if self._writing.wait(patience_s) is None:
                     log.error("the save of step %d did not end in time and is lost", self._current.step)
             except SaveError as error:
                 log.error("the save of step %d is lost: %s", self._current.step, error)

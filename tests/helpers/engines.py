@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig, RolloutConfig, TrainerConfig
+from mega_rl.config.schema import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from mega_rl.types import Experience
 
 # name -> (world size, parallel settings)
@@ -101,6 +109,32 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
 def replaced(config: Config, area: str, **changes: Any) -> Config:
     """The config with some fields of one area changed."""
     return dataclasses.replace(config, **{area: dataclasses.replace(getattr(config, area), **changes)})
+
+
+def save_state(engine: Any, folder: Path) -> None:
+    """The engine's state as a checkpoint of step 1; collective."""
+    _checkpoints(engine, folder).save(1, {})
+
+
+def load_state(engine: Any, folder: Path) -> None:
+    """What `save_state` wrote; collective."""
+    assert _checkpoints(engine, folder).restore() is not None
+
+
+def _checkpoints(engine: Any, folder: Path) -> Any:
+    from mega_rl.checkpoint.store import RunCheckpoints
+    from mega_rl.parallel.comm import GroupRanks
+
+    return RunCheckpoints(
+        root=folder,
+        engines={"actor": engine},
+        ranks=GroupRanks(engine.groups.world),
+        settings=CheckpointConfig(on_error="stop"),
+        identity={},
+        layout=engine.groups.layout,
+        config={},
+        rank_states={},
+    )
 
 
 def world_size() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,7 +184,17 @@ class FakeStore:
         self.events = events
         self.saved: dict[int, Mapping[str, Any]] = {}
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+        self.finished = False
+        self._saving = 0
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
         self.events.append("save")
-        self.saved[step] = state
-        return Path("nowhere")
+        self.saved[step] = dict(state) | {"metrics": metrics}
+        self._saving = step
+
+    def poll(self) -> Metrics:
+        step, self._saving = self._saving, 0
+        return {"checkpoint/step": float(step)} if step else {}
+
+    def finish(self) -> None:
+        self.finished = True

@@ -22,7 +22,7 @@ INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 MODULE = re.compile(r"(?<![\w/.])mega_rl(?:\.[A-Za-z_]\w*)+")
 OUR_FILE = re.compile(r"(?<![\w/.-])(?:mega_rl|recipes|tests|scripts|docs|benchmarks)/[\w./-]*\w")
-MAKE = re.compile(r"(?<![\w-])make ([a-z]+)")
+MAKE = re.compile(r"(?<![\w-])make ([a-z-]+)")
 SETTING = re.compile(rf"(?<![\w./])(?:{'|'.join(SECTIONS)})\.[a-z]\w*(?![\w.]|/)")
 FILE_SUFFIXES = ("json", "jsonl", "yaml", "py", "md", "safetensors", "parquet")
 PLACEHOLDERS = {"recipes/X.yaml"}
@@ -109,7 +109,7 @@ def test_modules_and_files_exist(document: Path) -> None:
 @documents
 def test_make_targets_exist(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
     assert "quickstart" in targets
     assert {name for piece in code(document) for name in MAKE.findall(piece)} <= targets
 

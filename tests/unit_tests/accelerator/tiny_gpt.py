@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
-from mega_rl.ddp.optimizer import separate_step_counters
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -206,4 +205,6 @@ def load(training: Training, directory: Path) -> None:
     for number, chunk in enumerate(training.chunks):
         chunk.module.load_state_dict(state[f"model{number}"])
     training.optimizer.load_state_dict(state["optimizer"])
-    separate_step_counters(training.optimizer)
+    for part in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
+        for counted in part.optimizer.state.values():
+            counted["step"] = counted["step"].clone()  # upstream loads one tensor as the counter of all

@@ -98,5 +98,8 @@ def load_critic(rank: int, policy: str, dist: str) -> dict[str, Tensor]:
     from tests.helpers.engines import exported, make_config, running_engine
 
     with running_engine(make_config(Path(policy), layout="1"), head="value", trainable=False) as engine:
-        engine.load(Path(dist))
+        from megatron.core import dist_checkpointing
+
+        state = _sharded_state(engine.models, engine.groups.collection.dp_cp)
+        engine.models[0].load_state_dict(dist_checkpointing.load(state, dist)["model"])
         return exported(engine)

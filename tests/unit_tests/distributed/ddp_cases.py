@@ -220,7 +220,7 @@ def resume(checkpoint: str, folder: str, *, ddp: dict[str, Any]) -> dict[str, bo
 
     A second engine, with the same settings and with default ones, loads what was saved and goes on as well.
     """
-    from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
+    from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
     from tests.helpers.models import random_experience
     from tests.unit_tests.distributed.engine_cases import losses
 
@@ -230,7 +230,7 @@ def resume(checkpoint: str, folder: str, *, ddp: dict[str, Any]) -> dict[str, bo
         rows = own_rows(batch, engine)
         for _ in range(2):
             engine.train_minibatch(rows, losses("lm"), lr=1e-3)
-        engine.save(Path(folder))
+        save_state(engine, Path(folder))
         saved = exported(engine)
         engine.offload()
         engine.onload()
@@ -239,7 +239,7 @@ def resume(checkpoint: str, folder: str, *, ddp: dict[str, Any]) -> dict[str, bo
     found = {}
     for name, settings in (("same", ddp), ("plain", {})):
         with running_engine(replaced(config, "ddp", **settings)) as engine:
-            engine.load(Path(folder))
+            load_state(engine, Path(folder))
             loaded = exported(engine)
             found[f"{name} weights"] = all(torch.equal(saved[key], loaded[key]) for key in saved)
             engine.train_minibatch(rows, losses("lm"), lr=1e-3)

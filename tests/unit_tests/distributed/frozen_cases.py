@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mega_rl.config.schema import OptimConfig, ParallelConfig
-from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
+from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
 
@@ -88,7 +88,7 @@ def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
         folder = root / f"{layout} {frozen.patterns} {frozen.recompute}"
         with_checkpoint = layout in ("dp2", "pp2")
         if with_checkpoint:
-            engine.save(folder)
+            save_state(engine, folder)
         moments = [s["exp_avg"] for o in torch_optimizers(engine.optimizer) for s in o.state.values() if "exp_avg" in s]
         held = torch.tensor(sum(moment.numel() for moment in moments))
         held = int(engine.replica.sum(held) if not sharded else engine.data_parallel.sum(engine.replica.sum(held)))
@@ -103,7 +103,7 @@ def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
         if with_checkpoint:
             norm = engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"]
             after = exported(engine)
-            engine.load(folder)
+            load_state(engine, folder)
             found["resumed"] = engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] == norm
             again = exported(engine)
             found["same"] = all(torch.equal(again[key], after[key]) for key in after)

@@ -192,7 +192,7 @@ def expert_norm_names(root: str) -> dict[str, Any]:
 
 
 def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
-    """(parameters, step counters of their own) of an optimizer that was loaded, without and with separation."""
+    """(parameters, step counters of their own) of an optimizer that was loaded, by upstream and by us."""
     from mega_rl.config.schema import OptimConfig
     from mega_rl.ddp.optimizer import torch_optimizers
     from mega_rl.verify.batch import random_batch
@@ -209,13 +209,31 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
     with engine_of(plan, REFERENCE, accelerator, OptimConfig()) as engine:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=0)
         engine.train_minibatch(batch, policy_loss(), lr=1e-3)
-        engine.save(Path(root) / "saved")
-        with patch("mega_rl.engines.megatron.separate_step_counters", nothing):
-            engine.load(Path(root) / "saved")
+        load_as_upstream(engine, Path(root) / "saved")
         found["upstream"] = count(engine)
-        engine.load(Path(root) / "saved")
+        engine.restored(engine.state().numbers)
         found["ours"] = count(engine)
     return found
+
+
+def load_as_upstream(engine: Any, folder: Path) -> None:
+    """Saves and loads the optimizer through Megatron-Core's own state dicts."""
+    from megatron.core import dist_checkpointing
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": engine.groups.collection.dp_cp,
+    }
+
+    def state(*, is_loading: bool) -> dict[str, Any]:
+        found = {"model": engine.models[0].sharded_state_dict(metadata=metadata)}
+        found["optimizer"] = engine.optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=metadata)
+        return found
+
+    folder.mkdir()
+    dist_checkpointing.save(state(is_loading=False), str(folder))
+    engine.optimizer.load_state_dict(dist_checkpointing.load(state(is_loading=True), str(folder))["optimizer"])
 
 
 def long_norms(accelerator: Any) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from mega_rl.protocols import LossOutput
-from tests.helpers.engines import exported, exported_gradients, own_rows, replaced, running_engine
+from tests.helpers.engines import (
+    exported,
+    exported_gradients,
+    load_state,
+    own_rows,
+    replaced,
+    running_engine,
+    save_state,
+)
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses, whole
 from tests.unit_tests.distributed.expert_cases import config_of, write_family
@@ -114,10 +122,10 @@ def moving_bias(checkpoint: str, layout: str, *, recompute: str = "none", folder
             result["loads"].append(engine.routing.loads.clone())
             result["biases"].append(biases(engine))
         if folder:
-            engine.save(Path(folder))
+            save_state(engine, Path(folder))
     if folder:
         with running_engine(config) as engine:
-            engine.load(Path(folder))
+            load_state(engine, Path(folder))
             result["loaded"] = biases(engine)
     return result
 

@@ -56,6 +56,7 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "timer": FakeTimer(),
         "metrics": FakeSink(),
         "checkpoints": FakeStore(events),
+        "export": lambda done: events.append(f"export {done}"),
         "decode": lambda ids: " ".join(map(str, ids)),
         "stop_requested": lambda: False,
     }
@@ -110,9 +111,20 @@ def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
 
 
 def test_save_final() -> None:
+    """Whatever a save reports is in the record of its step, and the run waits for it."""
     trainer = make_trainer(settings=RunSettings(steps=2, save_final=True))
     trainer.fit()
     assert list(trainer.checkpoints.saved) == [2]
+    assert trainer.metrics.records[2]["checkpoint/step"] == 2
+    assert "checkpoint/step" not in trainer.metrics.records[1]
+    assert trainer.checkpoints.saved[2]["metrics"]["reward/mean"] == trainer.metrics.records[2]["reward/mean"]
+    assert trainer.checkpoints.finished
+
+
+def test_hugging_face_checkpoints_keep_their_interval() -> None:
+    trainer = make_trainer(settings=RunSettings(steps=5, hf_interval=2, hf_final=True))
+    trainer.fit()
+    assert [event for event in trainer.events if event.startswith("export")] == ["export 2", "export 4", "export 5"]  # type: ignore[attr-defined]
 
 
 def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:

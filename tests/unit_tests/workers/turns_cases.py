@@ -52,9 +52,8 @@ class Watcher:
         self.note("validate" if greedy else "generate")
         return make_rollout([1])
 
-    def save(self, step: int, state: Any) -> Path:
+    def save(self, step: int, state: Any, *, metrics: Any = None) -> None:
         self.note("save")
-        return Path("nowhere")
 
 
 def run_turns(rank: int, checkpoint: str) -> dict[str, Any]:

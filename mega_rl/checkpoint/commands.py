@@ -1,0 +1,60 @@
+"""`mega-rl checkpoint`: the command line of `mega_rl.checkpoint.verbs`. Imports no torch but to verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega_rl.checkpoint import verbs
+
+app = typer.Typer(
+    name="checkpoint",
+    help="List, verify and remove the checkpoints of a run.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or its checkpoints folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_(
+    run: Run,
+    metric: Annotated[
+        str, typer.Option("--metric", help="Show this metric; default: that of checkpoint.keep_best.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Step, time, size, layout and state of every checkpoint. Exit code 1 if files of one are missing or short."""
+    raise typer.Exit(verbs.list_checkpoints(run, metric=metric, as_json=as_json))
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Run folder, or one checkpoint.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte and compare all checksums. Exit code 1 if any differs."""
+    raise typer.Exit(verbs.verify_checkpoints(path, as_json=as_json))
+
+
+@app.command()
+def prune(
+    run: Run,
+    keep: Annotated[int, typer.Option("--keep", help="Newest checkpoints kept.")],
+    keep_interval: Annotated[
+        int, typer.Option("--keep-interval", help="Also keep those whose step is a multiple of this.")
+    ] = 0,
+    keep_best: Annotated[
+        str, typer.Option("--keep-best", help="Also keep the one with the largest value of this metric.")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints, and what torn saves have left; never the newest complete one."""
+    raise typer.Exit(
+        verbs.prune(run, keep=keep, keep_interval=keep_interval, keep_best=keep_best, dry_run=dry_run, as_json=as_json)
+    )

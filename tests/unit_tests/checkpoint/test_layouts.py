@@ -1,0 +1,114 @@
+"""A checkpoint goes from every layout to every other, bit for bit.
+
+Eight layouts of a mixture of experts on four ranks, all 56 pairs of them; and, in circles, other models, dtypes and
+implementations of data parallelism. The state is compared under Hugging Face's names as the exporter gives it, weights
+and optimizer's tensors alike, so an error that saving and loading have in common shows. Memory holds other numbers before a load.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.checkpoint.layout_cases import CIRCLES, LAYOUTS, STEPS, run_circles, run_pairs
+
+pytestmark = pytest.mark.timeout(600)
+
+PAIRS = list(permutations(LAYOUTS, 2))
+FAMILIES = {"routed": "qwen3_moe", "tied": "qwen3", "latent": "deepseek_v3", "sinks": "gpt_oss", "shared": "qwen2_moe"}
+# Both start from the same bits: only the order of sums differs, in fp32 and in bf16.
+SAME_NORM = {"fp32": 1e-5, "bf16": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("root")
+    models = folder / "models"
+    for name, family in FAMILIES.items():
+        write_tiny_checkpoint(models / name, family=family, tied=name == "tied")
+    write_tiny_checkpoint(models / "odd", family="qwen3", tied=False, vocab_size=51)  # padded under TP2
+    return folder
+
+
+@pytest.fixture(scope="module")
+def layouts(root: Path) -> list[dict[str, Any]]:
+    return run_ranks(4, run_pairs, str(root), timeout_s=280)
+
+
+@pytest.fixture(scope="module")
+def circles(root: Path) -> list[dict[str, Any]]:
+    return run_ranks(4, run_circles, str(root), timeout_s=280)
+
+
+@pytest.mark.parametrize("pair", [f"{source} -> {target}" for source, target in PAIRS])
+def test_every_layout_loads_what_every_other_has_saved(layouts: list[dict[str, Any]], pair: str) -> None:
+    check(layouts, pair)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_goes_on_bit_for_bit(layouts: list[dict[str, Any]], layout: str) -> None:
+    name = f"{layout} -> {layout}"
+    check(layouts, name)
+    for found in layouts:
+        assert found[name]["norm"] == found["saved"][layout]["norm"]
+        assert found[name]["same after"]
+
+
+@pytest.mark.parametrize("circle", CIRCLES)
+def test_models_dtypes_and_implementations(circles: list[dict[str, Any]], circle: str) -> None:
+    """Each case loads what the one before it has saved, and its next step has the gradients that that one's has."""
+    ranks = [found[circle] for found in circles]
+    names = [name for name in ranks[0] if name != "saved"]
+    assert len(names) == len(CIRCLES[circle])
+    tolerance = SAME_NORM[next(iter(CIRCLES[circle].values())).dtype]
+    for name in names:
+        check(ranks, name)
+        source = name.partition(" -> ")[0]
+        for found in ranks:
+            assert found[name]["norm"] == pytest.approx(found["saved"][source]["norm"], rel=tolerance), name
+
+
+def check(ranks: list[dict[str, Any]], name: str) -> None:
+    """On every rank everything is as it was saved, and every parameter has a counter of its own."""
+    for rank, found in enumerate(ranks):
+        assert not found[name]["wrong"], f"rank {rank}: {found[name]['wrong'][:5]}"
+        values, (states, distinct) = found[name]["counters"]
+        assert values in ([], [STEPS]), values
+        assert states == distinct
+    assert any(found[name]["counters"][0] for found in ranks)
+
+
+def parameters(root: Path, model: str) -> int:
+    """Numbers in the model's Hugging Face checkpoint."""
+    with safe_open(root / "models" / model / "model.safetensors", "pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_is_what_there_is(layouts: list[dict[str, Any]], root: Path, layout: str) -> None:
+    """Weights and two moments of 4 bytes each, once over all ranks."""
+    written = [found["saved"][layout]["written"] for found in layouts]
+    assert sum(each["bytes"] for each in written) == 12 * parameters(root, "routed")
+    assert {each["optimizer_steps"] for each in written} == {STEPS}
+    shares = [4 * each["bytes"] / (12 * parameters(root, "routed")) for each in written]
+    assert max(shares) < 1.05, shares  # a shard of each bucket, padded; norms are written by one tensor-parallel rank
+
+
+@pytest.mark.parametrize("case", CIRCLES["bf16"])
+def test_bytes_of_bf16(circles: list[dict[str, Any]], root: Path, case: str) -> None:
+    """A weight of 2 bytes, its main parameter and two moments of 4."""
+    written = [found["bf16"]["saved"][case]["written"]["bytes"] for found in circles]
+    assert sum(written) == 14 * parameters(root, "tied")
+
+
+@pytest.mark.parametrize("case", CIRCLES["tied"])
+def test_bytes_of_other_implementations(circles: list[dict[str, Any]], root: Path, case: str) -> None:
+    """The same, once, however data parallelism is done and wherever a tied embedding has a copy."""
+    written = [found["tied"]["saved"][case]["written"]["bytes"] for found in circles]
+    assert sum(written) == 12 * parameters(root, "tied")
