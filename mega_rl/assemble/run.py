@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.algorithms.kl import KLController
-from mega_rl.assemble.roles import Roles, build_estimator, build_roles
+from mega_rl.assemble.roles import build_estimator, build_roles
 from mega_rl.assemble.rollouts import build_rollouts, start_servers
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.random_state import RandomState
@@ -35,7 +35,7 @@ from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
-from mega_rl.protocols import Engine, WeightSync
+from mega_rl.protocols import WeightSync
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard
@@ -116,6 +116,8 @@ def build_trainer(
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     train, held_out = load_data(config, tokenizer, vocab_size=read_hf_config(config.model.path).vocab_size)
     world = GroupRanks(groups.world)
+    checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(train))
+    resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     servers = start_servers(config, accelerator, world, resources)  # they come up while the models are built
     roles = build_roles(config, accelerator, groups)
 
@@ -131,8 +133,9 @@ def build_trainer(
         shuffle=config.data.shuffle,
         seed=config.trainer.seed,
     )
-    checkpoints = build_checkpoints(config, roles, groups, data_fingerprint=fingerprint(train))
-    resources.enter_context(checkpoints)
+    checkpoints.add_engine("actor", actor)
+    if roles.critic_engine is not None:
+        checkpoints.add_engine("critic", roles.critic_engine)
     generation = GenerationBar()
     rollouts = build_rollouts(
         config,
@@ -146,7 +149,7 @@ def build_trainer(
         resources=resources,
     )
     if rollouts.under_way is not None:
-        checkpoints.add("rollout", rollouts.under_way)
+        checkpoints.add_rank_state("rollout", rollouts.under_way)
     start = resume(checkpoints, roles.kl, rollouts.sync)
     exports = HfExports(
         engine=actor,
@@ -231,14 +234,11 @@ def minibatch_plan(config: Config) -> MinibatchPlan:
     )
 
 
-def build_checkpoints(config: Config, roles: Roles, groups: Groups, *, data_fingerprint: str) -> RunCheckpoints:
-    """Where the learning engines are saved, and what a checkpoint must agree with to be resumed."""
-    engines: dict[str, Engine] = {"actor": roles.actor_engine}
-    if roles.critic_engine is not None:
-        engines["critic"] = roles.critic_engine
+def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) -> RunCheckpoints:
+    """Where what learns is saved, and what a checkpoint must agree with to be resumed; without engines yet."""
     return RunCheckpoints(
         root=Path(config.trainer.run_dir) / "checkpoints",
-        engines=engines,
+        engines={},
         ranks=GroupRanks(groups.world),
         settings=config.checkpoint,
         identity={"seed": config.trainer.seed, "data": data_fingerprint, "model": config.model.path},

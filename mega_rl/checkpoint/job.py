@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.checkpoint import disk
+from mega_rl.checkpoint.coverage import missing_elements, overlap
 from mega_rl.checkpoint.disk import SaveError
 from mega_rl.checkpoint.folders import publish, retire
 from mega_rl.checkpoint.manifest import Manifest, WholeTensor, now
@@ -99,8 +100,9 @@ def _write_own(job: Job, data: Callable[[int], memoryview]) -> int:
     try:
         specs = [piece.spec for piece in job.pieces]
         record = write_shard(folder / job.shard, specs, (data(index) for index in order(specs)))
-        tensors = {piece.spec.name: [piece.spec.dtype, list(piece.global_shape)] for piece in job.pieces}
-        disk.replace_text(folder / _done(job.shard), json.dumps({"shard": record.to_json(), "tensors": tensors}))
+        wholes = [piece.global_shape for piece in job.pieces]
+        text = json.dumps({"shard": record.to_json(), "pieces": specs, "wholes": wholes})
+        disk.replace_text(folder / _done(job.shard), text)
     except SaveError as error:
         with contextlib.suppress(SaveError):  # the ranks tell each other too
             disk.replace_text(folder / _failed(job.shard), str(error))
@@ -113,13 +115,16 @@ def _publish(job: Job, publication: Publication, *, deadline: float, given_up: C
     folder = Path(job.folder)
     records: list[ShardRecord] = []
     tensors: dict[str, WholeTensor] = {}
-    for shard in _wait_for_records(folder, publication.shards, job.timeout_s, deadline=deadline, given_up=given_up):
-        found = json.loads(shard)
+    pieces: dict[str, list[PieceSpec]] = {}
+    for text in _wait_for_records(folder, publication.shards, job.timeout_s, deadline=deadline, given_up=given_up):
+        found = json.loads(text)
         records.append(ShardRecord.from_json(found["shard"], folder))
-        for name, (dtype, shape) in found["tensors"].items():
-            whole = WholeTensor(dtype, tuple(shape))
+        for (name, dtype, offset, shape), global_shape in zip(found["pieces"], found["wholes"], strict=True):
+            whole = WholeTensor(dtype, tuple(global_shape))
             if tensors.setdefault(name, whole) != whole:
-                raise SaveError(f"tensor {name} is {tensors[name]} on one rank and {whole} on another")
+                raise SaveError(f"{name}: is {tensors[name]} on one rank and {whole} on another")
+            pieces.setdefault(name, []).append(PieceSpec(name, dtype, tuple(offset), tuple(shape)))
+    _check_coverage(tensors, pieces)
     for name in publication.shards:
         disk.remove_file(folder / _done(name))
     if given_up():
@@ -131,6 +136,15 @@ def _publish(job: Job, publication: Publication, *, deadline: float, given_up: C
     except (SaveError, UserError) as error:
         return (f"old checkpoints could not be removed: {error}",)
     return ()
+
+
+def _check_coverage(tensors: Mapping[str, WholeTensor], pieces: Mapping[str, Sequence[PieceSpec]]) -> None:
+    """Raises SaveError where the ranks together have not written every element once: better now than at a load."""
+    for name, whole in tensors.items():
+        missing = missing_elements(pieces[name], whole.shape)
+        if missing or overlap(pieces[name]) is not None:
+            what = f"lack {missing} of its elements" if missing > 0 else "overlap"
+            raise SaveError(f"{name} {list(whole.shape)}: the pieces of all ranks {what}; this is a bug")
 
 
 def _wait_for_records(

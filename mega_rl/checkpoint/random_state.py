@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from mega_rl.errors import UserError
+from mega_rl.parallel.groups import random_tracker
 
 TRACKED = "tracked/"  # before the names of Megatron-Core's states
 
@@ -32,7 +32,7 @@ class Tracker(Protocol):
 class RandomState:
     """`protocols.RankState` of torch's generators, of Megatron-Core's states, of Python's `random` and of NumPy's."""
 
-    def __init__(self, tracker: Callable[[], Tracker] = get_cuda_rng_tracker) -> None:
+    def __init__(self, tracker: Callable[[], Tracker] = random_tracker) -> None:
         self._tracker = tracker
 
     def state(self) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from math import prod
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 import xxhash
@@ -19,21 +17,12 @@ from torch import Tensor
 
 from mega_rl.checkpoint.coverage import is_inside, missing_elements, overlap
 from mega_rl.checkpoint.folders import is_step_folder, read_manifest, step_of
+from mega_rl.checkpoint.headers import StoredPiece as StoredPiece
+from mega_rl.checkpoint.headers import read_shard
 from mega_rl.checkpoint.manifest import MANIFEST_FILE, Manifest
-from mega_rl.checkpoint.shards import CHUNK_BYTES, FORMAT, MAX_HEADER_BYTES, PieceSpec, ShardRecord, checksum
-from mega_rl.checkpoint.untrusted import (
-    ANOTHER,
-    clipped,
-    decode_json,
-    fault,
-    is_checksum,
-    key_faults,
-    limited,
-    open_regular,
-    read_at,
-    shown,
-)
-from mega_rl.converters.safetensors_io import DTYPE_NAMES, DTYPES, TensorInfo, as_bytes, read_header
+from mega_rl.checkpoint.shards import CHUNK_BYTES, PieceSpec
+from mega_rl.checkpoint.untrusted import ANOTHER, clipped, fault, limited, open_regular
+from mega_rl.converters.safetensors_io import as_bytes
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Box
 
@@ -42,27 +31,7 @@ _JOB_BYTES = 32 << 20  # that one thread checks at a time
 _MAX_OPEN_FILES = 256
 # A cut of rows is read row by row where rows lie this far apart, else with what is between them.
 _FAR_BYTES = 32 << 10
-_SHOWN = 500  # characters of a message that has values of a file in it
 _WINDOW_BYTES = 4 << 20  # of memory for what is not read straight into its place
-
-
-class StoredPiece(NamedTuple):
-    """A piece of a tensor and where its bytes are."""
-
-    spec: PieceSpec
-    file: Path
-    offset: int  # from the start of the file
-    checksum: str
-
-    @property
-    def box(self) -> Box:
-        """Where it is in the whole tensor."""
-        return Box(self.spec.offset, self.spec.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype as torch has it."""
-        return DTYPES[self.spec.dtype]
 
 
 class Checkpoint:
@@ -93,7 +62,7 @@ class Checkpoint:
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in manifest.tensors}
         for record in manifest.shards:
             try:
-                for piece in _read_shard(folder / record.file, record, manifest):
+                for piece in read_shard(folder / record.file, record, manifest):
                     pieces[piece.spec.name].append(piece)
             except UserErrors as error:
                 problems += error.problems
@@ -195,104 +164,6 @@ def _strangers(folder: Path, manifest: Manifest) -> list[str]:
     except OSError as error:
         return [f"{folder}: cannot be read ({error.strerror}); {ANOTHER}"]
     return [f"{folder / clipped(name)}: is not in {MANIFEST_FILE}; remove it or {ANOTHER}" for name in found]
-
-
-def _read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[StoredPiece]:
-    """The pieces of a shard whose header is the one that the manifest vouches for. Raises UserError or UserErrors."""
-    fd, size = open_regular(path)
-    try:
-        if size != record.nbytes:
-            cause = "truncated" if size < record.nbytes else "changed"
-            raise UserError(f"{path}: {size} bytes, expected {record.nbytes}; the file was {cause}: {ANOTHER}")
-        prefix = read_at(fd, 0, 8, path)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise UserError(f"{path}: claims a header of {length} bytes in {size}; the file was changed: {ANOTHER}")
-        text = read_at(fd, 8, length, path)
-    finally:
-        os.close(fd)
-    if (found := checksum(prefix + text)) != record.header:
-        raise UserError(
-            f"{path}: its header has checksum {found}, expected {record.header}; the file was changed, is of another "
-            f"checkpoint, or the disk is failing: {ANOTHER}"
-        )
-    infos = _entries(path)
-    checksums = _checksums(text, path)
-    problems = [f"{path}: {clipped(key)} has no checksum; {ANOTHER}" for key in infos if key not in checksums]
-    problems += [
-        f"{path}: a checksum of {clipped(k)}, which is not there; {ANOTHER}" for k in checksums if k not in infos
-    ]
-    if problems:
-        raise UserErrors(problems)
-    pieces = []
-    for key, info in infos.items():
-        spec = _piece_spec(key, info, manifest, problems)
-        if spec is not None:
-            pieces.append(StoredPiece(spec, path, info.offset, checksums[key]))
-    if problems:
-        raise UserErrors(problems)
-    return pieces
-
-
-def _entries(path: Path) -> dict[str, TensorInfo]:
-    """The entries of a header, by key; errors say what a user of checkpoints can do. Raises UserErrors."""
-    try:
-        return read_header(path)
-    except UserError as error:
-        problems = error.problems if isinstance(error, UserErrors) else (str(error),)
-        told = [problem.removesuffix("; fetch the file again") for problem in problems]
-        # Names in a header may hold anything.
-        told = ["".join(c if c.isprintable() else "?" for c in problem[:_SHOWN]) for problem in told]
-        raise UserErrors(limited([f"{problem}; {ANOTHER}" for problem in told], path)) from error
-
-
-def _checksums(header: bytes, path: Path) -> dict[str, str]:
-    """The checksums that a header holds, by key."""
-    metadata = decode_json(header, path).get("__metadata__")
-    if not isinstance(metadata, dict):
-        raise UserError(fault(path, "__metadata__", metadata, "must be an object"))
-    problems = key_faults(metadata, ("format", "checksums"), f"{path}: __metadata__")
-    if problems:
-        raise UserErrors(problems)
-    if metadata["format"] != FORMAT:
-        raise UserError(fault(path, "format", metadata["format"], f"must be {FORMAT!r}"))
-    if not isinstance(metadata["checksums"], str):
-        raise UserError(fault(path, "checksums", metadata["checksums"], "must be a text of JSON"))
-    # A lone surrogate is a text that JSON can hold and UTF-8 cannot.
-    checksums = decode_json(metadata["checksums"].encode(errors="replace"), f"{path}: checksums")
-    problems = [
-        fault(path, key, value, "must be 16 hexadecimal digits")
-        for key, value in checksums.items()
-        if not is_checksum(value)
-    ]
-    if problems:
-        raise UserErrors(problems)
-    return checksums
-
-
-def _piece_spec(key: str, info: TensorInfo, manifest: Manifest, problems: list[str]) -> PieceSpec | None:
-    """The piece of a header's entry, None after adding to `problems` what is wrong with it."""
-    name, at, text = key.rpartition("@")
-    where = f"{info.file}: {clipped(key)}"
-    whole = manifest.tensors.get(name) if at else None
-    if whole is None:
-        problems.append(f"{where}: is of no tensor of {MANIFEST_FILE}; {ANOTHER}")
-        return None
-    numbers = text.split(",") if text else []
-    if len(numbers) != len(whole.shape) or not all(_is_offset(number) for number in numbers):
-        problems.append(f"{where}: must end in @ and {len(whole.shape)} numbers; {ANOTHER}")
-        return None
-    spec = PieceSpec(name, DTYPE_NAMES[info.dtype], tuple(map(int, numbers)), info.shape)
-    if spec.dtype != whole.dtype:
-        problems.append(f"{where}: is {spec.dtype}, but {whole.dtype} in {MANIFEST_FILE}; {ANOTHER}")
-    elif not is_inside(spec, whole.shape):
-        problems.append(f"{where}: {shown(list(spec.shape))} lies outside of {shown(list(whole.shape))}; {ANOTHER}")
-    return spec
-
-
-def _is_offset(text: str) -> bool:
-    """Whether a text is a whole number as Python writes it, of a size that a tensor has."""
-    return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
 
 
 def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list[StoredPiece]]) -> list[str]:

@@ -70,7 +70,9 @@ class Staging:
             try:
                 # Takes the pages now: memory that is only promised would end the process when it is written.
                 os.posix_fallocate(self.descriptor, 0, max(nbytes, mmap.PAGESIZE))
-                mapped = mmap.mmap(self.descriptor, max(nbytes, mmap.PAGESIZE))
+                mapped = mmap.mmap(
+                    self.descriptor, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
+                )
             except (OSError, MemoryError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "out of memory"
                 raise SaveError(f"no {nbytes} bytes of host memory to copy the state to: {reason}") from error
@@ -112,7 +114,8 @@ def direct(pieces: Sequence[Piece]) -> Callable[[int], memoryview]:
         if not _is_plain(tensor):
             target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensor = target.copy_(tensor)
-        return memoryview(as_bytes(tensor.reshape(-1)))  # type: ignore[arg-type]
+        # One element counts as contiguous whatever its stride is.
+        return as_bytes(tensor.as_strided((tensor.numel(),), (1,))).data
 
     return data
 

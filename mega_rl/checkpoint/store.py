@@ -71,7 +71,7 @@ class RunCheckpoints:
         JSON carries it, for the record. rank_states: by name.
         """
         self._root = root.absolute()
-        self._engines = engines
+        self._engines = dict(engines)
         self._ranks = ranks
         self._settings = settings
         self._identity = dict(identity)
@@ -93,8 +93,12 @@ class RunCheckpoints:
         """`close`, at once for whoever has pressed Ctrl-C again."""
         self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
 
-    def add(self, name: str, rank_state: RankState) -> None:
-        """One more of `rank_states`, known later than the rest; before `restore` and `save`."""
+    def add_engine(self, name: str, engine: Engine) -> None:
+        """One more of `engines`; before `restore` and `save`. The lock is taken before there are any."""
+        self._engines[name] = engine
+
+    def add_rank_state(self, name: str, rank_state: RankState) -> None:
+        """One more of `rank_states`; before `restore` and `save`."""
         self._rank_states[name] = rank_state
 
     def lock(self) -> None:
@@ -102,8 +106,9 @@ class RunCheckpoints:
 
         def take() -> None:
             if self._ranks.rank == 0:
-                self._lock = folders.RunLock(self._root)
-                self._lock.take()
+                lock = folders.RunLock(self._root)
+                lock.take()
+                self._lock = lock
 
         failure = self._failure_of(take)
         if failure is not None:

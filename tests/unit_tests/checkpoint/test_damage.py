@@ -131,6 +131,8 @@ def test_every_truncation_is_found_and_named(original: Path, folder: Path) -> No
         os.truncate(folder / name, size)
         message = refusal(folder)
         assert name in message, message
+        if name.endswith(".safetensors"):
+            assert f"{size} bytes, expected {(original / name).stat().st_size}" in message, message
         shutil.copy(original / name, folder / name)
     check(folder)
 
@@ -293,6 +295,8 @@ MANIFEST_TEXTS: dict[str, Callable[[bytes], bytes]] = {
     "key twice": lambda text: text.replace(b'{"format"', b'{"step":10,"format"', 1),
     "tensor twice": lambda text: text.replace(b'"tensors":{', b'"tensors":{"actor/weights/norm":["BF16",[10]],', 1),
     "NaN": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":NaN', 1),
+    "NaN where all is free": lambda text: text.replace(b'"state":{', b'"state":{"a":NaN,', 1),
+    "overflow where all is free": lambda text: text.replace(b'"config":{', b'"config":{"a":[-1e999],', 1),
     "Infinity": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":-Infinity', 1),
     "overflow": lambda text: text.replace(b'"metrics":{', b'"metrics":{"a":1e999', 1),
     "many digits": lambda text: text.replace(b'"step":10', b'"step":' + b"9" * 10_000, 1),

@@ -15,6 +15,7 @@ import torch
 from mega_rl.checkpoint import disk
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
+from mega_rl.types import Box, EngineState, Piece
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
 
@@ -286,6 +287,21 @@ def test_too_little_space_is_found_before_anything_is_written(
     assert saving.poll()["checkpoint/failed_saves"] == 1
 
 
+@pytest.mark.parametrize(("box", "what"), [(Box((2, 0), (1, 3)), "lack 3"), (Box((1, 0), (2, 3)), "overlap")])
+def test_a_state_with_a_hole_is_no_checkpoint(tmp_path: Path, box: Box, what: str) -> None:
+    """An engine that owns rows 0 and 1 and, of the rest, a piece that is too short or in the wrong place."""
+
+    class Holed(SmallEngine):
+        def state(self) -> EngineState:
+            parts = [(Box((0, 0), (2, 3)), self.matrix[:2]), (box, self.matrix[: box.shape[0]])]
+            return EngineState([Piece("weights/matrix", (4, 3), at, data, owned=True) for at, data in parts], {})
+
+    message = rf"actor/weights/matrix \[4, 3\]: the pieces of all ranks {what}"
+    with pytest.raises(RunError, match=message):
+        store(tmp_path, engines={"actor": Holed(1)}).save(1, {})
+    assert names(tmp_path) == []
+
+
 def test_strided_and_odd_tensors(tmp_path: Path) -> None:
     """Views, no elements, bool and int16 are written as they are."""
     odd = Kept(0)
@@ -327,7 +343,7 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
             "identity": {},
             "layout": "tp2-dp1",
             "config": {},
-            "settings": settings(async_save=mode, on_error="continue"),
+            "settings": settings(async_save=mode),
         }
         with RunCheckpoints(
             engines={"actor": SmallEngine(4, rank=rank, size=2)}, rank_states={"random": Kept(rank)}, **parts
@@ -335,9 +351,12 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
             saving.save(1, {})
             if rank == 1:
                 saving._collect = lambda: fail(RunCheckpoints._collect(saving))  # type: ignore[method-assign]
-            saving.save(2, {})
-            saving.finish()
-            metrics = saving.poll()
+            failed = refused = ""
+            try:
+                saving.save(2, {})
+                saving.finish()
+            except RunError as error:
+                failed = str(error)
             try:
                 RunCheckpoints(engines={}, rank_states={}, **parts).lock()
             except UserError as error:
@@ -346,7 +365,7 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
         loading = RunCheckpoints(engines={"actor": engine}, rank_states={"random": kept}, **parts)
         manifest = loading.restore()
         assert manifest is not None
-        found[str(mode)] = [manifest.step, engine.values, kept.restored, metrics["checkpoint/failed_saves"], refused]
+        found[str(mode)] = [manifest.step, engine.values, kept.restored, failed, refused]
     dist.destroy_process_group()
     return found
 
@@ -363,13 +382,15 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
     for rank, found in enumerate(both):
         for mode in ("False", "True"):
             step, engine, kept, failed, refused = found[mode]
-            assert (step, engine, kept, failed) == (1, [4.0] * 4, {"x": [rank, 7]}, 1.0)
+            assert (step, engine, kept) == (1, [4.0] * 4, {"x": [rank, 7]})
+            assert failed.startswith("the checkpoint of step 2 failed: ")
+            assert "written twice: ['actor/weights/matrix@2,0']" in failed
             assert "another run" in refused
     for mode in ("False", "True"):
         assert names(tmp_path / mode) == ["step_000001"]
         whole = store(tmp_path / mode, engines={"actor": SmallEngine(0)}, identity={})
         kept = Kept(0)
-        whole.add("random", kept)
+        whole.add_rank_state("random", kept)
         whole.restore()
         matrix = whole._engines["actor"].matrix  # type: ignore[attr-defined]
         assert matrix.tolist() == [[4.0] * 3] * 2 + [[5.0] * 3] * 2
