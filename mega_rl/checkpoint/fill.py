@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.checkpoint.reader import MAX_THREADS, Checkpoint, StoredPiece
+from mega_rl.checkpoint.untrusted import limited
 from mega_rl.converters.safetensors_io import DTYPE_NAMES
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.boxes import intersection, within
@@ -42,7 +43,7 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks) -> No
             has, damaged data.
     """
     copies, problems = plan(checkpoint, pieces)
-    _agree(problems, ranks)
+    _agree(limited(problems, checkpoint.folder), ranks)
     _agree(_damage(checkpoint, copies), ranks)
     copies.sort(key=_place)
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:

@@ -7,6 +7,7 @@ finds the same complete checkpoints, or one more.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -212,6 +213,7 @@ class RunLock:
         self.path = root / LOCK_FILE
         self._what, self._fix = what or f"trainer.run_dir={root.parent}", fix
         self._fd: int | None = None
+        self._made: list[Path] = []  # folders that were not there before
         # A fork would hold the lock for as long as it lives; its own descriptor is no use to it.
         own = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (close := own()) and close())
@@ -228,11 +230,18 @@ class RunLock:
     def take(self) -> None:
         """Takes the lock, and puts right what a kill between two renames has left. Raises UserError."""
         assert self._fd is None, f"{self.path} is taken twice"
-        disk.make_folder(self.path.parent)
+        root = self.path.parent
+        self._made = [folder for folder in (root, root.parent) if not folder.exists()]
+        disk.make_folder(root)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            self._fd = os.open(self.path, flags, 0o666)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while True:
+                self._fd = os.open(self.path, flags, 0o666)
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.path.exists() and os.path.samestat(os.fstat(self._fd), self.path.stat()):
+                    break
+                self._close()  # the holder before has removed the file that was opened here
+                disk.make_folder(root)
             os.ftruncate(self._fd, 0)
         except BlockingIOError as error:
             holder = self._holder()
@@ -247,9 +256,15 @@ class RunLock:
         recover(self.path.parent)
 
     def release(self) -> None:
-        """Frees the lock; the file stays, since removing it could take it from under another process."""
+        """Frees the lock. Folders that were made for it and are still empty go, so that a run that never began leaves
+        nothing."""
         if self._fd is not None:
             os.ftruncate(self._fd, 0)
+            if self._made and [entry.name for entry in _entries(self.path.parent)] == [LOCK_FILE]:
+                with contextlib.suppress(OSError):  # a folder in which there is something now stays
+                    self.path.unlink()
+                    for folder in self._made:
+                        folder.rmdir()
         self._close()
 
     def _close(self) -> None:

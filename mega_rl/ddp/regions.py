@@ -32,7 +32,9 @@ class Region:
     global_shape: tuple[int, ...]  # first the axes that the local tensor lacks: experts are cut over such a one
     global_offset: tuple[int, ...]
     local: Box  # within the local tensor
-    replica: tuple[int, ...]  # (pipeline, tensor, data parallel): which copy of these elements; all 0 for the first
+    replica: tuple[
+        int, int, int
+    ]  # (pipeline, tensor, data parallel): which copy of these elements; all 0 for the first
     resizable: bool  # rows are padded by what tensor parallelism needs: a vocabulary
 
     @property
@@ -116,12 +118,13 @@ def _region(sharded: ShardedTensor, shape: tuple[int, ...]) -> Region:
         offset.append(rest // stride)
         rest %= stride
     replica = sharded.replica_id
+    assert isinstance(replica, tuple) and len(replica) == 3, f"{sharded.key}: copy {replica} is of no (PP, TP, DP)"
     return Region(
         key=sharded.key,
         global_shape=tuple(sharded.global_shape),
         global_offset=tuple(sharded.global_offset),
         local=Box(tuple(offset), tuple(data.shape)),
-        replica=(replica,) if isinstance(replica, int) else tuple(replica),
+        replica=replica,
         resizable=sharded.allow_shape_mismatch,
     )
 

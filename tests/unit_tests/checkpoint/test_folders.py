@@ -350,3 +350,29 @@ time.sleep(60)
                     time.sleep(0.05)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
+    """But one that somebody has put something into stays, and so does one that was there."""
+    root = tmp_path / "run" / "checkpoints"
+    with RunLock(root):
+        assert (root / ".lock").exists()
+    assert not (tmp_path / "run").exists()
+    with RunLock(root):
+        (tmp_path / "run" / "metrics.jsonl").touch()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    root.mkdir()
+    with RunLock(root):
+        pass
+    assert (root / ".lock").exists()
+    with RunLock(root):
+        (root / "step_000001").mkdir()
+    assert (root / ".lock").exists()
+
+
+def test_a_lock_whose_file_was_removed_is_taken_anew(tmp_path: Path) -> None:
+    """The next holder's file is not the one that the holder before has removed."""
+    root = tmp_path / "run" / "checkpoints"
+    for _ in range(2):
+        with RunLock(root), pytest.raises(UserError, match="another run"):
+            RunLock(root).take()
