@@ -215,7 +215,6 @@ def run_settings(config: Config) -> RunSettings:
         val_interval=config.trainer.val_interval,
         save_interval=config.checkpoint.save_interval,
         save_final=config.checkpoint.save_final,
-        save_on_stop=config.ddp.implementation != "megatron_fsdp",  # which has no checkpoints
         hf_interval=config.checkpoint.hf_interval,
         hf_final=config.checkpoint.hf_final,
         rollout_interval=config.metrics.rollout_interval,

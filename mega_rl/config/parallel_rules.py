@@ -123,8 +123,8 @@ def fsdp(config: Config, world_size: int) -> Iterator[str]:
         f"parallel.etp={par.etp}": par.etp not in (0, par.tp),
         f"optim.cpu_offload={config.optim.cpu_offload:g}": config.optim.cpu_offload > 0,
         "optim.precision_aware=true": config.optim.precision_aware,
-        f"checkpoint.save_interval={saved.save_interval}": saved.save_interval > 0,
-        "checkpoint.save_final=true": saved.save_final,
+        f"checkpoint.hf_interval={saved.hf_interval}": saved.hf_interval > 0,
+        "checkpoint.hf_final=true": saved.hf_final,
     }
     if ddp.implementation == "torch_fsdp2":
         refused[f"ddp.optimizer_instances={ddp.optimizer_instances}"] = ddp.optimizer_instances > 1

@@ -34,11 +34,14 @@ class HostAdamW(torch.optim.AdamW):
                 self._on_host.add(parameter)
                 held += parameter.numel()
 
+    def home(self, parameter: Tensor) -> torch.device:
+        """Where a parameter's moments stay."""
+        return HOST if parameter in self._on_host else parameter.device
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
         assert closure is None
-        self._restore_steps()
         gradients = {parameter: parameter.grad for parameter in self._on_host if parameter.grad is not None}
         for parameter in gradients:
             parameter.grad = None
@@ -49,21 +52,6 @@ class HostAdamW(torch.optim.AdamW):
                     self._step_on_host(parameter, gradients[parameter], group)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        for group in self.param_groups:
-            steps = [self.state[parameter]["step"] for parameter in group["params"] if self.state[parameter]]
-            if steps:
-                group["step"] = int(steps[0])
-
-    def _restore_steps(self) -> None:
-        """Take the number of steps from the group where a checkpoint has put it there.
-
-        Where Transformer Engine is installed Megatron-Core keeps it with the group, as that one's Adam does.
-        """
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if state and "step" not in state:
-                    state["step"] = torch.tensor(float(group["step"]))
 
     def _step_on_host(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -71,8 +59,6 @@ class HostAdamW(torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=HOST)
             state["exp_avg_sq"] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=HOST)
-        for name in ("step", "exp_avg", "exp_avg_sq"):
-            state[name] = state[name].to(HOST)  # torch loads state to where the parameter is
         value = _staged(parameter)
         adamw(
             [value],

@@ -189,7 +189,7 @@ def _create_state_of(parameter: Tensor, optimizer: Any, group: dict[str, Any]) -
         optimizer.initialize_state(parameter, remainders)
         return
     state = optimizer.state[parameter]
-    on_host = isinstance(optimizer, HostAdamW) and parameter in optimizer._on_host
+    on_host = isinstance(optimizer, HostAdamW) and optimizer.home(parameter) == HOST
     if isinstance(optimizer, torch.optim.Adam):
         on_device = not on_host and (group["fused"] or group["capturable"])
         state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)

@@ -118,13 +118,14 @@ def _region(sharded: ShardedTensor, shape: tuple[int, ...]) -> Region:
         offset.append(rest // stride)
         rest %= stride
     replica = sharded.replica_id
-    assert isinstance(replica, tuple) and len(replica) == 3, f"{sharded.key}: copy {replica} is of no (PP, TP, DP)"
+    assert isinstance(replica, tuple), f"{sharded.key}: copy {replica}"
+    pipeline_copy, tensor_copy, data_copy = replica
     return Region(
         key=sharded.key,
         global_shape=tuple(sharded.global_shape),
         global_offset=tuple(sharded.global_offset),
         local=Box(tuple(offset), tuple(data.shape)),
-        replica=replica,
+        replica=(pipeline_copy, tensor_copy, data_copy),
         resizable=sharded.allow_shape_mismatch,
     )
 

@@ -84,7 +84,6 @@ def build_engine(
         temperature=config.rollout.temperature,
         export_bucket_bytes=config.rollout.bucket_mib << 20,
         routing=routing,
-        partly_frozen=trainable and bool(config.model.frozen),
     )
 
 

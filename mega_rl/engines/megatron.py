@@ -82,7 +82,6 @@ class MegatronEngine:
     temperature: float = 1.0
     export_bucket_bytes: int = 256 << 20
     routing: Routing | None = None  # of a mixture of experts
-    partly_frozen: bool = False  # some of the model's weights, on whatever rank, do not train
 
     def __post_init__(self) -> None:
         self.data_parallel = GroupRanks(self.groups.dp)

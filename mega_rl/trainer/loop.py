@@ -53,7 +53,6 @@ class RunSettings:
     val_interval: int = 0  # steps; 0 never
     save_interval: int = 0  # steps; 0 never
     save_final: bool = False
-    save_on_stop: bool = True  # whether a run that is told to stop saves first
     hf_interval: int = 0  # steps between Hugging Face checkpoints; 0 never
     hf_final: bool = False
     rollout_interval: int = 0  # steps between rollout dumps; 0 never
@@ -164,7 +163,6 @@ class PPOTrainer:
         """What is due after a step; what has become of saves before it."""
         settings = self.settings
         last = done == settings.steps
-        stopping = stopping and settings.save_on_stop
         with self.timer.phase("checkpoint"):
             if stopping or (last and settings.save_final) or _due(done, settings.save_interval):
                 state = {"kl": self.kl.state(), "weight_version": self.sync.weight_version}

@@ -319,8 +319,8 @@ def run_pairs(rank: int, root: str, pairs: list[tuple[str, str]]) -> dict[str, A
 def run_circles(rank: int, root: str, circles: dict[str, dict[str, Case]]) -> dict[str, Any]:
     """Each case of a circle loads what the one before it has saved and makes a step more.
 
-    In bf16 another layout's gradients differ by several percent, as the loss clips other tokens: there the step is made
-    with what the case itself has saved.
+    In bf16 another layout's gradients differ by several percent, as between whole runs (docs/verify.md): there the step
+    is made with what the case itself has saved.
     """
     found: dict[str, Any] = {}
     for name, circle in circles.items():

@@ -291,8 +291,8 @@ FSDP = "ddp.implementation=megatron_fsdp"
     [
         (4, (FSDP, "ddp.average_in_collective=true"), "ddp.average_in_collective=true"),
         (4, (FSDP, "optim.cpu_offload=0.5"), "optim.cpu_offload=0.5"),
-        (4, (FSDP, "checkpoint.save_interval=3"), "checkpoint.save_interval=3"),
-        (4, (FSDP, "checkpoint.save_final=true"), "checkpoint.save_final=true"),
+        (4, (FSDP, "checkpoint.hf_interval=3"), "checkpoint.hf_interval=3"),
+        (4, (FSDP, "checkpoint.hf_final=true"), "checkpoint.hf_final=true"),
         (4, (FSDP, "parallel.pp=2"), "parallel.pp=2"),
         (4, (FSDP, "model.frozen=[embedding.*]"), "model.frozen"),
         (2, (FSDP, "parallel.tp=2"), "one data-parallel rank (dp*cp=1)"),

@@ -66,8 +66,6 @@ def train(case: Case, root: Path) -> dict[str, Any]:
         found["weights"] = exported(engine)
         found["after"] = whole(getattr(engine.forward(rows), name), engine)
         found["moments"] = moments(engine)
-        if case.ddp.implementation != "ddp":
-            found["save"] = refused(lambda: engine.save(root / "never"))
     return found
 
 
@@ -126,17 +124,6 @@ def storage_bytes(engine: Any) -> int:
     tensors = [*parameter_tensors(engine.chunks), *gradient_tensors(engine.chunks)]
     tensors += [t for optimizer in torch_optimizers(engine.optimizer) for t in optimizer_tensors(optimizer)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def refused(action: Any) -> str:
-    """The UserError that an action ends with, or nothing."""
-    from mega_rl.errors import UserError
-
-    try:
-        action()
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def sharded_modules(rank: int, root: str, model: str, head: str) -> dict[str, Any]:
