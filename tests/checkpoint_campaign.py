@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -40,7 +41,7 @@ def run_kills(campaign: Campaign, title: str, kills: Sequence[Kill]) -> list[Any
     for kill in track(kills, description=title, console=Console(stderr=True)):
         try:
             campaign.check(kill)
-        except AssertionError as error:
+        except (AssertionError, pytest.fail.Exception) as error:
             wrong.append(f"{kill}: {error}")
     for message in wrong:
         print(message, file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,11 @@ from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks
 from mega_rl.types import Box, Piece
 
+_ANOTHER_MODEL = (
+    "it is of another model, or of settings with other optimizer state: use the settings that it was saved with, or "
+    "checkpoint.resume=never"
+)
+_OF_A_RANK = re.compile(r"rank\d{5,}/")
 HEARD_RANKS = 8  # of those that have problems; what is wrong with a checkpoint is mostly the same on all
 
 
@@ -31,18 +37,19 @@ class Copy(NamedTuple):
     target: Tensor  # [*inner.shape], any strides and device
 
 
-def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks) -> None:
+def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole: bool = False) -> None:
     """Write what is stored into the memory of every piece; collective over `ranks`, each with pieces of its own.
 
     Each rank reads and verifies all stored pieces that it needs a part of. Nothing is written anywhere before every
     rank has found everything in order. Of a resizable tensor the first dimension may differ from what is stored:
-    elements beyond stay as they are.
+    elements beyond stay as they are. `whole`: nothing of the checkpoint may be left over.
 
     Raises:
-        UserErrors: on all ranks alike: names that are missing, other shapes or dtypes, elements that no stored piece
-            has, damaged data.
+        UserErrors: on all ranks alike: names that are missing or left over, other shapes or dtypes, elements that no
+            stored piece has, damaged data.
     """
     copies, problems = plan(checkpoint, pieces)
+    problems += _left_over(checkpoint, pieces, ranks) if whole else []
     _agree(limited(problems, checkpoint.folder), ranks)
     _agree(_damage(checkpoint, copies), ranks)
     copies.sort(key=_place)
@@ -70,6 +77,18 @@ def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[Copy], l
         if problem is not None:
             problems[f"checkpoint {checkpoint.folder}: {problem}"] = None
     return copies, list(problems)
+
+
+def _left_over(checkpoint: Checkpoint, pieces: Sequence[Piece], ranks: Ranks) -> list[str]:
+    """What is wrong with tensors that no rank has a place for; those of single ranks aside; collective."""
+    names = sorted(name for name in checkpoint.manifest.tensors if not _OF_A_RANK.match(name))
+    wanted = {piece.name for piece in pieces}
+    found = ranks.max(torch.tensor([name in wanted for name in names], dtype=torch.int32)).tolist()
+    return [
+        f"checkpoint {checkpoint.folder}: {name}: is not in this run; {_ANOTHER_MODEL}"
+        for name, there in zip(names, found, strict=True)
+        if not there
+    ]
 
 
 class _Stored:
@@ -103,10 +122,7 @@ def _mismatch(checkpoint: Checkpoint, piece: Piece) -> str | None:
     """What keeps a stored tensor from being this one, None if nothing does."""
     tensor = checkpoint.manifest.tensors.get(piece.name)
     if tensor is None:
-        return (
-            f"{piece.name}: is not in it; it is of another model, or of settings with other optimizer state: use the "
-            "settings that it was saved with, or checkpoint.resume=never"
-        )
+        return f"{piece.name}: is not in it; {_ANOTHER_MODEL}"
     expected = DTYPE_NAMES[piece.data.dtype]
     if tensor.dtype != expected:
         return (

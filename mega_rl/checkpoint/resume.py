@@ -137,7 +137,7 @@ def _restore(
                 shape = tuple(tensor.shape)
                 pieces.append(Piece(rank_prefix(ranks.rank, name) + key, shape, whole(shape), tensor, owned=False))
         try:
-            fill(checkpoint, pieces, ranks=ranks)
+            fill(checkpoint, pieces, ranks=ranks, whole=True)
         except (UserError, RunError) as error:
             raise _Damaged(str(error)) from error
     if not same_layout and ranks.rank == 0:

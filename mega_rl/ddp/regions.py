@@ -32,9 +32,8 @@ class Region:
     global_shape: tuple[int, ...]  # first the axes that the local tensor lacks: experts are cut over such a one
     global_offset: tuple[int, ...]
     local: Box  # within the local tensor
-    replica: tuple[
-        int, int, int
-    ]  # (pipeline, tensor, data parallel): which copy of these elements; all 0 for the first
+    # Which copy of these elements: (pipeline, tensor, data parallel), all 0 for the first.
+    replica: tuple[int, int, int]
     resizable: bool  # rows are padded by what tensor parallelism needs: a vocabulary
 
     @property

@@ -120,10 +120,11 @@ class Watch:
             self.seen.append(name)
             if 2 * number == self._point:
                 self._end()
-            result = operation(*args, **kwargs)
-            if 2 * number + 1 == self._point:
-                self._end()
-            return result
+            try:
+                return operation(*args, **kwargs)
+            finally:  # to remove what is not there raises
+                if 2 * number + 1 == self._point:
+                    self._end()
 
         return call
 

@@ -109,6 +109,7 @@ def test_rows_that_a_layout_has_added_or_lacks(tmp_path: Path) -> None:
 def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     """Names, dtypes and shapes; and the pieces that do fit stay untouched."""
     stored = {NAME: sample((4, 3)), "good": sample((2,)), "half": sample((3,), torch.bfloat16), "rows": sample((4, 3))}
+    stored |= {"surplus": sample((1,)), "rank00000/random/torch": sample((1,))}
     folder = save(tmp_path, stored)
     pieces = [
         piece(sample((2,)), name="good"),
@@ -119,12 +120,13 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
         piece(sample((4, 4)), name="rows", resizable=True),
     ]
     with Checkpoint.open(folder) as checkpoint, pytest.raises(UserErrors) as error:
-        fill(checkpoint, pieces, ranks=SingleRank())
-    shape, dtype, absent, rows = error.value.problems
+        fill(checkpoint, pieces, ranks=SingleRank(), whole=True)
+    shape, dtype, absent, rows, surplus = error.value.problems
     assert f"checkpoint {folder}: {NAME}: has shape [4, 3], this run's is [3, 4]" in shape
     assert "half: has dtype BF16, this run's is F32" in dtype
     assert "absent: is not in it" in absent
     assert "rows: has shape [4, 3], this run's is [4, 4]" in rows
+    assert "surplus: is not in this run" in surplus
     assert not any(bool(each.data.any()) for each in pieces)
 
 
