@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from converters import MODELS, QUICK, write_source
-from e2e import bootstrap
+from e2e import bootstrap, verdict
 
 MODEL = {**MODELS["dense"], "num_hidden_layers": 8, "vocab_size": 32768}
 # (ours, other) -> largest ratio
@@ -192,12 +192,7 @@ def main() -> int:
     missed = report(found)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
-    for line in missed:
-        print(f"missed: {line}")
-    if load > 1.5:
-        print("void: the machine was busy before the run began")
-        return 2
-    return 1 if missed else 0
+    return verdict(missed, load=load)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e import bootstrap
+from e2e import bootstrap, verdict
 
 COLLECTIVE_TARGETS = {"mcore": 1 / 4, "all_reduce": 0.45}  # of 16 and 128 MiB between two ranks
 STEP_TARGETS = {"ddp": 1.05, "zero": 0.85, "fsdp2": 0.5, "mcore": 0.7}
@@ -387,12 +387,7 @@ def main() -> int:
     middle = statistics.quantiles(copies, n=10)
     drift = middle[-1] / middle[0] - 1
     print(f"a copy of 32 MiB took {1e3 * statistics.median(copies):.1f} ms; nine tenths within {100 * drift:.0f} %")
-    for line in missed:
-        print(f"missed: {line}")
-    if load > 1.5:
-        print("void: the machine was busy before the run began")
-        return 2
-    return 1 if missed else 0
+    return verdict(missed, load=load)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,16 @@ def bootstrap(ratios: list[float], *, draws: int = 2000) -> tuple[float, float]:
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
+def verdict(missed: list[str], *, load: float) -> int:
+    """Says what was missed; exit code 1 if anything was, 2 when the machine was too busy before the run to tell."""
+    for line in missed:
+        print(f"missed: {line}")
+    if load > 1.5:
+        print("void: the machine was busy before the run began")
+        return 2
+    return 1 if missed else 0
+
+
 def measure(pairs: int, warmup: int) -> dict[str, Any]:
     """Reports of both contenders and their paired ratios."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from converters import MODELS, write_source
-from e2e import bootstrap
+from e2e import bootstrap, verdict
 
 TARGETS = {"copy": (2.5, "at most"), "per tensor": (1 / 5, "at most"), "disk": (1 / 3, "at most")}
 OURS = "shared memory"
@@ -275,12 +275,7 @@ def main() -> int:
         report("SGLang", found["SGLang"], judged=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
-    for line in missed:
-        print(f"missed: {line}")
-    if load > 1.5:
-        print("void: the machine was busy before the run began")
-        return 2
-    return 1 if missed else 0
+    return verdict(missed, load=load)
 
 
 if __name__ == "__main__":

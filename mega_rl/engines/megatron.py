@@ -151,15 +151,7 @@ class MegatronEngine:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in training dtype) of every weight, on all ranks of a replica; collective."""
         finish_param_sync(self.chunks)
-        return export_hf(
-            [exportable(chunk) for chunk in self.chunks],
-            sharding=self.sharding,
-            coordinates=self.groups.coordinates,
-            tp_group=self.groups.tp,
-            pp_group=self.groups.pp,
-            expert_group=self.groups.experts,
-            bucket_bytes=self.export_bucket_bytes,
-        )
+        return export_hf([exportable(chunk) for chunk in self.chunks], **self._where())
 
     def save_hf(self, directory: Path, *, source: Path) -> None:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
@@ -167,18 +159,19 @@ class MegatronEngine:
         One that is there is replaced as a whole. Raises UserError: see `converters.save.save_hf`.
         """
         finish_param_sync(self.chunks)
-        save_hf(
-            [exportable(chunk) for chunk in self.chunks],
-            directory,
-            source=source,
-            sharding=self.sharding,
-            coordinates=self.groups.coordinates,
-            tp_group=self.groups.tp,
-            pp_group=self.groups.pp,
-            expert_group=self.groups.experts,
-            bucket_bytes=self.export_bucket_bytes,
-            overwrite=True,
-        )
+        chunks = [exportable(chunk) for chunk in self.chunks]
+        save_hf(chunks, directory, source=source, overwrite=True, **self._where())
+
+    def _where(self) -> dict[str, Any]:
+        """How the model is cut and which ranks have the parts, as exporters take it."""
+        return {
+            "sharding": self.sharding,
+            "coordinates": self.groups.coordinates,
+            "tp_group": self.groups.tp,
+            "pp_group": self.groups.pp,
+            "expert_group": self.groups.experts,
+            "bucket_bytes": self.export_bucket_bytes,
+        }
 
     @property
     def models(self) -> list[GPTModel]:

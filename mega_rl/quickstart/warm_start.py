@@ -18,7 +18,6 @@ from mega_rl.algorithms.aggregation import loss_weights
 from mega_rl.algorithms.supervised import nll_loss
 from mega_rl.assemble import session
 from mega_rl.config.schema import Config
-from mega_rl.converters.save import save_hf
 from mega_rl.data.ordering import permutation
 from mega_rl.engines.build import build_engine
 from mega_rl.engines.megatron import MegatronEngine
@@ -58,16 +57,7 @@ def warm_start(
             metrics = engine.train_minibatch(batch, supervised_loss, lr=lr * learning_rate_factor(step, steps))
             if step % 25 == 0 or step == steps - 1:
                 log.info("warm start %d/%d: loss %.3f", step + 1, steps, metrics["sft/loss"])
-        save_hf(
-            engine.models,
-            output,
-            source=source,
-            sharding=engine.sharding,
-            coordinates=groups.coordinates,
-            tp_group=groups.tp,
-            pp_group=groups.pp,
-            expert_group=groups.experts,
-        )
+        engine.save_hf(output, source=source)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
