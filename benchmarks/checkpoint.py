@@ -89,8 +89,10 @@ def contenders(engine: Any, folder: Path) -> dict[str, Callable[[], float]]:
         return stall
 
     def dcp_save() -> None:
-        shutil.rmtree(folder / f"dcp{rank}", ignore_errors=True)
-        dcp.save(apart, checkpoint_id=folder / f"dcp{rank}", no_dist=True)
+        if rank == 0:
+            shutil.rmtree(folder / "dcp", ignore_errors=True)
+        dist.barrier()
+        dcp.save(apart, checkpoint_id=folder / "dcp")
 
     return {
         "write": lambda: timed(write),
@@ -99,7 +101,7 @@ def contenders(engine: Any, folder: Path) -> dict[str, Callable[[], float]]:
         "dcp.save": lambda: timed(dcp_save),
         "copy": lambda: timed(lambda: read.copy_(mine)),
         "load": lambda: timed(stores["save"].restore),
-        "dcp.load": lambda: timed(lambda: dcp.load(apart, checkpoint_id=folder / f"dcp{rank}", no_dist=True)),
+        "dcp.load": lambda: timed(lambda: dcp.load(apart, checkpoint_id=folder / "dcp")),
     }
 
 
