@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.algorithms.kl import KLController
-from mega_rl.assemble.roles import build_estimator, build_roles
-from mega_rl.assemble.rollouts import build_rollouts, start_servers
+from mega_rl.assemble.roles import Roles, build_estimator, build_roles
+from mega_rl.assemble.rollouts import Rollouts, build_rollouts, start_servers
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.random_state import RandomState
 from mega_rl.checkpoint.store import RunCheckpoints
@@ -151,18 +151,6 @@ def build_trainer(
     if rollouts.under_way is not None:
         checkpoints.add_rank_state("rollout", rollouts.under_way)
     start = resume(checkpoints, roles.kl, rollouts.sync)
-    exports = HfExports(
-        engine=actor,
-        root=run_dir / "hf",
-        source=Path(config.model.path),
-        ranks=world,
-        on_error=config.checkpoint.on_error,
-    )
-
-    def export(done: int) -> None:
-        with rollouts.everything_here():
-            exports(done)
-
     guard = MismatchGuard(
         limit=config.rollout.logprob_diff_limit,
         ranks=actor.data_parallel,
@@ -201,11 +189,28 @@ def build_trainer(
         timer=PhaseTimer(synchronize=accelerator.synchronize),
         metrics=metrics,
         checkpoints=rollouts.checkpoints,
-        export=export,
+        export=_exporter(config, roles, rollouts, world),
         decode=decode,
         stop_requested=stop_requested,
         start=start,
     )
+
+
+def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRanks) -> Callable[[int], None]:
+    """Writes the actor as a Hugging Face checkpoint after so many steps."""
+    exports = HfExports(
+        engine=roles.actor_engine,
+        root=Path(config.trainer.run_dir) / "hf",
+        source=Path(config.model.path),
+        ranks=world,
+        on_error=config.checkpoint.on_error,
+    )
+
+    def export(done: int) -> None:
+        with rollouts.everything_here():
+            exports(done)
+
+    return export
 
 
 def run_settings(config: Config) -> RunSettings:

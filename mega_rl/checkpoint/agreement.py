@@ -22,12 +22,19 @@ def told(value: Any, ranks: Ranks) -> Any:
 
 def first_failure(message: str | None, ranks: Ranks) -> str | None:
     """The message of the first rank that has one, the same on all; None where no rank has failed; collective."""
+    heard, _ = failures(message, ranks, most=1)
+    return heard[0] if heard else None
+
+
+def failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[list[str], int]:
+    """(messages of the first `most` ranks that have one, number of ranks that do), the same on all; collective."""
     own = b"" if message is None else message.encode(errors="backslashreplace") or b"?"
     sizes = torch.zeros(ranks.size, dtype=torch.int64)
     sizes[ranks.rank] = len(own)
     sizes = ranks.sum(sizes)
-    if not sizes.any():
-        return None
-    first = int(sizes.nonzero()[0])
-    sent = torch.tensor(list(own) if ranks.rank == first else [0] * int(sizes[first]), dtype=torch.uint8)
-    return bytes(ranks.broadcast(sent, source=first).tolist()).decode(errors="replace")
+    failing = [int(rank) for rank in sizes.nonzero().flatten().tolist()]
+    heard = []
+    for rank in failing[:most]:
+        sent = torch.tensor(list(own) if rank == ranks.rank else [0] * int(sizes[rank]), dtype=torch.uint8)
+        heard.append(bytes(ranks.broadcast(sent, source=rank).tolist()).decode(errors="replace"))
+    return heard, len(failing)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl.checkpoint.agreement import failures
 from mega_rl.checkpoint.reader import MAX_THREADS, Checkpoint, StoredPiece
 from mega_rl.checkpoint.untrusted import limited
 from mega_rl.converters.safetensors_io import DTYPE_NAMES
@@ -159,17 +160,9 @@ def _place(copy: Copy) -> tuple[str, int]:
 
 def _agree(problems: Sequence[str], ranks: Ranks) -> None:
     """Raise the problems of all ranks on every rank; collective."""
-    own = "\n".join(problems).encode(errors="backslashreplace")
-    sizes = torch.zeros(ranks.size, dtype=torch.int64)
-    sizes[ranks.rank] = len(own)
-    sizes = ranks.sum(sizes)
-    heard: dict[str, None] = {}
-    failing = sizes.nonzero().flatten().tolist()
-    for rank in failing[:HEARD_RANKS]:
-        sent = torch.tensor(list(own) if rank == ranks.rank else [0] * int(sizes[rank]), dtype=torch.uint8)
-        text = bytes(ranks.broadcast(sent, source=rank).tolist()).decode(errors="replace")
-        heard |= dict.fromkeys(text.split("\n"))
-    if len(failing) > HEARD_RANKS:
-        heard[f"{len(failing) - HEARD_RANKS} more ranks have problems with this checkpoint"] = None
-    if heard:
-        raise UserErrors(list(heard))
+    heard, failing = failures("\n".join(problems) if problems else None, ranks, most=HEARD_RANKS)
+    lines = dict.fromkeys(line for message in heard for line in message.split("\n"))
+    if failing > HEARD_RANKS:
+        lines[f"{failing - HEARD_RANKS} more ranks have problems with this checkpoint"] = None
+    if lines:
+        raise UserErrors(list(lines))
