@@ -17,11 +17,16 @@ from mega_rl.config.schema import Config
 from mega_rl.config.values import BadValue, coerce, shown
 from mega_rl.errors import UserError, UserErrors
 
-SECTIONS: dict[str, type] = get_type_hints(Config)
+_HINTS: dict[str, type] = get_type_hints(Config)
+SECTIONS: dict[str, type] = {name: hint for name, hint in _HINTS.items() if dataclasses.is_dataclass(hint)}
 FIELDS: dict[str, dataclasses.Field[Any]] = {
-    f"{section}.{field.name}": field for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)
+    **{field.name: field for field in dataclasses.fields(Config) if field.name not in SECTIONS},
+    **{f"{section}.{field.name}": field for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)},
 }
-_TYPES = {f"{section}.{name}": hint for section, cls in SECTIONS.items() for name, hint in get_type_hints(cls).items()}
+_TYPES: dict[str, Any] = {
+    **_HINTS,
+    **{f"{section}.{name}": hint for section, cls in SECTIONS.items() for name, hint in get_type_hints(cls).items()},
+}
 _REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\}")  # ${section.key}
 
 
@@ -47,7 +52,8 @@ def load(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
     values = _resolve(settings, problems)
     if problems:
         raise UserErrors(problems)
-    return Config(**{name: cls(**values[name]) for name, cls in SECTIONS.items()})
+    sections: dict[str, Any] = {name: cls(**values.pop(name)) for name, cls in SECTIONS.items()}
+    return Config(**sections, **values[""])
 
 
 def nearest_key(key: str) -> str:
@@ -68,9 +74,11 @@ def _leaves(keys: Sequence[str]) -> str:
 
 
 def _recipe_settings(content: Mapping[Any, Any], problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """(section.key, value) of every known key; the others go to `problems`."""
+    """(key, value) of every known key, section.key of those in one; the others go to `problems`."""
     for section, entries in content.items():
-        if section not in SECTIONS:
+        if section in FIELDS:
+            yield section, entries
+        elif section not in SECTIONS:
             near = difflib.get_close_matches(str(section), SECTIONS, n=1, cutoff=0.5)
             guess = f"did you mean {near[0]}?" if near and isinstance(entries, dict) else nearest_key(str(section))
             problems.append(f"{_key_shown(section)}: unknown section; {guess}")
@@ -120,14 +128,17 @@ def _flat(value: object) -> bool:
 
 
 def _resolve(settings: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
-    """Section -> key -> typed value, defaults included; what does not fit goes to `problems`."""
+    """Section -> key -> typed value, defaults included; "" has the keys of no section.
+
+    What does not fit goes to `problems`.
+    """
     merged = OmegaConf.create(dataclasses.asdict(Config()))
     for key, value in settings.items():
         if _flat(value) and _harmless(value):
             OmegaConf.update(merged, key, value, merge=False)
-    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    values: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
     for key, field in FIELDS.items():
-        section, _, name = key.partition(".")
+        section, _, name = key.rpartition(".")
         given = settings.get(key)
         if not _harmless(given):
             problems.append(f"{key}={shown(given)}: only ${{section.key}} references are allowed; write the value")

@@ -172,3 +172,15 @@ def data_parallel(config: Config, world_size: int) -> Iterator[str]:
             f"ddp.optimizer_instances={ddp.optimizer_instances} does not divide the {replicas} ranks that hold the "
             f"same part of the model (dp*cp); legal: {listed(divisors(replicas))}"
         )
+
+
+def fsdp_engine(config: Config, world_size: int) -> Iterator[str]:
+    """What engine=fsdp cannot do."""
+    if config.engine != "fsdp":
+        return
+    ranks = config.fsdp.shard_ranks
+    if ranks and world_size % ranks:
+        legal = listed(divisors(world_size))
+        yield f"fsdp.shard_ranks={ranks} does not divide the world size {world_size}; legal: {legal}"
+    if config.model.recompute == "selective":
+        yield "model.recompute=selective needs engine=megatron; with engine=fsdp legal: none, full"

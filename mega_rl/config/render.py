@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any, TextIO, get_type_hints
 
 import yaml
@@ -45,27 +46,32 @@ def print_config(config: Config, file: TextIO | None = None) -> None:
 
 def config_markdown() -> str:
     """The text of docs/config.md."""
-    lines = [_INTRO]
+    alone = {name: hint for name, hint in get_type_hints(Config).items() if name not in SECTIONS}
+    lines = [_INTRO, *_table(alone)]
     for section, cls in SECTIONS.items():
         lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]
-        lines += ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
-        hints = get_type_hints(cls)
-        lines += [_row(f"{section}.{name}", hint) for name, hint in hints.items()]
-        lines.append("")
+        lines += _table({f"{section}.{name}": hint for name, hint in get_type_hints(cls).items()})
     return "\n".join(lines)
+
+
+def _table(hints: Mapping[str, Any]) -> list[str]:
+    """The reference of some keys, by key and type."""
+    head = ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
+    return [*head, *(_row(key, hint) for key, hint in hints.items()), ""]
 
 
 def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
     values, defaults = flat(config), flat(Config())
     lines: list[str] = []
-    for section in SECTIONS:
-        lines.append(f"{section}:")
-        for key, value in values.items():
-            if not key.startswith(f"{section}."):
-                continue
-            line = f"  {key.partition('.')[2]}: {_scalar(value)}"
-            changed = mark_changes and value != defaults[key]
-            lines.append(f"{line}  # default: {_scalar(defaults[key])}" if changed else line)
+    sections = set()
+    for key, value in values.items():
+        section, dot, name = key.rpartition(".")
+        if dot and section not in sections:
+            lines.append(f"{section}:")
+            sections.add(section)
+        line = ("  " if dot else "") + f"{name}: {_scalar(value)}"
+        changed = mark_changes and value != defaults[key]
+        lines.append(f"{line}  # default: {_scalar(defaults[key])}" if changed else line)
     return lines
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mega_rl.config import parallel_rules, rollout_rules
 from mega_rl.config.facts import ModelFacts, divisors, listed
-from mega_rl.config.schema import Config, SglangConfig
+from mega_rl.config.schema import Config, DdpConfig, FsdpConfig, MoeConfig, ParallelConfig, SglangConfig
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -22,7 +22,8 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     """
     problems = [*parallel_rules.layout(config, world_size), *_batches(config, world_size), *_schedule(config)]
     problems += [*_algorithm(config), *parallel_rules.recompute(config)]
-    problems += [*parallel_rules.data_parallel(config, world_size), *rollout_rules.rollouts(config)]
+    problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
+    problems += [*rollout_rules.rollouts(config), *_reward(config)]
     for key, facts in (models or {}).items():
         problems += [*parallel_rules.fits_model(config, key, facts), *_fits_model(config, key, facts)]
         problems += rollout_rules.fits_model(config, key, facts)
@@ -89,6 +90,14 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.dual_clip={algorithm.dual_clip:g}: legal: 0 (off) or above 1"
 
 
+def _reward(config: Config) -> Iterator[str]:
+    reward = config.reward
+    if reward.source == "model" and not reward.model_path:
+        yield "reward.source=model needs reward.model_path: name a sequence-classification checkpoint directory"
+    if reward.source == "http" and not reward.url.startswith(("http://", "https://")):
+        yield f"reward.url={reward.url!r}: reward.source=http needs an address that begins with http:// or https://"
+
+
 def _fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if longest > facts.max_position_embeddings:
@@ -101,6 +110,11 @@ def _fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
         yield f"rollout.stop_token_ids={outside}: legal: 0 to {facts.vocab_size - 1}, the vocabulary of {key}"
 
 
+def _keys(section: str, area: type) -> tuple[str, ...]:
+    """Every key of a section."""
+    return tuple(f"{section}.{field.name}" for field in dataclasses.fields(area))
+
+
 @dataclass(frozen=True)
 class _Needs:
     """Keys that are read only where a condition holds."""
@@ -110,10 +124,35 @@ class _Needs:
     holds: Callable[[Config], bool]
 
 
+_ENGINE_KEYS = {
+    "megatron": (
+        *_keys("parallel", ParallelConfig),
+        *_keys("ddp", DdpConfig),
+        *_keys("moe", MoeConfig),
+        *("model.transformer_impl", "model.recompute_modules", "model.recompute_layers"),
+        *("optim.distributed_optimizer", "optim.cpu_offload", "optim.precision_aware"),
+    ),
+    "fsdp": _keys("fsdp", FsdpConfig),
+}
+_SOURCE_KEYS = {
+    "function": ("reward.function",),
+    "model": ("reward.model_path", "reward.attn_implementation"),
+    "http": tuple(f"reward.{n}" for n in ("url", "key_file", "batch_size", "concurrency", "timeout_s", "retries")),
+}
+
 _NEEDS = (
+    *(
+        _Needs(keys, f"engine={engine}", lambda config, engine=engine: config.engine == engine)  # type: ignore[misc]
+        for engine, keys in _ENGINE_KEYS.items()
+    ),
+    *(
+        _Needs(keys, f"reward.source={name}", lambda config, name=name: config.reward.source == name)  # type: ignore[misc]
+        for name, keys in _SOURCE_KEYS.items()
+    ),
     _Needs(
         (
             "model.critic_path",
+            "model.critic_attn_implementation",
             "optim.critic_lr",
             "algorithm.gamma",
             "algorithm.gae_lambda",
@@ -130,7 +169,13 @@ _NEEDS = (
         lambda config: config.algorithm.advantage == "grpo",
     ),
     _Needs(
-        ("model.ref_path", "algorithm.kl_estimator", "algorithm.kl_coef", "algorithm.kl_control"),
+        (
+            "model.ref_path",
+            "model.ref_attn_implementation",
+            "algorithm.kl_estimator",
+            "algorithm.kl_coef",
+            "algorithm.kl_control",
+        ),
         "algorithm.kl_placement=reward or loss",
         lambda config: config.algorithm.kl_placement != "none",
     ),
@@ -192,7 +237,7 @@ _NEEDS = (
     _Needs(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
     _Needs(("rollout.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
     _Needs(
-        tuple(f"sglang.{field.name}" for field in dataclasses.fields(SglangConfig)),
+        _keys("sglang", SglangConfig),
         "rollout.backend=sglang",
         lambda config: config.rollout.backend == "sglang",
     ),
@@ -236,5 +281,10 @@ def is_on_policy(config: Config) -> bool:
 
 def flat(config: Config) -> dict[str, object]:
     """Every setting by its dotted key."""
-    sections = dataclasses.asdict(config)
-    return {f"{section}.{name}": value for section, entries in sections.items() for name, value in entries.items()}
+    found: dict[str, object] = {}
+    for section, entries in dataclasses.asdict(config).items():
+        if isinstance(entries, dict):
+            found |= {f"{section}.{name}": value for name, value in entries.items()}
+        else:
+            found[section] = entries
+    return found

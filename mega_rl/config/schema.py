@@ -28,6 +28,9 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which checkpoints the roles start from and how they are built."""
@@ -36,6 +39,18 @@ class ModelConfig:
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
+    attn_implementation: str = setting(
+        "auto",
+        "Attention kernel of every role that names no other: plain matrix products (eager), torch's fused attention "
+        "(sdpa), FlashAttention, or the best that is there (auto).",
+        choices=ATTENTION,
+    )
+    critic_attn_implementation: str = setting(
+        "same", "Attention kernel of the critic; same takes model.attn_implementation.", choices=("same", *ATTENTION)
+    )
+    ref_attn_implementation: str = setting(
+        "same", "Attention kernel of the reference; same takes model.attn_implementation.", choices=("same", *ATTENTION)
+    )
     transformer_impl: str = setting(
         "auto",
         "Layer implementation: Transformer Engine where it is installed (auto), or one of the two by name.",
@@ -55,8 +70,8 @@ class ModelConfig:
     )
     frozen: list[str] = setting(
         [],
-        "Weights that do not train: shell patterns of Megatron-Core's parameter names, as embedding.* or "
-        "decoder.layers.0.*; layers are numbered over the whole model.",
+        "Weights that do not train: shell patterns of the engine's parameter names, Megatron-Core's as embedding.* or "
+        "decoder.layers.0.*, Hugging Face's as model.embed_tokens.*; layers are numbered over the whole model.",
     )
 
 
@@ -110,7 +125,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class DdpConfig:
-    """Data parallelism: who holds what, and how gradients are added up."""
+    """Data parallelism of engine=megatron: who holds what, and how gradients are added up."""
 
     implementation: str = setting(
         "ddp",
@@ -140,6 +155,25 @@ class DdpConfig:
     )
     optimizer_instances: int = setting(
         1, "Copies of the sharded optimizer state over data parallel (hybrid sharding).", unit="copies", min=1
+    )
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """PyTorch FSDP2 under engine=fsdp: who holds what, and when it travels."""
+
+    shard_ranks: int = setting(
+        0, "Ranks that hold one copy of weights and optimizer state between them; 0: all.", unit="ranks", min=0
+    )
+    reshard_after_forward: bool = setting(
+        True, "Free a layer's weights after its forward and gather them again in the backward; false keeps them."
+    )
+    reduce_every_microbatch: bool = setting(
+        False, "Reduce gradients after every micro-batch, for less memory; false: once for each optimizer step."
+    )
+    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
+    cpu_offload: bool = setting(
+        False, "Keep sharded weights, gradients and optimizer state in host memory; Adam steps there."
     )
 
 
@@ -325,7 +359,25 @@ class SglangConfig:
 class RewardConfig:
     """Scores."""
 
+    source: str = setting(
+        "function",
+        "Who scores: a function of strings, a sequence-classification checkpoint on the run's engine, or an HTTP "
+        "service.",
+        choices=("function", "model", "http"),
+    )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    model_path: str = setting("", "Hugging Face sequence-classification checkpoint with one label.")
+    attn_implementation: str = setting(
+        "same",
+        "Attention kernel of the reward model; same takes model.attn_implementation.",
+        choices=("same", *ATTENTION),
+    )
+    url: str = setting("", "Address that batches are posted to, as http://127.0.0.1:8000/score.")
+    key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
+    batch_size: int = setting(64, "Responses in one request.", unit="responses", min=1)
+    concurrency: int = setting(4, "Requests in flight of one rank.", unit="requests", min=1)
+    timeout_s: float = setting(60.0, "Deadline of one request, tries and all.", unit="seconds", above=0.0)
+    retries: int = setting(3, "Further tries of a request after a failed one.", unit="tries", min=0)
 
 
 @dataclass(frozen=True)
@@ -399,9 +451,16 @@ class TrainerConfig:
 class Config:
     """One run."""
 
+    engine: str = setting(
+        "megatron",
+        "What runs the models: Megatron-Core with tensor, pipeline, context and expert parallelism (megatron), or "
+        "Hugging Face's models under PyTorch FSDP2 (fsdp).",
+        choices=("megatron", "fsdp"),
+    )
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
+    fsdp: FsdpConfig = dataclasses.field(default_factory=FsdpConfig)
     moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)

@@ -96,7 +96,9 @@ UNKNOWN = {
     "parallel.tensor_parallel_size=2": "parallel.tensor_parallel_size: unknown key; did you mean parallel.tp?",
     "data.train_file=[a]": "data.train_file: unknown key; did you mean data.train_files?",
     "+optim.lr=1": "+optim.lr: unknown key; did you mean optim.lr?",
-    "reward.xyz=1": "reward.xyz: unknown key; reward has function",
+    "metrics.xyz=1": "metrics.xyz: unknown key; metrics has tensorboard, progress_bar, rollout_samples, "
+    "rollout_interval",
+    "engin=fsdp": "engin: unknown key; did you mean engine?",
     "xyz.abc=1": "xyz.abc: unknown key; the sections are " + ", ".join(SECTIONS),
 }
 
