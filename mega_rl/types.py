@@ -27,6 +27,7 @@ class Prompt:
     token_ids: tuple[int, ...]  # (3, 11, 4)
     text: str  # what the reward function sees: "3+4="
     answer: str  # the reference answer: "7"
+    messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
 
 
 @tensorclass

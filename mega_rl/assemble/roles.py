@@ -11,8 +11,8 @@ from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from mega_rl.config.rules import is_on_policy
 from mega_rl.config.schema import Config
 from mega_rl.ddp.optimizer import learning_rate
+from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
-from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Learner, Scored
 from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages
@@ -27,9 +27,9 @@ class Roles:
     critic: Learner
     reference: Scored
     kl: KLController
-    actor_engine: MegatronEngine
-    critic_engine: MegatronEngine | None
-    reference_engine: MegatronEngine | None
+    actor_engine: ModelEngine
+    critic_engine: ModelEngine | None
+    reference_engine: ModelEngine | None
 
 
 def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Roles:

@@ -6,13 +6,13 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from mega_rl.converters.blocks import Copy
+from mega_rl.converters.blocks import Copy, matrix_shape
 from mega_rl.converters.parts import HFTensor, Part, hf_tensors, in_model_order, stage_experts, stage_parts
 from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan, experts_of
 from mega_rl.converters.sharding import Sharding
@@ -63,6 +63,9 @@ def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
     asks for it at each weight sync.
     """
     layout = sharding.layout
+    if sharding.spec == "hf":
+        assert layout.tp == layout.pp == layout.ep == layout.etp == 1, f"{layout} cuts tensors, which are whole"
+        return tuple(_as_on_disk(unit) for unit in export_plan(replace(sharding, spec="local")))
     shapes = hf_tensors(sharding.hf, head=sharding.head)
     order = {part.key: i for i, part in enumerate(in_model_order(sharding.hf, sharding.head))}
     units: list[tuple[int, ExportUnit]] = []
@@ -77,6 +80,17 @@ def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
         units += _expert_units(sharding, pp_rank, vp_stage, shapes, order)
     units.sort(key=lambda item: item[0])
     return tuple(unit for _, unit in units)
+
+
+def _as_on_disk(unit: ExportUnit) -> ExportUnit:
+    """The unit of chunks whose parameters are the tensors themselves."""
+    tensors = []
+    for position, (name, shape, _) in enumerate(unit.tensors):
+        rows, cols = matrix_shape(shape)
+        whole = Copy(name, src_row=0, src_col=0, dst_row=0, dst_col=0, rows=rows, cols=cols)
+        tensors.append((name, shape, (Piece(0, position, whole),)))
+    params = tuple(ExportParam(name, shape, replicated=True) for name, shape, _ in unit.tensors)
+    return replace(unit, params=params, tensors=tuple(tensors))
 
 
 def _expert_units(

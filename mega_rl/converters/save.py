@@ -57,12 +57,13 @@ def save_hf(
     dtype: torch.dtype | None = None,
     mtp: Literal["keep", "drop"] = "keep",
     overwrite: bool = False,
+    sharded: bool = False,
     threads: int | None = None,
 ) -> None:
     """Writes a Hugging Face checkpoint folder: the weights, and config, tokenizer and templates as in `source`.
 
     Collective over the ranks that hold the first copy of all weights; the first of them writes, other ranks return at
-    once. Experts and value heads are spelled as in `source`. Multi-token prediction layers that are no part of the
+    once, unless data parallelism has cut the parameters (`sharded`): then it is collective over all. Experts and value heads are spelled as in `source`. Multi-token prediction layers that are no part of the
     model are kept as they are in `source`, or dropped. config.json is copied byte for byte unless one of its keys is
     not true any more (`companions.config_changes`).
 
@@ -74,12 +75,12 @@ def save_hf(
     """
     layout = sharding.layout
     place = coordinates.tp_rank + layout.tp * (coordinates.cp_rank + layout.cp * coordinates.dp_rank)
-    if place >= lcm(layout.tp, layout.ep * layout.etp):
+    if place >= lcm(layout.tp, layout.ep * layout.etp) and not sharded:
         return
     # On every rank, so that all of them end with the same message.
     check_target(Path(directory), overwrite=overwrite)
     files = companions(Path(source))
-    alone = layout.pp * layout.tp * layout.ep * layout.etp == 1
+    alone = layout.pp * layout.tp * layout.ep * layout.etp == 1 and not sharded
     with _opened(Path(source)) as reader:
         if reader is not None:
             shapes = {name: info.shape for name, info in reader.tensors.items()}

@@ -12,7 +12,9 @@ from mega_rl.parallel.layout import ParallelLayout
 Head = Literal["lm", "value"]
 
 
-Spec = Literal["local", "te"]
+# Whose parameters the live chunks have: Megatron-Core's local or Transformer Engine layers, or the tensors that a
+# checkpoint names, whole.
+Spec = Literal["local", "te", "hf"]
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class _Row:
     text: str  # what the reward function sees
     model_text: str  # what the model sees
     answer: str
+    messages: tuple[tuple[str, str], ...]  # with a chat template alone
 
 
 class _RowProblem(Exception):
@@ -70,7 +71,8 @@ def load_prompts(
     A prompt is a string, or with `chat_template` also a list of messages {"role", "content"}; an answer is a string or
     a number. Without a chat template the tokenizer adds its special tokens (such as a beginning-of-sequence token),
     with one the template has put them already. `Prompt.text` is the string as it stands in the file, or the content of
-    the last message; `Prompt.index` numbers all rows of all files, dropped ones too; blank lines are no rows.
+    the last message; `Prompt.messages` are all of them, or the string as a user's, with a chat template alone.
+    `Prompt.index` numbers all rows of all files, dropped ones too; blank lines are no rows.
 
     Raises UserErrors that names file and line (row in a Parquet file, from 1) of every problem, 20 of them in full:
     unreadable files, rows that cannot be read (`malformed` "drop" drops these instead and logs how many), prompts above
@@ -248,7 +250,8 @@ def _parse(row: Any, where: str, index: int, prompt_key: str, answer_key: str, t
         raise _RowProblem(f"{prompt_key!r} is empty")
     model_text = text if templater is None else _render(messages, templater)
     _check_unicode((prompt_key, model_text), (answer_key, str(answer)))
-    return _Row(where=where, index=index, text=text, model_text=model_text, answer=str(answer))
+    turns = () if templater is None else tuple((turn["role"], turn["content"]) for turn in messages)
+    return _Row(where=where, index=index, text=text, model_text=model_text, answer=str(answer), messages=turns)
 
 
 def _check_unicode(*texts: tuple[str, str]) -> None:
@@ -311,7 +314,15 @@ def _tokenise(
             elif len(ids) > max_tokens:
                 long.append(f"{row.where}: the prompt has {len(ids)} tokens, above data.max_prompt_tokens={max_tokens}")
             else:
-                prompts.append(Prompt(index=row.index, token_ids=tuple(ids), text=row.text, answer=row.answer))
+                prompts.append(
+                    Prompt(
+                        index=row.index,
+                        token_ids=tuple(ids),
+                        text=row.text,
+                        answer=row.answer,
+                        messages=row.messages,
+                    )
+                )
     return prompts, long
 
 

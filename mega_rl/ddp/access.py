@@ -20,8 +20,10 @@ from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 class Whole:
     """A sharded parameter, gathered when its value is asked for; shape and dtype are the whole's; collective."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, gather: Callable[[], Tensor]) -> None:
-        self.shape, self.dtype, self.device = like.shape, dtype, like.device
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, gather: Callable[[], Tensor]
+    ) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
         self._gather = gather
 
     def numel(self) -> int:
@@ -63,7 +65,9 @@ def exportable(chunk: torch.nn.Module) -> torch.nn.Module:
         whole = {name: _of_dtensor(p, chunk.dtypes[name]) for name, p in chunk.module.named_parameters()}
         return WholeChunk(chunk.module, whole)
     if isinstance(chunk, FullyShardedDataParallel):
-        whole = {name: Whole(p, p.dtype, read) for name, p, read in megatron_fsdp.whole_parameters(chunk)}
+        whole = {
+            name: Whole(p.shape, p.dtype, p.device, read) for name, p, read in megatron_fsdp.whole_parameters(chunk)
+        }
         return WholeChunk(unwrapped(chunk), whole)
     return unwrapped(chunk)
 
@@ -114,7 +118,7 @@ def _of_dtensor(parameter: DTensor, dtype: torch.dtype) -> Whole:
         assert isinstance(shard, DTensor)
         return shard.full_tensor()
 
-    return Whole(parameter, dtype, gather)
+    return Whole(parameter.shape, dtype, parameter.device, gather)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""From a Hugging Face checkpoint directory to a MegatronEngine."""
+"""From a Hugging Face checkpoint directory to an engine."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,19 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 
 from mega_rl.accelerator import Accelerator
+from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.schema import Config, MoeConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
-from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.converters.sharding import Head, Sharding, Spec
 from mega_rl.ddp.frozen import freeze
 from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks
+from mega_rl.engines.base import ModelEngine
+from mega_rl.engines.fsdp.build import build_fsdp_engine
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.engines.microbatches import Batching
+from mega_rl.models.attention_choice import Attention, choose_attention
 from mega_rl.models.build import build_chunks, transformer_config
 from mega_rl.models.routing import Routing
 from mega_rl.models.specs import check_experts, choose_transformer_impl
@@ -30,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(
-    name: str,
+    name: Role,
     *,
     path: Path,
     head: Head,
@@ -38,17 +43,64 @@ def build_engine(
     config: Config,
     groups: Groups,
     accelerator: Accelerator,
-) -> MegatronEngine:
-    """The model of checkpoint `path` on this rank's part of the layout, with its weights loaded.
+) -> ModelEngine:
+    """The model of checkpoint `path` on the engine that `config` names, with its weights loaded; collective.
 
-    `head` is "lm" or "value"; a trainable engine has DDP buffers and an optimizer.
+    `name` is the role, for which the config may ask for an attention of its own; `head` is "lm" or "value"; a
+    trainable engine has gradients and an optimizer.
+
+    Raises:
+        UserError: the model cannot run as the config asks.
     """
+    on_fsdp = config.engine == "fsdp"
+    device_type = accelerator.device.type
+    impl: Spec = "hf" if on_fsdp else choose_transformer_impl(config.model.transformer_impl, device_type=device_type)
+    asked = requested_attention(config, name)
+    attention = choose_attention(
+        asked.word,
+        key=asked.key,
+        hf=read_hf_config(path),
+        impl=impl,
+        device_type=device_type,
+        dtype=config.model.dtype,
+    )
+    build = build_fsdp_engine if on_fsdp else partial(_build_megatron_engine, impl=impl)
+    return build(
+        name,
+        path=path,
+        head=head,
+        trainable=trainable,
+        config=config,
+        groups=groups,
+        accelerator=accelerator,
+        attention=attention,
+        batching=_batching(config, groups),
+    )
+
+
+def _build_megatron_engine(
+    name: Role,
+    *,
+    path: Path,
+    head: Head,
+    trainable: bool,
+    config: Config,
+    groups: Groups,
+    accelerator: Accelerator,
+    attention: Attention,
+    batching: Batching,
+    impl: Spec,
+) -> MegatronEngine:
+    """The model on this rank's part of the layout."""
     hf = read_hf_config(path)
     layout = groups.layout
-    impl = choose_transformer_impl(config.model.transformer_impl, device_type=accelerator.device.type)
     check_experts(impl, hf, config)
     model_config = transformer_config(
-        hf, layout=layout, settings=config, device_overrides=accelerator.transformer_config_overrides()
+        hf,
+        layout=layout,
+        settings=config,
+        attention=attention,
+        device_overrides=accelerator.transformer_config_overrides(),
     )
     sharding = Sharding(hf, layout, spec=impl, head=head)
     chunks = build_chunks(
@@ -62,7 +114,7 @@ def build_engine(
         experts_apart=config.ddp.implementation == "ddp",
     )
     report = load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
-    log.info("%s: %s (%s spec, %s, %s): %s", name, path, impl, config.model.dtype, layout, report)
+    log.info("%s: %s (%s spec, %s, %s, %s): %s", name, path, impl, attention, config.model.dtype, layout, report)
     routing: Routing | None = None
     if hf.moe is not None:
         # Choices are the actor's: a critic has other weights, and of a reference nothing is learnt.
@@ -79,8 +131,9 @@ def build_engine(
         config=model_config,
         sharding=sharding,
         groups=groups,
-        batching=_batching(config, groups),
+        batching=batching,
         device=accelerator.device,
+        attention=attention,
         temperature=config.rollout.temperature,
         export_bucket_bytes=config.rollout.bucket_mib << 20,
         routing=routing,

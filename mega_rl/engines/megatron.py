@@ -24,6 +24,7 @@ from mega_rl.converters.save import save_hf
 from mega_rl.converters.sharding import Sharding
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.ddp.access import (
+    WholeChunk,
     exportable,
     finish_traffic,
     gradient_tensors,
@@ -37,7 +38,7 @@ from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.microbatches import Batching, to_device
 from mega_rl.engines.offload import PartsOffload
-from mega_rl.errors import RunError, UserError
+from mega_rl.engines.outcome import STEPS, NonFiniteGradientError, check_numbers, detached
 from mega_rl.models.attention import packed_sequences
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.comm import GroupRanks
@@ -46,7 +47,6 @@ from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.types import EngineState, Experience, Metrics, Rollout, TokenOutputs
 
-STEPS = "optimizer_steps"  # the number of an engine's state
 UNKNOWN = 1 << 62  # more steps than anybody makes
 
 
@@ -57,10 +57,6 @@ class Finished:
     micro: MicroBatch
     outputs: TokenOutputs  # like micro.tokens
     loss: LossOutput | None  # None in a forward only
-
-
-class NonFiniteGradientError(RunError):
-    """A loss or gradient is NaN or infinite; the weights and moments are unchanged."""
 
 
 @dataclass
@@ -79,6 +75,7 @@ class MegatronEngine:
     groups: Groups
     batching: Batching
     device: torch.device
+    attention: str = "sdpa"  # what core attention runs
     temperature: float = 1.0
     export_bucket_bytes: int = 256 << 20
     routing: Routing | None = None  # of a mixture of experts
@@ -150,17 +147,25 @@ class MegatronEngine:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in training dtype) of every weight, on all ranks of a replica; collective."""
+        return export_hf(self.whole_chunks(), **self._where())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP has spread parameters over data parallelism, so that reading one is collective."""
+        return any(isinstance(exportable(chunk), WholeChunk) for chunk in self.chunks)
+
+    def whole_chunks(self) -> list[torch.nn.Module]:
+        """The chunks without their wrappers, with whole and up-to-date parameters; collective."""
         finish_param_sync(self.chunks)
-        return export_hf([exportable(chunk) for chunk in self.chunks], **self._where())
+        return [exportable(chunk) for chunk in self.chunks]
 
     def save_hf(self, directory: Path, *, source: Path) -> None:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
 
         One that is there is replaced as a whole. Raises UserError: see `converters.save.save_hf`.
         """
-        finish_param_sync(self.chunks)
-        chunks = [exportable(chunk) for chunk in self.chunks]
-        save_hf(chunks, directory, source=source, overwrite=True, **self._where())
+        chunks = self.whole_chunks()
+        save_hf(chunks, directory, source=source, overwrite=True, sharded=self.is_sharded, **self._where())
 
     def _where(self) -> dict[str, Any]:
         """How the model is cut and which ranks have the parts, as exporters take it."""
@@ -200,18 +205,10 @@ class MegatronEngine:
         Raises:
             UserError: on all ranks alike, the numbers are not an engine's.
         """
-        expected = [] if self.optimizer is None else [STEPS]
-        if sorted(numbers) != expected:
-            raise UserError(
-                f"{self.name}: the checkpoint's numbers of this model are {sorted(numbers)}, must be {expected}: it is "
-                "of another kind of model; set checkpoint.resume=never or to another checkpoint"
-            )
+        steps = check_numbers(self.name, numbers, trains=self.optimizer is not None)
         finish_traffic(self.chunks)
         if self.optimizer is None:
             return
-        steps = numbers[STEPS]
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-            raise UserError(f"{self.name}: {STEPS}={steps!r} of the checkpoint must be a whole number from 0")
         set_steps(self.optimizer, steps)
         follow_weights(self.chunks)
 
@@ -300,13 +297,7 @@ class MegatronEngine:
         if loss is None:
             return output.new_zeros([]), no_count, Finished(micro, outputs, None)
         result = loss(outputs, micro.fields)
-        detached = LossOutput(
-            loss=result.loss.detach(),
-            sums={name: value.detach() for name, value in result.sums.items()},
-            maxima={name: value.detach() for name, value in result.maxima.items()},
-        )
-        seen = {name: value.detach() for name, value in vars(outputs).items() if value is not None}
-        return result.loss * scale, no_count, Finished(micro, TokenOutputs(**seen), detached)
+        return result.loss * scale, no_count, Finished(micro, *detached(outputs, result))
 
     def _collect(self, finished: list[Finished], batch: Rollout | Experience) -> TokenOutputs:
         """The micro-batches' outputs, [B, S] float32 on the host of every rank of the replica, 0 off the loss mask."""

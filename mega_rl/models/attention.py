@@ -1,4 +1,4 @@
-"""Causal core attention on torch SDPA, for padded and packed batches."""
+"""Causal core attention of Megatron-Core's layers and of others, for padded and packed batches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
 
-from mega_rl.models.context_parallel import SharedSequences, attend_shared, shared_sequences
+from mega_rl.models.attention_kernels import KERNELS
+from mega_rl.models.context_parallel import Attend, SharedSequences, attend_shared, shared_sequences
 
 SMALLEST_CLASS = 16  # tokens; shorter sequences share one length class
 
@@ -27,8 +26,8 @@ SMALLEST_CLASS = 16  # tokens; shorter sequences share one length class
 class PackedSequences(PackedSeqParams):
     """`PackedSeqParams` plus the index maps between the packed order and padded length classes.
 
-    SDPA has no variable-length kernel on every device, so sequences of similar length are attended together as one
-    padded batch. Classes are powers of two, so less than half of a class is padding, and every layer and pass of a
+    torch's kernels of every device know no variable lengths, so sequences of similar length are attended together as
+    one padded batch. Classes are powers of two, so less than half of a class is padding, and every layer and pass of a
     micro-batch reuses these maps.
 
     `classes[i]` is [n_i, m_i] int64: packed position of each padded slot (slots past a sequence's end repeat its last
@@ -114,12 +113,33 @@ class _ToPacked(torch.autograd.Function):
         return grad.index_select(0, index) * filled.view(shape), None, None, None
 
 
-class SDPACoreAttention(MegatronModule):
+def attend_packed(attend: Attend, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+    """[T, heads, E]: context of packed query [T, heads, D] in keys [T, groups, D] and values [T, groups, E].
+
+    Tokens attend within their own sequence: `attend` is given one length class after the other, each a batch.
+    """
+    assert sequences.slots is not None
+    assert sequences.filled is not None
+    classes = sequences.classes
+    index = classes[0].flatten() if len(classes) == 1 else torch.cat([c.flatten() for c in classes])
+    padded = [_ToClasses.apply(x, index, sequences.slots) for x in (query, key, value)]
+    contexts, offset = [], 0
+    for shape in (c.shape for c in classes):
+        q, k, v = (x[offset : offset + shape.numel()].unflatten(0, shape).transpose(1, 2) for x in padded)
+        contexts.append(attend(q, k, v).transpose(1, 2).flatten(0, 1))
+        offset += shape.numel()
+    context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
+    return _ToPacked.apply(context, index, sequences.slots, sequences.filled)
+
+
+class CoreAttention(MegatronModule):
     """Causal grouped-query attention of one tensor-parallel rank's heads; no dropout, no bias.
 
     Takes the place of Transformer Engine's `DotProductAttention` in Megatron-Core's `SelfAttention` and
     `MLASelfAttention`; upstream's local `DotProductAttention` knows no packed input, no value heads of another size
     than the query's, and materialises the [S, S] scores of every layer.
+
+    `config.core_attention` is "eager" or "sdpa" (see `mega_rl.models.attention_kernels`).
 
     `config.window_size` = (w - 1, 0) gives the layers that `config.window_attn_skip_freq` names a sliding window of w
     tokens. `config.softmax_type` "learnable" gives every head a sink: `softmax_offset` [heads of this rank] are logits
@@ -145,6 +165,7 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal
         assert attention_type == "self"
+        self.kernel = KERNELS[config.core_attention]
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.window: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
@@ -196,56 +217,11 @@ class SDPACoreAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
         assert isinstance(packed_seq_params, PackedSequences)
-        assert packed_seq_params.slots is not None
-        assert packed_seq_params.filled is not None
-        classes = packed_seq_params.classes
-        index = classes[0].flatten() if len(classes) == 1 else torch.cat([c.flatten() for c in classes])
-        padded = [_ToClasses.apply(x, index, packed_seq_params.slots) for x in (query, key, value)]
-        contexts, offset = [], 0
-        for shape in (c.shape for c in classes):
-            q, k, v = (x[offset : offset + shape.numel()].unflatten(0, shape).transpose(1, 2) for x in padded)
-            contexts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
-            offset += shape.numel()
-        context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
-        return _ToPacked.apply(context, index, packed_seq_params.slots, packed_seq_params.filled)
+        return attend_packed(self._attend, query, key, value, packed_seq_params).flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B, heads, S, E] of causal attention of the last S of M tokens, whose keys [B, groups, M, D] and values are.
-
-        value: [B, groups, M, E].
-        """
-        grouped = query.size(1) != key.size(1)
-        queries, keys = query.size(2), key.size(2)
-        mask = self._mask(queries, keys, query)
-        causal = mask is None and queries == keys
-        if mask is None and not causal:
-            mask = causal_lower_right(queries, keys)  # kernels that know the pattern make no matrix of it
-        if self.softmax_offset is not None:
-            # The sink is one more key: of zeros, so that its logit is the mask's entry, and with a value of zeros.
-            key, value = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.size(3))], dim=2) for x in (key, value))
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped
-        )
-
-    def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
-        """What is added to the logits, or which of them count; None where plain causality says it all.
-
-        [S, M] bool of a window, [heads, S, M + 1] of the dtype of `like` with sinks.
-        """
-        windowed = self.window is not None and self.window < keys
-        if not windowed and self.softmax_offset is None:
-            return None
-        before = keys - queries
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(before)
-        if windowed:
-            assert self.window is not None
-            seen = seen.triu(before + 1 - self.window)
-        if self.softmax_offset is None:
-            return seen
-        heads = self.softmax_offset.numel()
-        bias = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf).expand(heads, -1, -1)
-        sinks = self.softmax_offset.to(like.dtype)[:, None, None].expand(-1, queries, 1)
-        return torch.cat([bias, sinks], dim=2)
+        """The kernel with what is this layer's; shapes as in `mega_rl.models.attention_kernels`."""
+        return self.kernel(query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

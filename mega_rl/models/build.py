@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from mega_rl.converters.model_config import (
 )
 from mega_rl.converters.sharding import Head, Spec
 from mega_rl.errors import UserError
+from mega_rl.models.attention_choice import TE, Attention
 from mega_rl.models.heads import ValueHead
 from mega_rl.models.moe import ExpertRowParallelLinear, use_own_dispatchers
 from mega_rl.models.rope import set_llama3_frequencies
@@ -43,9 +45,13 @@ def transformer_config(
     *,
     layout: ParallelLayout,
     settings: Config,
+    attention: Attention,
     device_overrides: Mapping[str, Any],
 ) -> TransformerConfig:
     """Megatron-Core's config of this model, layout and device; of `settings` it reads how models are built.
+
+    `attention` is what `choose_attention` says. Megatron-Core's own setting is for Transformer Engine alone: it ends in
+    the environment of the process, where every model must find the same.
 
     `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
     micro-batches or of data-parallel ranks, because every token's loss already carries its global weight. Only
@@ -96,6 +102,7 @@ def transformer_config(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "calculate_per_token_loss": not settings.ddp.average_in_collective,
+        "attention_backend": AttnBackend[attention.removeprefix(TE)] if attention.startswith(TE) else AttnBackend.auto,
         "deterministic_mode": settings.trainer.deterministic,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
         **_recompute(settings.model),
@@ -107,6 +114,8 @@ def transformer_config(
     config = (MLATransformerConfig if uses_mla(hf) else TransformerConfig)(**kwargs)
     for name, value in extra_config_attributes(hf).items():
         setattr(config, name, value)
+    if not attention.startswith(TE):
+        config.core_attention = attention  # what our core attention reads
     if hf.moe is not None:
         # Not an argument: Megatron-Core's own gathering refuses variable lengths, and ours takes its place.
         config.moe_token_dispatcher_type = settings.moe.dispatcher

@@ -92,7 +92,7 @@ def attend_shared(
     window: int | None,
     sequences: SharedSequences | None,
 ) -> Tensor:
-    """Context of this rank's tokens in their whole sequences, heads flattened; shapes as in `SDPACoreAttention`.
+    """Context of this rank's tokens in their whole sequences, heads flattened; shapes as in `CoreAttention`.
 
     The tensors are this rank's slices over `group`: [S / cp, B, heads, .] without `sequences`, [T / cp, heads, .] with.
     `window` is the number of last tokens that each may see; keys that no query of a chunk sees are left out.

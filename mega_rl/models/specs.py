@@ -32,7 +32,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig, Mla
 from mega_rl.converters.sharding import Spec
 from mega_rl.errors import UserError
-from mega_rl.models.attention import SDPACoreAttention
+from mega_rl.models.attention import CoreAttention
 from mega_rl.models.layer import DecoderLayer
 from mega_rl.models.moe import ExpertRowParallelLinear, Router
 from mega_rl.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
@@ -223,7 +223,7 @@ def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpe
         params=CAUSAL,
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=SDPACoreAttention,
+            core_attention=CoreAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=norms[0],
             k_layernorm=norms[1],
@@ -243,7 +243,7 @@ def _latent_attention(mla: Mla) -> ModuleSpec:
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=Linear,
             linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=SDPACoreAttention,
+            core_attention=CoreAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=norm,
             kv_layernorm=norm,

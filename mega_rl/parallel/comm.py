@@ -1,19 +1,22 @@
 """What the trainer may ask of a group of ranks (`mega_rl.protocols.Ranks`), for one process and for many.
 
 Tensors may live anywhere: they travel on the group's device and come back to theirs. Everything is made contiguous
-first, since gloo returns wrong data for strided tensors without an error.
+first, since gloo returns wrong data for strided tensors without an error. Objects travel as JSON, never as a pickle.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mega_rl.errors import RunError
 from mega_rl.protocols import Batch
 
 
@@ -32,13 +35,24 @@ class SingleRank:
         return tensor.clone()
 
     def gather_rows(self, rows: Batch) -> Batch:
-        """The rows."""
-        return _like(rows, {name: field.clone() for name, field in _fields(rows).items()}, count=len(rows.tokens))
+        """The rows, copied."""
+        return _like(rows, self.gather_tensordict(_as_tensordict(rows)))
+
+    def gather_tensordict(self, batch: TensorDict) -> TensorDict:
+        """A copy. Raises RunError as for many ranks."""
+        parts = _Parts(batch)
+        told = self.gather_json(parts.message())
+        return parts.joined({name: tensor.detach().clone() for name, tensor in parts.tensors.items()}, told)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """[a copy of the value]. Raises RunError as for many ranks."""
+        return _decoded([_encoded(value)])
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
-        """The rows."""
+        """The rows, copied."""
         _check_destinations(rows, destinations, size=1)
-        return _like(rows, {name: field.clone() for name, field in _fields(rows).items()}, count=len(rows.tokens))
+        fields = {name: field.clone() for name, field in _tensors(rows).items()}
+        return _like(rows, TensorDict(fields, len(rows.tokens)))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """A copy."""
@@ -79,33 +93,62 @@ class GroupRanks:
             buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return json.loads(bytes(self.broadcast(buffer, source=source).tolist()))
 
-    def gather_rows(self, rows: Batch) -> Batch:
-        """All ranks' rows in rank order on every rank, padded to the group's largest S.
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order, on every rank: None, bool, int, float, str, lists and dicts of them.
 
-        rows: a batch whose fields are [B, S, ...] or [B]; B and S may differ between ranks, B may be 0.
+        Raises:
+            RunError: on all ranks alike, a value of some rank holds anything else (JSON would change or refuse it).
         """
-        count = len(rows.tokens)
-        order = torch.arange(count, device=rows.tokens.device).repeat(self.size)
-        return self._all_to_all(rows, order, [count] * self.size)
+        text = torch.frombuffer(bytearray(_encoded(value)), dtype=torch.uint8)
+        sizes = torch.cat(self._gather(torch.tensor([len(text)]))).tolist()
+        sent = torch.nn.functional.pad(text, (0, max(sizes) - len(text)))
+        texts = self._gather(sent)
+        return _decoded([bytes(text[:size].tolist()) for text, size in zip(texts, sizes, strict=True)])
+
+    def gather_rows(self, rows: Batch) -> Batch:
+        """All ranks' rows in rank order on every rank, padded to the group's largest S; see `gather_tensordict`.
+
+        rows: a batch whose fields are [B, S, ...] or [B], or objects; B and S may differ between ranks, B may be 0.
+        """
+        return _like(rows, self.gather_tensordict(_as_tensordict(rows)))
+
+    def gather_tensordict(self, batch: TensorDict) -> TensorDict:
+        """All ranks' rows in rank order on every rank.
+
+        batch: of size [B], which may differ between ranks and be 0. It may hold tensors [B] and [B, S, ...], filled up
+        with zeros (False) to the group's largest S of that field; a NonTensorStack, an object for each row; and
+        NonTensorData, which speaks of all rows and stays as it is. Objects are those that `gather_json` takes.
+
+        Raises:
+            RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
+        """
+        parts = _Parts(batch)
+        told = self.gather_json(parts.message())
+        _check_same("field", [one["kinds"] for one in told])
+        _check_same("field", [{name: json.dumps(value) for name, value in one["shared"].items()} for one in told])
+        counts = [one["rows"] for one in told]
+        received = {}
+        for name, tensor in parts.tensors.items():
+            length = max(one["lengths"].get(name, 0) for one in told)
+            sent = torch.cat([_padded(tensor.detach(), length)] * self.size)
+            received[name] = self._send(sent, [len(tensor)] * self.size, counts).to(tensor.device)
+        return parts.joined(received, told)
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
         """Row i of this rank goes to rank `destinations[i]`; returns what arrives, in source-rank order.
 
-        Rows of one source keep their order. Shapes as in `gather_rows`; destinations: [B] int64.
+        Rows of one source keep their order. Fields are tensors; shapes as in `gather_rows`; destinations: [B] int64.
         """
         _check_destinations(rows, destinations, size=self.size)
         order = destinations.argsort(stable=True).to(rows.tokens.device)
-        return self._all_to_all(rows, order, torch.bincount(destinations, minlength=self.size).tolist())
-
-    def _all_to_all(self, rows: Batch, order: Tensor, counts: list[int]) -> Batch:
-        """Send rows[order]: the first counts[0] of them to rank 0, and so on; returns what arrives."""
+        counts = torch.bincount(destinations, minlength=self.size).tolist()
         length = int(self.max(torch.tensor(rows.tokens.shape[1])))
         received_counts = self._exchange_counts(counts)
         received = {
             name: self._send(_padded(field[order], length), counts, received_counts).to(field.device)
-            for name, field in _fields(rows).items()
+            for name, field in _tensors(rows).items()
         }
-        return _like(rows, received, count=sum(received_counts))
+        return _like(rows, TensorDict(received, sum(received_counts)))
 
     def _exchange_counts(self, counts: list[int]) -> list[int]:
         """Rows that each rank sends here, from the numbers this rank sends to each."""
@@ -117,10 +160,17 @@ class GroupRanks:
     def _send(self, rows: Tensor, counts: list[int], received_counts: list[int]) -> Tensor:
         sent = rows.to(self._device).contiguous()
         as_bytes = sent.dtype in (torch.bool, torch.int16)  # not every backend carries these
-        sent = sent.view(torch.uint8) if as_bytes else sent
+        sent = sent.unsqueeze(-1).view(torch.uint8) if as_bytes else sent
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
         dist.all_to_all_single(received, sent, received_counts, counts, group=self._group)
-        return received.view(rows.dtype) if as_bytes else received
+        return received.view(rows.dtype).squeeze(-1) if as_bytes else received
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, of one shape and dtype, in rank order."""
+        sent = self._travelling(tensor)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self._group)
+        return [one.to(tensor.device) for one in received]
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = self._travelling(tensor)
@@ -132,15 +182,132 @@ class GroupRanks:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor.detach())
 
 
-def _fields(rows: Any) -> dict[str, Tensor]:
-    """The tensors of a tensorclass, by name; optional ones that it lacks left out."""
-    return {name: field for name, field in rows.items() if field is not None}
+def gather_metrics(
+    metrics: Mapping[str, float | Sequence[float]], ranks: SingleRank | GroupRanks
+) -> dict[str, list[float]]:
+    """The numbers of all ranks under each name, in rank order, on every rank; a rank's list stays in its order.
+
+    NaN and infinities travel as they are.
+
+    Raises:
+        RunError: on all ranks alike, a name is not there on all.
+    """
+    numbers = {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in metrics.items()}
+    told = ranks.gather_json(numbers)
+    _check_same("metric", [dict.fromkeys(one, "there") for one in told])
+    return {name: [number for one in told for number in one[name]] for name in numbers}
 
 
-def _like(rows: Batch, fields: dict[str, Tensor], *, count: int) -> Batch:
+class _Parts:
+    """A TensorDict by kinds of fields, each in the order of names: the same on all ranks, whoever filled it."""
+
+    def __init__(self, batch: TensorDict) -> None:
+        assert batch.batch_dims == 1, f"rows are the one dimension of a batch, not {tuple(batch.batch_size)}"
+        self.rows: int = batch.batch_size[0]
+        self.tensors: dict[str, Tensor] = {}
+        self.objects: dict[str, NonTensorStack] = {}
+        self.shared: dict[str, NonTensorData] = {}
+        fields: dict[str, Any] = dict(batch.items())
+        for name, field in sorted(fields.items()):
+            if isinstance(field, NonTensorStack):
+                self.objects[name] = field
+            elif isinstance(field, NonTensorData):
+                self.shared[name] = field
+            else:
+                assert isinstance(field, Tensor), f"field {name!r} is a {type(field).__name__}: make it several fields"
+                self.tensors[name] = field
+
+    def message(self) -> dict[str, Any]:
+        """What the other ranks must know to take the rows: all but the tensors' elements."""
+        kinds = {name: _kind(field) for name, field in self.tensors.items()}
+        kinds |= dict.fromkeys(self.objects, "objects of rows") | dict.fromkeys(self.shared, "data of all rows")
+        return {
+            "rows": self.rows,
+            "kinds": kinds,
+            "lengths": {name: field.shape[1] for name, field in self.tensors.items() if field.dim() > 1},
+            "objects": {name: list(field.tolist()) for name, field in self.objects.items()},
+            "shared": {name: field.data for name, field in self.shared.items()},
+        }
+
+    def joined(self, tensors: Mapping[str, Tensor], told: Sequence[Mapping[str, Any]]) -> TensorDict:
+        """The rows of all ranks, from their tensors and their messages."""
+        count = sum(one["rows"] for one in told)
+        objects = {name: [value for one in told for value in one["objects"][name]] for name in self.objects}
+        fields: dict[str, Any] = dict(tensors)
+        fields |= {name: NonTensorStack(*values) if values else self.objects[name] for name, values in objects.items()}
+        fields |= {name: NonTensorData(value, batch_size=[count]) for name, value in told[0]["shared"].items()}
+        return TensorDict(fields, count)
+
+
+def _kind(tensor: Tensor) -> str:
+    """What ranks must agree on: "torch.float32 [B, S, 3]"."""
+    sizes = [*("B", "S")[: tensor.dim()], *map(str, tensor.shape[2:])]
+    return f"{tensor.dtype} [{', '.join(sizes)}]"
+
+
+def _check_same(what: str, found: Sequence[Mapping[str, str]]) -> None:
+    """Raises RunError unless all ranks have the same names, and under each name the same text."""
+    problems = []
+    for name in sorted(set().union(*found)):
+        ranks_of: dict[str, list[str]] = {}
+        for rank, texts in enumerate(found):
+            ranks_of.setdefault(texts.get(name, "missing"), []).append(str(rank))
+        if len(ranks_of) > 1:
+            told = "; ".join(f"{text} on rank(s) {', '.join(ranks)}" for text, ranks in ranks_of.items())
+            problems.append(f"{what} {name!r} is not the same on all ranks: {told}")
+    if problems:
+        raise RunError("\n".join(problems))
+
+
+def _encoded(value: Any) -> bytes:
+    """A message with the value, or with what is wrong with it: a rank that raised alone would leave the others."""
+    problem = _not_json(value, "")
+    return json.dumps({"value": value} if problem is None else {"problem": problem}).encode()
+
+
+def _decoded(texts: Sequence[bytes]) -> list[Any]:
+    """The ranks' values. Raises RunError where one could not be sent."""
+    told = [json.loads(text) for text in texts]
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(told) if "problem" in one]
+    if problems:
+        raise RunError("\n".join(problems))
+    return [one["value"] for one in told]
+
+
+def _not_json(value: Any, where: str) -> str | None:
+    """What in a value JSON would change or refuse; None: nothing."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    if isinstance(value, list):
+        inside = ((one, f"{where}[{i}]") for i, one in enumerate(value))
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        inside = ((one, f"{where}.{key}" if where else key) for key, one in value.items())
+    else:
+        kind = "dict with keys that are no str" if isinstance(value, dict) else type(value).__name__
+        return (
+            f"{where or 'the value'} is a {kind}, which does not travel between ranks: only None, bool, int, float, "
+            "str, and lists and dicts (with str keys) of them do"
+        )
+    return next((problem for one, place in inside if (problem := _not_json(one, place))), None)
+
+
+def _as_tensordict(rows: Any) -> TensorDict:
+    """The fields of a tensorclass; optional ones that it lacks left out."""
+    return TensorDict({name: field for name, field in rows.items() if field is not None}, len(rows.tokens))
+
+
+def _tensors(rows: Any) -> dict[str, Tensor]:
+    """The fields of a tensorclass, by name; optional ones that it lacks left out."""
+    parts = _Parts(_as_tensordict(rows))
+    others = [*parts.objects, *parts.shared]
+    assert not others, f"objects cannot be exchanged: {', '.join(others)}"
+    return parts.tensors
+
+
+def _like(rows: Batch, fields: TensorDict) -> Batch:
     """A batch of the same class."""
     make: Any = type(rows)
-    batch: Batch = make(**fields, batch_size=[count])
+    batch: Batch = make(**dict(fields.items()), batch_size=fields.batch_size)
     return batch
 
 

@@ -103,6 +103,7 @@ def load_model(
         hf,
         layout=groups.layout,
         settings=Config(model=ModelConfig(dtype=dtype)),
+        attention="sdpa" if impl == "local" else "te: auto",
         device_overrides=accelerator.transformer_config_overrides(),
     )
     sharding = Sharding(hf, groups.layout, spec=impl)

@@ -19,8 +19,8 @@ from mega_rl.algorithms.supervised import nll_loss
 from mega_rl.assemble import session
 from mega_rl.config.schema import Config
 from mega_rl.data.ordering import permutation
+from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
-from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.protocols import LossOutput
 from mega_rl.types import Experience, TokenOutputs
 from mega_rl.workers.rollout import share
@@ -109,7 +109,7 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
     )
 
 
-def own_share(batch: Experience, engine: MegatronEngine) -> Experience:
+def own_share(batch: Experience, engine: ModelEngine) -> Experience:
     """This data-parallel rank's rows of a global batch."""
     own = share(batch.tokens.size(0), engine.data_parallel)
     return batch[own.start : own.stop]  # type: ignore[index]

@@ -19,10 +19,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from mega_rl.converters.transformers_names import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.decoding import Decoded, DecodingLoop
-from mega_rl.rollout.disk_names import weights_on_disk
 from mega_rl.rollout.kv_cache import ATTENTION, make_cache
 from mega_rl.rollout.sampling import Sampler
 from mega_rl.rollout.stop_tokens import with_end_of_sequence

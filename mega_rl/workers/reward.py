@@ -1,10 +1,11 @@
-"""The reward role: a function of strings, applied to sampled tokens."""
+"""The reward role over texts: what decodes responses, has them scored once, and tells every rank."""
 
 from __future__ import annotations
 
 import numbers
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,26 +19,34 @@ SHOWN_CHARACTERS = 200  # of a prompt or response in an error
 
 
 class RewardError(RunError):
-    """The reward function raised, or returned something that is no finite number."""
+    """A response has no score: a function raised, a service or model gave something that is no finite number."""
+
+
+class TextScorer(Protocol):
+    """Scores responses as texts."""
+
+    def score_texts(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+        """The score of each (prompt, response), finite in float32. Raises RewardError."""
+        ...
 
 
 class RewardWorker:
     """Scores the rollouts of one replica.
 
-    The function runs on rank 0 of the replica and the scores are broadcast: a function that is slow, random or calls a
-    service is called once per response, and all ranks of a replica train on the same numbers.
+    The scorer works on rank 0 of the replica and the scores are broadcast: one that is slow, random or a service sees
+    each response once, and all ranks of a replica train on the same numbers.
     """
 
     def __init__(
         self,
-        function: Callable[[str, str, str], object],
+        scorer: TextScorer,
         *,
         decode: Callable[[Sequence[int]], str],
         replica: Ranks,
         everyone: Ranks,
     ) -> None:
         """`decode` turns response token ids into text and leaves special tokens out; `everyone` are all ranks."""
-        self._function = function
+        self._scorer = scorer
         self._decode = decode
         self._replica = replica
         self._everyone = everyone
@@ -53,21 +62,26 @@ class RewardWorker:
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         failure: RewardError | None = None
         if self._replica.rank == 0:
+            rows = answered(rollout)
             try:
-                scores = self._score_here(rollout, prompts)
+                found = self._scorer.score_texts(texts(rollout, rows, prompts, self._decode))
             except RewardError as error:
                 failure = error
+            else:
+                scores[rows] = torch.tensor(found, dtype=torch.float32)
         raise_together(failure, self._everyone, error=RewardError)
         return self._replica.broadcast(scores.to(device))
 
-    def _score_here(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """Every row's score; raises RewardError at the first row that has none."""
-        scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
-        indices = rollout.prompt_index.tolist()
-        for row, token_ids in enumerate(responses(rollout)):
-            if rollout.failed is None or not rollout.failed[row]:
-                scores[row] = self._score_one(prompts[indices[row]], self._decode(token_ids))
-        return scores
+
+class FunctionRewards:
+    """A function of (prompt, response, answer), called for one response after the other."""
+
+    def __init__(self, function: Callable[[str, str, str], object]) -> None:
+        self._function = function
+
+    def score_texts(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+        """See `TextScorer`; stops at the first response that has no score."""
+        return [self._score_one(prompt, response) for prompt, response in items]
 
     def _score_one(self, prompt: Prompt, response: str) -> float:
         try:
@@ -76,13 +90,27 @@ class RewardWorker:
         except Exception as error:  # the user's code may raise anything; the cause is kept
             place = traceback.extract_tb(error.__traceback__)[-1]
             what = f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
-            raise _failure(what, prompt, response) from error
+            raise no_score(f"the reward function {what}", prompt, response) from error
         if number is None:
-            raise _failure(f"returned {_cut(value)}, which is no number", prompt, response)
-        # The score becomes a float32: 1e300 is finite only before that.
-        if not abs(number) <= torch.finfo(torch.float32).max:
-            raise _failure(f"returned {value!r}, which is not finite in float32", prompt, response)
+            raise no_score(f"the reward function returned {shortened(value)}, which is no number", prompt, response)
+        if not is_finite(number):
+            what = f"the reward function returned {value!r}, which is not finite in float32"
+            raise no_score(what, prompt, response)
         return number
+
+
+def answered(rollout: Rollout) -> list[int]:
+    """The rows that have an answer to score, in order."""
+    failed = [False] * len(rollout.lengths) if rollout.failed is None else rollout.failed.tolist()
+    return [row for row, without in enumerate(failed) if not without]
+
+
+def texts(
+    rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt], decode: Callable[[Sequence[int]], str]
+) -> list[tuple[Prompt, str]]:
+    """(prompt, decoded response) of these rows."""
+    indices, token_ids = rollout.prompt_index.tolist(), responses(rollout)
+    return [(prompts[indices[row]], decode(token_ids[row])) for row in rows]
 
 
 def responses(rollout: Rollout) -> list[list[int]]:
@@ -93,13 +121,20 @@ def responses(rollout: Rollout) -> list[list[int]]:
     return [ids[start:end] for ids, (start, end) in zip(tokens, bounds, strict=True)]
 
 
-def _failure(what: str, prompt: Prompt, response: str) -> RewardError:
+def is_finite(number: float) -> bool:
+    """Whether it still is finite as a float32: 1e300 is only before that."""
+    return abs(number) <= torch.finfo(torch.float32).max
+
+
+def no_score(what: str, prompt: Prompt, response: str) -> RewardError:
+    """The error of a response without a score."""
     return RewardError(
-        f"the reward function {what}; prompt {prompt.index}: {_cut(prompt.text)}, response: {_cut(response)}, "
-        f"answer: {_cut(prompt.answer)}"
+        f"{what}; prompt {prompt.index}: {shortened(prompt.text)}, response: {shortened(response)}, "
+        f"answer: {shortened(prompt.answer)}"
     )
 
 
-def _cut(value: object) -> str:
+def shortened(value: object) -> str:
+    """Its repr, cut to what an error shows."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

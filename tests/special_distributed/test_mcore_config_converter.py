@@ -207,7 +207,9 @@ def differing_fields(_: int) -> dict[str, dict[str, Any]]:
 
     found = {}
     for name, raw in TINY.items():
-        config = transformer_config(parse_hf_config(raw), layout=LAYOUT, settings=Config(), device_overrides={})
+        config = transformer_config(
+            parse_hf_config(raw), layout=LAYOUT, settings=Config(), attention="sdpa", device_overrides={}
+        )
         found[name] = {"class": type(config).__name__}
         for field in fields(config):
             made = field.default_factory() if field.default_factory is not MISSING else None

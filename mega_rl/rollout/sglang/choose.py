@@ -103,8 +103,6 @@ def why_not(name: str, weights: TrainerWeights, servers: Sequence[Server], place
         return _why_not_shared_memory(weights, servers, placement)
     if name == "distributed" and on_gpu and placement.colocated:
         return "NCCL has no groups of several processes on one GPU, and servers share the trainer's"
-    if name == "disk" and weights.sharded:
-        return "checkpoints of models in FSDP are not supported"
     return None
 
 

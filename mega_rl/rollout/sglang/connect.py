@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from mega_rl.config.rollout_rules import is_loopback
 from mega_rl.config.schema import Config
-from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.comm import GroupRanks
@@ -43,7 +43,7 @@ class Connection:
     max_positions: int
     _servers: ServerPool
     _controls: Sequence[Control]
-    _actor: MegatronEngine
+    _actor: ModelEngine
     _transport: Transport
     _resources: ExitStack
     _make_room: Callable[[], None] = field(default=lambda: None)
@@ -129,7 +129,7 @@ class ServersMemory:
 
 
 def connect(
-    config: Config, servers: ServerPool, *, actor: MegatronEngine, world: GroupRanks, colocated: bool
+    config: Config, servers: ServerPool, *, actor: ModelEngine, world: GroupRanks, colocated: bool
 ) -> Connection:
     """The connection with servers that are ready; collective.
 
@@ -208,7 +208,7 @@ def connect(
     return connection
 
 
-def _probe(config: Config, actor: MegatronEngine, world: GroupRanks, dtype: str) -> Probe:
+def _probe(config: Config, actor: ModelEngine, world: GroupRanks, dtype: str) -> Probe:
     return Probe(
         evaluate=actor.forward,
         ranks=world,

@@ -98,4 +98,5 @@ class DiskTransport:
             dtype=self._weights.dtype,
             mtp="drop",
             overwrite=True,
+            sharded=self._weights.sharded,
         )

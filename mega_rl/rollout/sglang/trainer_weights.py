@@ -11,25 +11,23 @@ from torch import Tensor, nn
 
 from mega_rl.converters.export import export_hf
 from mega_rl.converters.load import weights_of
-from mega_rl.ddp.access import WholeChunk, exportable
-from mega_rl.ddp.bucket_groups import finish_param_sync
 from mega_rl.rollout.sglang.reshard import Bucket, plan_buckets
 
 if TYPE_CHECKING:
-    from mega_rl.engines.megatron import MegatronEngine
+    from mega_rl.engines.base import ModelEngine
 
 
 @dataclass(frozen=True)
 class TrainerWeights:
-    """An engine's weights, in the dtype in which they travel. Of a GPTModel with a language model's head."""
+    """An engine's weights, in the dtype in which they travel. Of a model with a language model's head."""
 
-    engine: MegatronEngine
+    engine: ModelEngine
     dtype: torch.dtype  # the servers'; tensors that are float32 in every model stay so
 
     @property
     def sharded(self) -> bool:
         """Whether a parameter is spread over data parallelism, so that reading one is collective over those ranks."""
-        return any(isinstance(exportable(chunk), WholeChunk) for chunk in self.engine.chunks)
+        return self.engine.is_sharded
 
     @property
     def device(self) -> torch.device:
@@ -47,8 +45,7 @@ class TrainerWeights:
 
     def chunks(self) -> list[nn.Module]:
         """The model's chunks with whole parameters, up to date; collective."""
-        finish_param_sync(self.engine.chunks)
-        return [exportable(chunk) for chunk in self.engine.chunks]
+        return self.engine.whole_chunks()
 
     def live(self) -> list[Mapping[str, Tensor]]:
         """This rank's weights by name for each chunk; collective, as is reading one where they are sharded."""

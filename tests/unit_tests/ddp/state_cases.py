@@ -186,7 +186,11 @@ def multi_token_prediction(path: Path) -> list[tuple[str, int, int, bool]]:
     hf = dataclasses.replace(read_hf_config(path / "mtp"), mtp="load")
     with session(config, accelerator) as groups:
         model_config = transformer_config(
-            hf, layout=groups.layout, settings=config, device_overrides=accelerator.transformer_config_overrides()
+            hf,
+            layout=groups.layout,
+            settings=config,
+            attention="sdpa",
+            device_overrides=accelerator.transformer_config_overrides(),
         )
         chunks = build_chunks(
             hf,

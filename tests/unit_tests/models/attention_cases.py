@@ -30,9 +30,11 @@ class Variant:
     sinks: bool = False
     value_dim: int = DIM
     scale: float | None = None
+    kernel: str = "sdpa"
 
 
 PLAIN = Variant()
+EAGER = Variant(kernel="eager")
 VARIANTS = {
     "window of one": Variant(window=1),
     "window": Variant(window=5),
@@ -55,7 +57,7 @@ def core_attention(
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
-    from mega_rl.models.attention import SDPACoreAttention
+    from mega_rl.models.attention import CoreAttention
 
     config = TransformerConfig(
         num_layers=2,
@@ -68,7 +70,8 @@ def core_attention(
         softmax_type="learnable" if variant.sinks else "vanilla",
         context_parallel_size=1 if collection is None else collection.cp.size(),
     )
-    module = SDPACoreAttention(
+    config.core_attention = variant.kernel
+    module = CoreAttention(
         config,
         layer,
         AttnMaskType.causal,

@@ -154,7 +154,8 @@ def refusal_cases(folder: Path) -> dict[str, str]:
     def config(family: str, *, world_size: int = 2, **sizes: Any) -> str:
         layout = ParallelLayout(world_size=world_size, **sizes)
         hf = read_hf_config(folder / family)
-        return outcome(lambda: str(transformer_config(hf, layout=layout, settings=FP32, device_overrides={}).bf16))
+        how: dict[str, Any] = {"settings": FP32, "attention": "sdpa", "device_overrides": {}}
+        return outcome(lambda: str(transformer_config(hf, layout=layout, **how).bf16))
 
     def spec(impl: Any, family: str, *, cp: int = 1) -> str:
         hf, groups = read_hf_config(folder / family), SimpleNamespace(tp=None, cp=SimpleNamespace(size=lambda: cp))
@@ -241,10 +242,10 @@ def recompute_case(checkpoint: Path, how: str) -> dict[str, Any]:
     """Gradients of one mini-batch, and how often core attention and MLP ran forward."""
     from megatron.core.transformer.mlp import MLP
 
-    from mega_rl.models.attention import SDPACoreAttention
+    from mega_rl.models.attention import CoreAttention
 
     config = replaced(make_config(checkpoint, optim=OptimConfig(distributed_optimizer=False)), "model", recompute=how)
-    counts = {"SDPACoreAttention": 0, "MLP": 0}
+    counts = {"CoreAttention": 0, "MLP": 0}
 
     def count(module: torch.nn.Module, *_: Any) -> None:
         counts[type(module).__name__] += 1
@@ -252,7 +253,7 @@ def recompute_case(checkpoint: Path, how: str) -> dict[str, Any]:
     with running_engine(config) as engine:
         for model in engine.models:
             for module in model.modules():
-                if isinstance(module, (SDPACoreAttention, MLP)):
+                if isinstance(module, (CoreAttention, MLP)):
                     module.register_forward_pre_hook(count)
         metrics = engine.train_minibatch(random_experience(), losses("lm"), lr=0.0)
         return {"gradients": exported_gradients(engine), "counts": counts, "micros": metrics["num_microbatches"]}

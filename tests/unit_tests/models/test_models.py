@@ -60,9 +60,9 @@ def test_recomputation_recomputes(found: dict[str, Any]) -> None:
     """Selective runs core attention again in the backward, full everything."""
     runs = {how: case["counts"] for how, case in found["recompute"].items()}
     once = LAYERS * int(found["recompute"]["none"]["micros"])
-    assert runs["none"] == {"SDPACoreAttention": once, "MLP": once}
-    assert runs["selective"] == {"SDPACoreAttention": 2 * once, "MLP": once}
-    assert runs["full"] == {"SDPACoreAttention": 2 * once, "MLP": 2 * once}
+    assert runs["none"] == {"CoreAttention": once, "MLP": once}
+    assert runs["selective"] == {"CoreAttention": 2 * once, "MLP": once}
+    assert runs["full"] == {"CoreAttention": 2 * once, "MLP": 2 * once}
 
 
 def test_sharded_weights_are_marked(found: dict[str, Any]) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 from torch import Tensor
 
-from mega_rl.parallel.comm import GroupRanks, SingleRank
+from mega_rl.errors import RunError
+from mega_rl.parallel.comm import GroupRanks, SingleRank, gather_metrics
 from mega_rl.types import Rollout
 from tests.helpers.distributed import run_ranks
 
@@ -55,6 +60,101 @@ def expect(actual: Rollout, parts: list[Rollout], length: int) -> None:
         assert torch.equal(field, expected), name
 
 
+@tensorclass
+class Answers:
+    """Rows with objects, as a tensorclass declares them."""
+
+    tokens: Tensor
+    texts: list[str]
+    source: str
+
+
+def answers(rank: int, size: int) -> Answers:
+    count, length = BATCHES[size][rank], LENGTHS[size][rank]
+    texts: Any = NonTensorStack(*[f"{rank}.{row}" for row in range(max(count, 1))])[:count]
+    return Answers(tokens=torch.full((count, length), rank), texts=texts, source="here", batch_size=[count])
+
+
+def mixed(rank: int, size: int) -> TensorDict:
+    """Every kind of field, entered in another order on every rank; rows that say where they come from."""
+    count, length = BATCHES[size][rank], LENGTHS[size][rank]
+    row = torch.arange(count)
+    fields: list[tuple[str, Any]] = [
+        ("a", (100 * rank + row).to(torch.int16)),
+        ("b", (row[:, None, None] + torch.ones(count, length, 2)).bfloat16().requires_grad_()),
+        ("c", torch.full((count, 3), rank, dtype=torch.int64)),
+        ("d", NonTensorStack(*[None, {"row": [rank, "ü", True]}, -1, 0.5, math.inf, ""])[:count]),
+        ("e", NonTensorData({"step": 3, "of": [None, "x"]}, batch_size=[count])),
+    ]
+    return TensorDict(dict(fields[rank:] + fields[:rank]), batch_size=[count])
+
+
+def objects(ranks: GroupRanks) -> None:
+    """Objects and batches of them from all ranks."""
+    size, rank = ranks.size, ranks.rank
+    for value in (lambda r: r, lambda r: [{"rank": r, "text": "ü" * 100 * r}, None, 1e-300, True], lambda r: ""):
+        assert ranks.gather_json(value(rank)) == [value(other) for other in range(size)]
+    found = ranks.gather_rows(answers(rank, size))
+    expected = [answers(other, size) for other in range(size)]
+    assert list(found.texts) == [text for part in expected for text in part.texts]
+    assert found.source == "here"
+    assert torch.equal(found.tokens, torch.cat([padded(part.tokens, max(LENGTHS[size])) for part in expected]))
+    batch = ranks.gather_tensordict(mixed(rank, size))
+    parts = [mixed(other, size) for other in range(size)]
+    assert batch.batch_size == (sum(BATCHES[size]),)
+    assert sorted(batch.keys()) == ["a", "b", "c", "d", "e"]
+    for name in ("a", "b", "c"):
+        longest = max(LENGTHS[size])
+        whole = [part[name] for part in parts]
+        if name == "b":
+            whole = [torch.nn.functional.pad(one.detach(), (0, 0, 0, longest - one.shape[1])) for one in whole]
+        assert batch[name].dtype == whole[0].dtype
+        assert torch.equal(batch[name], torch.cat(whole))
+        assert not batch[name].requires_grad
+    assert batch.get("d").tolist() == [value for part in parts for value in part.get("d").tolist()]
+    assert batch["e"] == {"step": 3, "of": [None, "x"]}
+    numbers = gather_metrics({"scalar": 0.1 * rank, "list": [float(rank)] * rank, "nan": math.nan}, ranks)
+    assert numbers["scalar"] == [0.1 * other for other in range(size)]
+    assert numbers["list"] == [float(other) for other in range(size) for _ in range(other)]
+    assert all(map(math.isnan, numbers["nan"]))
+    assert len(numbers["nan"]) == size
+
+
+def refusals(ranks: GroupRanks) -> None:
+    """What only one rank does wrong, all are told, and the group goes on."""
+    last, size = ranks.size - 1, ranks.size
+    wrong = ranks.rank == last
+    others = ", ".join(map(str, range(last)))
+    good = {"tokens": torch.zeros(2, 3), "answer": NonTensorStack("x", "y"), "of": NonTensorData("a", batch_size=[2])}
+
+    def gathered(**changes: Any) -> Callable[[], Any]:
+        fields = {name: field for name, field in (good | (changes if wrong else {})).items() if field is not None}
+        return lambda: ranks.gather_tensordict(TensorDict(fields, batch_size=[2]))
+
+    differs = "is not the same on all ranks:"
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: ranks.gather_json({"a": [1, {2} if wrong else 2]}), f"rank {last}: a[1] is a set, which does not"),
+        (lambda: ranks.gather_json((1, 2) if wrong else 1), f"rank {last}: the value is a tuple, which does not"),
+        (lambda: ranks.gather_json({1: 2} if wrong else {}), f"rank {last}: the value is a dict with keys that"),
+        (
+            lambda: gather_metrics({"a": 1.0} if wrong else {"a": 1.0, "b": 2.0}, ranks),
+            f"metric 'b' {differs} there on rank(s) {others}; missing on rank(s) {last}",
+        ),
+        (lambda: gather_metrics({"a": torch.ones(()) if wrong else 1.0}, ranks), f"rank {last}: a[0] is a Tensor"),
+        (gathered(answer=NonTensorStack("x", 1j)), f"rank {last}: objects.answer[1] is a complex"),
+        (gathered(tokens=torch.zeros(2, 3, 4)), f"; torch.float32 [B, S, 4] on rank(s) {last}"),
+        (gathered(tokens=torch.zeros(2, 3).long()), f"; torch.int64 [B, S] on rank(s) {last}"),
+        (gathered(tokens=None), f"field 'tokens' {differs} torch.float32 [B, S] on rank(s) {others}; missing on"),
+        (gathered(answer=torch.zeros(2)), f"field 'answer' {differs} objects of rows on rank(s) {others}; torch"),
+        (gathered(of=NonTensorData("b", batch_size=[2])), f'field \'of\' {differs} "a" on rank(s) {others}; "b" on'),
+    ]
+    for number, (call, message) in enumerate(cases):
+        with pytest.raises(RunError) as raised:
+            call()
+        assert message in str(raised.value), f"case {number}: {raised.value}"
+    assert ranks.gather_json(ranks.rank) == list(range(size))
+
+
 def ranks_compare(rank: int) -> None:
     from mega_rl.accelerator import prepare
 
@@ -67,6 +167,8 @@ def ranks_compare(rank: int) -> None:
     ranks = GroupRanks(built.dp)
     assert (ranks.rank, ranks.size) == (rank, size)
     reductions(ranks)
+    objects(ranks)
+    refusals(ranks)
     everyone = [rollout(other, size) for other in range(size)]
     length = max(LENGTHS[size])
     for strided in (False, True):
@@ -110,6 +212,29 @@ def test_a_single_rank_moves_nothing_and_copies() -> None:
     for moved in (ranks.gather_rows(rows), ranks.exchange_rows(rows, torch.zeros(3, dtype=torch.int64))):
         expect(moved, [rows], 4)
         assert moved.tokens.data_ptr() != rows.tokens.data_ptr()
+
+
+def test_a_single_rank_takes_the_objects_that_many_ranks_take() -> None:
+    ranks = SingleRank()
+    value = [{"a": None}]
+    assert ranks.gather_json(value) == [value]
+    assert ranks.gather_json(value)[0] is not value
+    assert gather_metrics({"a": 1.0, "b": [2.0, 3.0]}, ranks) == {"a": [1.0], "b": [2.0, 3.0]}
+    batch = mixed(2, 4)
+    copy = ranks.gather_tensordict(batch)
+    for name in ("a", "b", "c"):
+        assert torch.equal(copy[name], batch[name])
+        assert copy[name].data_ptr() != batch[name].data_ptr()
+    assert copy.get("d").tolist() == batch.get("d").tolist()
+    assert copy["e"] == batch["e"]
+    assert list(ranks.gather_rows(answers(2, 4)).texts) == ["2.0", "2.1", "2.2", "2.3", "2.4"]
+    with pytest.raises(RunError, match=r"rank 0: objects\.d\[0\] is a object, which does not travel between ranks"):
+        ranks.gather_tensordict(TensorDict({"d": NonTensorStack(object())}, batch_size=[1]))
+
+
+def test_objects_are_gathered_and_not_exchanged() -> None:
+    with pytest.raises(AssertionError, match="objects cannot be exchanged: texts, source"):
+        SingleRank().exchange_rows(answers(0, 2), torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([0, 0, 1]), torch.tensor([0, 0, -1]), torch.tensor([0, 0])])

@@ -1,0 +1,163 @@
+"""What decides the token ids that a tokenizer gives, read from the files of a checkpoint, and one hash of it.
+
+Two models can speak of each other's tokens only where these agree. Imports neither torch nor a tokenizer library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from mega_rl.errors import UserError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # any one of them makes a tokenizer
+_WITHOUT_JSON = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
+_ADDED = "added_tokens.json"
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """A tokenizer as far as token ids go: equal for two of equal `digest`, whatever the order and style of their files.
+
+    Of tokenizer.json that is the model (kind, vocabulary, merges, options), normalizer, pre_tokenizer, post_processor
+    and added tokens, but no padding, truncation or decoder. A folder without one is known by the files that it has.
+    """
+
+    source: str  # "tokenizer.json", or "vocab.json + merges.txt"
+    parts: Mapping[str, Any]  # part of the source -> its content in canonical form: {"model.type": "BPE", ...}
+    tokens: Mapping[int, str]  # id -> token, added ones too; empty where the files do not list them
+
+    @property
+    def largest_id(self) -> int:
+        """-1 where the files list no tokens."""
+        return max(self.tokens, default=-1)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical form, hex."""
+        text = json.dumps([self.source, self.parts], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def difference(self, other: TokenizerIdentity) -> str:
+        """What tells this one ("here") from another ("there"), in a few words; "" where nothing does."""
+        if self.digest == other.digest:
+            return ""
+        if self.source != other.source:
+            return f"it is made of {self.source} here, of {other.source} there"
+        for number in sorted(self.tokens.keys() | other.tokens.keys()):
+            if self.tokens.get(number) != other.tokens.get(number):
+                return f"{self._sizes(other)}token id {number} is {self._name(number)} here, {other._name(number)} there"
+        names = [name for name in sorted(self.parts.keys() | other.parts.keys()) if self._part(name) != other._part(name)]
+        return f"the tokens are the same, but they differ in {', '.join(names)}"
+
+    def _sizes(self, other: TokenizerIdentity) -> str:
+        here, there = len(self.tokens), len(other.tokens)
+        return "" if here == there else f"it has a vocabulary of {here} entries, not {there}: "
+
+    def _name(self, number: int) -> str:
+        return repr(self.tokens[number]) if number in self.tokens else "nothing"
+
+    def _part(self, name: str) -> Any:
+        return self.parts.get(name)
+
+
+def read_tokenizer(folder: Path) -> TokenizerIdentity | None:
+    """The tokenizer of a checkpoint folder; None where it has none. Raises UserError for files that are damaged."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            return _of_tokenizer_json(read_json_object(path))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{path}: not a tokenizer as the tokenizers library writes it; save it again") from None
+    for names in _WITHOUT_JSON:
+        if (folder / names[0]).is_file():
+            return _of_files([folder / name for name in (*names, _ADDED) if (folder / name).is_file()])
+    return None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file. Raises UserError."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not JSON; download or copy it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds no JSON object; download or copy it again")
+    return content
+
+
+def _of_tokenizer_json(content: Mapping[str, Any]) -> TokenizerIdentity:
+    added = sorted((_added_token(token) for token in content.get("added_tokens") or []), key=lambda token: token["id"])
+    model = dict(content.get("model") or {})
+    vocabulary = model.pop("vocab", {})
+    ids = vocabulary if isinstance(vocabulary, dict) else {entry[0]: i for i, entry in enumerate(vocabulary)}
+    tokens = {int(number): token for token, number in ids.items()}
+    if isinstance(vocabulary, dict):
+        # A token may be listed in both places or as an added one alone: its id is the same.
+        again = {token["content"] for token in added if ids.get(token["content"]) == token["id"]}
+        vocabulary = _by_id({token: number for token, number in ids.items() if token not in again})
+    tokens |= {token["id"]: str(token["content"]) for token in added}
+    if "merges" in model:  # older files join the two halves by a space
+        model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    parts = {f"model.{name}": value for name, value in model.items() if not _is_off(value, model.get("type"))}
+    parts |= {"model.vocab": vocabulary, "added_tokens": added}
+    parts |= {name: content.get(name) for name in ("normalizer", "pre_tokenizer")}
+    parts["post_processor"] = _without_offsets(content.get("post_processor"))
+    return TokenizerIdentity("tokenizer.json", parts, tokens)
+
+
+def _by_id(ids: Mapping[str, int]) -> list[list[Any]]:
+    """[tokens, ids] in the order of ids: sorting what is nearly sorted, and two plain lists, cost next to nothing."""
+    pairs = sorted(ids.items(), key=itemgetter(1, 0))
+    return [[token for token, _ in pairs], [number for _, number in pairs]]
+
+
+def _added_token(token: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `special`, which is for decoding."""
+    flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return {"id": int(token["id"]), "content": token.get("content"), **flags}
+
+
+def _is_off(value: Any, kind: Any) -> bool:
+    """Whether an option of a model says what its absence says: older versions of the library leave such options out."""
+    return value is None or value is False or (value == "" and kind == "BPE")  # WordPiece without a prefix has "##"
+
+
+def _without_offsets(processor: Any) -> Any:
+    """A post-processor without the steps that move offsets and add no token."""
+    if not isinstance(processor, dict):
+        return processor
+    if processor.get("type") == "ByteLevel":
+        return None
+    if processor.get("type") != "Sequence":
+        return processor
+    kept = [step for step in map(_without_offsets, processor["processors"]) if step is not None]
+    return {**processor, "processors": kept} if len(kept) > 1 else kept[0] if kept else None
+
+
+def _of_files(files: list[Path]) -> TokenizerIdentity:
+    parts: dict[str, Any] = {}
+    tokens: dict[int, str] = {}
+    for path in files:
+        if path.suffix == ".json":
+            ids = read_json_object(path)
+            if not all(isinstance(number, int) for number in ids.values()):
+                raise UserError(f"{path}: not a vocabulary of token to id; download or copy it again")
+            parts[path.name] = _by_id(ids)
+            tokens |= {number: token for token, number in ids.items()}
+        else:
+            content = path.read_bytes()
+            parts[path.name] = hashlib.sha256(content).hexdigest()
+            if path.name == "vocab.txt":
+                tokens |= dict(enumerate(content.decode(errors="replace").splitlines()))
+    return TokenizerIdentity(" + ".join(path.name for path in files), parts, tokens)

@@ -1,0 +1,175 @@
+"""A Hugging Face model whose parameters are sharded over ranks by PyTorch FSDP2, built one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from mega_rl.config.schema import FsdpConfig
+from mega_rl.converters.sharding import Head
+from mega_rl.engines.fsdp.attention import attention_name
+from mega_rl.errors import UserError
+
+
+class TokenClassifier(nn.Module):
+    """A backbone with one number per token: transformers' token classification of one label.
+
+    The head `score` has no bias, so that a critic or reward model has the same parameters in every engine, is float32
+    in a bf16 model too, and starts at zero: a fresh critic predicts 0 everywhere.
+    """
+
+    HEAD = "score.weight"
+
+    def __init__(self, model: PreTrainedModel, hidden_size: int) -> None:
+        super().__init__()
+        self.model = model
+        self.score = nn.Linear(hidden_size, 1, bias=False)
+
+    def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
+        """[b, S] float32 of tokens [b, S] int64."""
+        hidden = self.model(tokens, **arguments).last_hidden_state
+        return self.score(hidden).squeeze(-1)
+
+
+def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreTrainedModel]:
+    """(the model of a checkpoint's config.json with its head, transformers' part of it), without memory, float32.
+
+    Raises:
+        UserError: transformers does not know the model.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: transformers cannot read its config.json: {error}") from error
+    make = partial(
+        (AutoModelForCausalLM if head == "lm" else AutoModel).from_config,
+        config,
+        dtype=torch.float32,
+        attn_implementation=attention_name(attention),
+        trust_remote_code=False,
+    )
+    with no_init_weights(), torch.device("meta"):
+        if head == "value":
+            backbone = make()
+            return TokenClassifier(backbone, config.hidden_size).eval(), backbone
+        model: PreTrainedModel = make()
+    model.tie_weights()
+    return model.eval(), model
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Keep the parameters whose name matches a shell pattern from training.
+
+    Raises:
+        UserError: a pattern matches nothing, or everything is matched.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    if unused:
+        raise UserError(f"model.frozen={unused}: matches no parameter; they are named as {names[0]} or {names[-1]}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in patterns))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model.frozen={list(patterns)}: matches every parameter; nothing would train")
+
+
+def shard(
+    model: nn.Module,
+    hf: PreTrainedModel,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    settings: FsdpConfig,
+    recompute: bool,
+) -> None:
+    """Give the parameters of `model` memory, unset and float32, of which every rank of `mesh` keeps its rows.
+
+    Each of `units` is gathered, cast to `dtype`, just before it runs and freed after it. Only one unit is in memory
+    whole at a time, here too. Gradients are sums over the mesh, float32 where they are accumulated and, unless
+    `grad_reduce_in_fp32` is off, while they travel. `recompute`: layers keep nothing but their inputs for the backward.
+    """
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
+    for unit in [*units(model, hf), model]:
+        kind = torch.float32 if isinstance(model, TokenClassifier) and unit is model.score else dtype
+        _materialise(unit, hf, device)
+        if unit is model:
+            hf.tie_weights()
+        sharded = fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=kind, reduce_dtype=torch.float32 if settings.grad_reduce_in_fp32 else kind
+            ),
+            offload_policy=offload,
+        )
+        # Without the explicit sum, a factor of 1 would be sent as an operation that only NCCL knows.
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+    if recompute:
+        for layer in layers(hf):
+            # Inside FSDP's hooks: what the backward gathers once serves the second forward and the backward.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:
+    """The modules that are gathered one at a time: layers, and what is not tied of embedding and head."""
+    found = layers(hf)
+    if isinstance(model, TokenClassifier):
+        return [*found, hf.get_input_embeddings(), model.score]
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    # What both ends read is the root's, which stays gathered from the forward to the end of the backward.
+    return found if head.weight is embedding.weight else [*found, embedding, head]
+
+
+def layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's layers."""
+    found = hf.get_decoder().layers if hasattr(hf, "lm_head") else hf.layers
+    assert isinstance(found, nn.ModuleList), f"{type(hf).__name__} has no list of layers"
+    return list(found)
+
+
+def _materialise(unit: nn.Module, hf: PreTrainedModel, device: torch.device) -> None:
+    """Memory for what a unit has on the meta device: parameters unset, buffers outside checkpoints computed."""
+    for module in unit.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                memory = torch.empty_like(parameter, device=device)
+                module._parameters[name] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+        bare = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        for name in bare:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+        if set(bare) & module._non_persistent_buffers_set:
+            with torch.no_grad():
+                hf._init_weights(module)  # transformers' own way: its from_pretrained builds on the meta device, too
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The units and the root."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
+    """Every parameter by transformers' name, a tied one once; rows are cut as `torch.chunk` does.
+
+    What a forward without a backward has left gathered is freed first.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+    found = dict(model.named_parameters())
+    for name, parameter in found.items():
+        assert isinstance(parameter, DTensor), name
+    return found  # type: ignore[return-value]

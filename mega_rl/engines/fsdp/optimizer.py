@@ -1,0 +1,75 @@
+"""AdamW over sharded parameters: its state, its step number, and the norm of all gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mega_rl.config.schema import OptimConfig
+from mega_rl.engines.fsdp.weights import is_first_copy
+from mega_rl.protocols import Ranks
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_adam(parameters: Iterable[DTensor], optim: OptimConfig) -> torch.optim.AdamW:
+    """torch's fused AdamW, its state there from the start, as zeros.
+
+    Weight decay is decoupled and spares tensors of one dimension: norms and biases.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": optim.weight_decay},
+            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=True,
+    )
+    for parameter in trained:
+        # As AdamW would make it at its first step: the number of steps is where the parameter is.
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.to_local().device),
+            **{name: torch.zeros_like(parameter) for name in MOMENTS},
+        }
+    return optimizer
+
+
+def count_steps(optimizer: torch.optim.AdamW) -> int:
+    """Steps that were made."""
+    return int(next(iter(optimizer.state.values()))["step"])
+
+
+def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
+    """Go on as if so many had been made."""
+    for state in optimizer.state.values():
+        state["step"].fill_(steps)
+
+
+def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:
+    """L2 norm of all gradients, float64 where squares are added up; `ranks` are all of them; collective."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and is_first_copy(parameter):
+            total += local(gradient).norm(dtype=torch.float32).double().cpu() ** 2
+    return math.sqrt(float(ranks.sum(total)))
+
+
+def clip(parameters: Iterable[DTensor], *, norm: float, limit: float) -> None:
+    """Scale all gradients, whose norm is `norm`, down to the norm `limit`; 0 leaves them as they are."""
+    factor = limit / (norm + 1e-6)
+    if limit > 0.0 and factor < 1.0:
+        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, a view."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached

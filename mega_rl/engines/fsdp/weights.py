@@ -1,0 +1,159 @@
+"""Weights of a sharded Hugging Face model: in from a checkpoint, every rank its own rows; out again, whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.fill import fill_all
+from mega_rl.converters.load import check_tensors
+from mega_rl.converters.parts import as_on_disk
+from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.transformers_names import DiskTensor, disk_tensors
+from mega_rl.ddp.access import Whole
+from mega_rl.engines.fsdp.model import TokenClassifier, sharded_parameters
+from mega_rl.types import Box
+
+log = logging.getLogger(__name__)
+
+EXPERT_TENSORS = 2  # of a layer: gate and up projection, down projection; exported expert by expert
+FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
+
+
+def rows_here(parameter: DTensor) -> Box:
+    """Where in the whole this rank's rows are; empty where there are more ranks than rows."""
+    mesh = parameter.device_mesh
+    dimension = next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
+    local = tuple(parameter.to_local().shape)
+    each = -(-parameter.shape[0] // mesh.size(dimension))
+    first = min(mesh.get_local_rank(dimension) * each, parameter.shape[0])
+    return Box((first, *(0 for _ in local[1:])), local)
+
+
+def is_first_copy(parameter: DTensor) -> bool:
+    """Whether this rank's rows are the first of their copies, which several groups of ranks hold."""
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(
+        isinstance(placement, Shard) or at == 0 for placement, at in zip(parameter.placements, coordinate, strict=True)
+    )
+
+
+def disk_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that checkpoints hold, by transformers' name; whole on every rank."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def load(model: nn.Module, path: Path, *, sharding: Sharding) -> int:
+    """Copy this rank's rows of a checkpoint into the shards; returns the bytes read. No collectives.
+
+    A head that the checkpoint does not have starts at zero.
+
+    Raises:
+        UserErrors: the same on every rank and before any weight is read, with every tensor that is missing, unexpected
+            or of another shape.
+    """
+    model_type = sharding.hf.model_type
+    with CheckpointReader(path) as reader:
+        hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
+        _, absent = check_tensors(reader, hf, sharding.head)
+        renamed = {TokenClassifier.HEAD: hf.value_head}
+        jobs: list[tuple[Tensor, list[Copy]]] = []
+        with torch.no_grad():
+            for name, parameter in sharded_parameters(model).items():
+                local = parameter.to_local()
+                disk = [
+                    t._replace(name=renamed.get(t.name, t.name))
+                    for t in disk_tensors(model_type, name, parameter.shape)
+                ]
+                if any(tensor.name in absent for tensor in disk):
+                    local.zero_()
+                    log.info("%s: has no weights for %s, which start at zero", path, name)
+                elif local.numel():
+                    jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
+            for name, buffer in disk_buffers(model).items():
+                disk = list(disk_tensors(model_type, name, tuple(buffer.shape)))
+                jobs.append((buffer, list(_copies(disk, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer.shape))))
+        written = fill_all(jobs, reader)
+        expected = sum(target.numel() for target, _ in jobs)
+        assert written == expected, f"{written} elements were written, the shards have {expected}"
+        return reader.bytes_read
+
+
+def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:
+    """How the rows of `box` of a parameter of this shape are made of tensors on disk."""
+    per_row = prod(shape[1:-1])  # of the matrix
+    low = box.offset[0] * per_row
+    high = low + matrix_shape(box.shape)[0]
+    for tensor in disk:
+        first, end = max(tensor.row, low), min(tensor.row + tensor.rows, high)
+        if first < end:
+            yield Copy(
+                tensor.name,
+                src_row=first - tensor.row,
+                src_col=0,
+                dst_row=first - low,
+                dst_col=0,
+                rows=end - first,
+                cols=matrix_shape(tensor.shape)[1],
+            )
+
+
+class WholeModel(nn.Module):
+    """A sharded model as exporters see it: the tensors of its checkpoint, whole, one after the other; collective."""
+
+    def __init__(self, model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
+        """dtype: of the tensors that are not float32 in every model."""
+        super().__init__()
+        model_type = sharding.hf.model_type
+        self._tensors: dict[str, Whole] = {}
+        gatherer = _Gatherer()
+        sources: Mapping[str, Tensor] = {**sharded_parameters(model), **disk_buffers(model)}
+        for name, source in sources.items():
+            kind = torch.float32 if name.endswith(FLOAT32) else dtype
+            for disk in disk_tensors(model_type, name, tuple(source.shape)):
+                on_disk = sharding.hf.value_head if disk.name == TokenClassifier.HEAD else disk.name
+                read = gatherer.reader(name, source, disk, dtype=kind, device=device)
+                self._tensors[on_disk] = Whole(disk.shape, kind, device, read)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """(name on disk, whole tensor)."""
+        yield from self._tensors.items()
+
+
+class _Gatherer:
+    """Gathers parameters, and keeps the last ones of which experts are cut out one by one."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def reader(self, name: str, source: Tensor, disk: DiskTensor, *, dtype: torch.dtype, device: torch.device) -> Any:
+        """Gives one tensor of the checkpoint out of a parameter."""
+        if tuple(source.shape) == disk.shape:
+            return lambda: _whole(source, dtype, device)
+
+        def read() -> Tensor:
+            if name not in self._kept:
+                for old in list(self._kept)[: len(self._kept) + 1 - EXPERT_TENSORS]:
+                    del self._kept[old]
+                self._kept[name] = _whole(source, dtype, device)
+            matrix = self._kept[name].view(matrix_shape(tuple(source.shape)))
+            return matrix[disk.row : disk.row + disk.rows].view(disk.shape)
+
+        return read
+
+
+def _whole(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new tensor; collective for a parameter."""
+    here = source.detach().to(device=device, dtype=dtype)
+    return here.full_tensor() if isinstance(here, DTensor) else here.clone()

@@ -1,0 +1,63 @@
+"""Where a reward service is and what opens it, checked before anything is sent. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mega_rl.config.rollout_rules import is_loopback
+from mega_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class RewardService:
+    """An address that batches of responses are posted to. The key is not shown by repr."""
+
+    url: str  # http://127.0.0.1:8000/score
+    key: str = field(default="", repr=False)  # bearer token; empty sends none
+
+    @classmethod
+    def find(cls, url: str, key_file: str) -> RewardService:
+        """The service of reward.url and reward.key_file ("" for none).
+
+        Raises UserError for an address that is none or holds a password, a key that others can read, and one that
+        would travel in the clear.
+        """
+        host = _host(url)
+        if not key_file:
+            return cls(url)
+        if url.startswith("http://") and not is_loopback(host):
+            raise UserError(
+                f"reward.url={url!r} with reward.key_file: the key would travel unencrypted to {host}; use https://, "
+                "or a tunnel that ends on 127.0.0.1"
+            )
+        return cls(url, _key(Path(key_file)))
+
+
+def _host(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise UserError(f"reward.url={url!r}: {error}; write it as http://host:port/path") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise UserError(f"reward.url={url!r}: legal: http://host:port/path or https://host/path")
+    if parts.username is not None or parts.password is not None:
+        raise UserError(f"reward.url: names a user or password for {host}, and addresses are logged; use reward.key_file")
+    return host
+
+
+def _key(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        if mode & 0o077:
+            raise UserError(
+                f"reward.key_file: {path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 {path}"
+            )
+        key = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"reward.key_file: {path}: cannot be read: {type(error).__name__}; it holds one line") from None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise UserError(f"reward.key_file: {path}: must hold one key of printable ASCII characters without spaces")
+    return key
