@@ -43,7 +43,7 @@ from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import RewardWorker
+from mega_rl.workers.reward import FunctionRewards, RewardWorker
 from mega_rl.workers.reward_functions import resolve
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def build_trainer(
         prompts=prompts,
         val_prompts=held_out,
         rollout=rollouts.source,
-        reward=RewardWorker(reward_function, decode=decode, replica=actor.replica, everyone=world),
+        reward=RewardWorker(FunctionRewards(reward_function), decode=decode, replica=actor.replica, everyone=world),
         actor=roles.actor,
         critic=roles.critic,
         reference=roles.reference,

@@ -52,8 +52,12 @@ class TokenizerIdentity:
             return f"it is made of {self.source} here, of {other.source} there"
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
             if self.tokens.get(number) != other.tokens.get(number):
-                return f"{self._sizes(other)}token id {number} is {self._name(number)} here, {other._name(number)} there"
-        names = [name for name in sorted(self.parts.keys() | other.parts.keys()) if self._part(name) != other._part(name)]
+                return (
+                    f"{self._sizes(other)}token id {number} is {self._name(number)} here, {other._name(number)} there"
+                )
+        names = [
+            name for name in sorted(self.parts.keys() | other.parts.keys()) if self._part(name) != other._part(name)
+        ]
         return f"the tokens are the same, but they differ in {', '.join(names)}"
 
     def _sizes(self, other: TokenizerIdentity) -> str:

@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from typing import Literal
 
+from mega_rl.config.attention import RequestedAttention, Role
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.sharding import Spec
 from mega_rl.errors import UserError
@@ -49,22 +50,21 @@ def choose_attention(requested: str, *, key: str, hf: HFConfig, impl: Spec, devi
     return runs[requested]
 
 
-def check_one_backend(chosen: Mapping[str, Attention]) -> None:
-    """Whether the models of these roles can live in one process.
+def check_one_backend(asked: Mapping[Role, RequestedAttention]) -> None:
+    """Whether models of these roles with Transformer Engine's layers can live in one process.
 
-    Megatron-Core tells Transformer Engine its backend through the environment, which all models of a process share.
+    Megatron-Core tells Transformer Engine its backend through the environment, which all models of a process share, and
+    every word that can be asked for is another backend.
 
     Raises:
-        UserError: two roles with different backends of Transformer Engine.
+        UserError: two roles ask for different ones.
     """
-    engines = [(role, attention) for role, attention in chosen.items() if attention.startswith(TE)]
-    for role, attention in engines[1:]:
-        first, backend = engines[0]
-        if attention != backend:
+    (first, its), *others = asked.items()
+    for role, own in others:
+        if own.word != its.word:
             raise UserError(
-                f"attention of the {first} is {backend!r}, of the {role} {attention!r}: Transformer Engine has one "
-                "backend for all models of a process; ask for the same in every *attn_implementation, or set "
-                "model.transformer_impl=local"
+                f"{its.key}={its.word} ({first}) and {own.key}={own.word} ({role}): Transformer Engine has one backend "
+                "for all models of a process; ask for the same in both, or set model.transformer_impl=local"
             )
 
 
@@ -77,8 +77,9 @@ def _lacking(word: str, hf: HFConfig, impl: Spec, device_type: str, dtype: str) 
         needs["a CUDA device"] = device_type == "cuda"
         needs["model.dtype=bf16"] = dtype == "bf16"
         needs["the package flash-attn"] = _has_flash_attn()
-        # transformers' module hands its window to the mask alone, which FlashAttention does not read.
-        needs["a model_type other than qwen2_moe with windows"] = hf.family != "qwen2_moe" or hf.window is None
+        # transformers hands the windows of this family to the mask alone, which FlashAttention does not read.
+        keeps_windows_back = impl == "hf" and hf.family == "qwen2_moe" and hf.window is not None
+        needs["use_sliding_window=false in a model of model_type=qwen2_moe"] = not keeps_windows_back
     elif word == "sdpa" and impl == "te":
         needs["model.dtype=bf16"] = dtype == "bf16"  # its fused kernels are cuDNN's
     return [what for what, here in needs.items() if not here]

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,10 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import FixedKL
 from mega_rl.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
 from mega_rl.ddp.frozen import named_parameters
+from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
+from mega_rl.engines.fsdp.engine import FSDPEngine
+from mega_rl.engines.fsdp.optimizer import local
 from mega_rl.engines.megatron import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
@@ -41,6 +44,10 @@ GRADIENT, MOVED, START = "gradient/", "moved/", "start/"
 # average gradient, so that the step follows the gradient. With a usual eps Adam's first step is the gradient's sign,
 # and of an element that is nearly zero rounding decides the sign.
 STEP = 64.0
+# Of several steps, which must not lead the model away: gradients would be those of another one.
+SHORT_STEP = 1e-2
+# Of a weight's size, what rounding it on both sides may make of one step.
+ROUNDING = {"bf16": 2.0**-8, "fp32": 2.0**-24}
 # A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
 # its own: what is left of sums that cancel is rounding.
 FLOOR = 1e-4
@@ -78,7 +85,7 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
     }
     with engine_of(plan, REFERENCE, accelerator, step_settings(facts, distributed=False)) as engine:
         start = {name: kept(weight) for name, weight in engine.export_weights()}
-        engine.train_minibatch(batch, policy_loss(), lr=STEP)
+        facts["step_norms"] = train(engine, batch, plan)
         for name, weight in engine.export_weights():
             tensors[START + name] = start[name]
             tensors[MOVED + name] = kept(weight) - start[name]
@@ -102,14 +109,16 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> Found:
                 for name, found in exported_gradients(engine)
             ]
         with engine_of(plan, layout, accelerator, step_settings(facts, distributed=True)) as engine:
-            stepped = engine.train_minibatch(rows, policy_loss(), lr=STEP)
+            step_norms = train(engine, rows, plan)
+            rounding, length = plan.steps * ROUNDING[plan.dtype], plan.steps * step_length(plan)
             weights = [
-                TensorError(name, step_error(kept(found), start, moved, bf16=found.dtype == torch.bfloat16))
+                TensorError(name, step_error(kept(found), start, moved, length=length, rounding=rounding))
                 for name, found in engine.export_weights()
                 for start, moved in [(reference.get_tensor(START + name), reference.get_tensor(MOVED + name))]
             ]
         logprob_error = finite(float((logprobs - reference.get_tensor("logprobs")).abs().max()))
-    norms = [relative(found["grad_norm"], facts["grad_norm"]) for found in (metrics, stepped)]
+    expected = [facts["grad_norm"], *facts["step_norms"]]
+    norms = [relative(*pair) for pair in zip([metrics["grad_norm"], *step_norms], expected, strict=True)]
     return Found(
         logprob_error=logprob_error,
         loss=metrics["actor/loss"],
@@ -126,9 +135,10 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> Found:
 
 
 @contextmanager
-def engine_of(plan: Plan, layout: Layout, accelerator: Accelerator, optim: OptimConfig) -> Iterator[MegatronEngine]:
+def engine_of(plan: Plan, layout: Layout, accelerator: Accelerator, optim: OptimConfig) -> Iterator[ModelEngine]:
     """A trainable engine of the plan's model on this rank, with its groups taken down afterwards."""
     config = Config(
+        engine=layout.engine,
         model=ModelConfig(path=plan.model, dtype=plan.dtype, transformer_impl=plan.transformer_impl),
         parallel=ParallelConfig(**layout.settings),
         optim=optim,
@@ -155,7 +165,18 @@ def engine_of(plan: Plan, layout: Layout, accelerator: Accelerator, optim: Optim
         process_groups.destroy()
 
 
-def step_settings(facts: dict[str, float], *, distributed: bool) -> OptimConfig:
+def train(engine: ModelEngine, batch: Experience, plan: Plan) -> list[float]:
+    """The plan's steps, all on one batch; returns their gradient norms."""
+    steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
+    return [metrics["grad_norm"] for metrics in steps]
+
+
+def step_length(plan: Plan) -> float:
+    """The learning rate."""
+    return STEP if plan.steps == 1 else SHORT_STEP
+
+
+def step_settings(facts: dict[str, Any], *, distributed: bool) -> OptimConfig:
     """Adam that clips to half of the reference's norm, with the eps of `STEP`."""
     return OptimConfig(clip_grad=facts["grad_norm"] / 2, eps=facts["typical"] / 2, distributed_optimizer=distributed)
 
@@ -165,18 +186,38 @@ def policy_loss() -> PolicyLoss:
     return PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01, kl=FixedKL(0.1), kl_estimator="k3")
 
 
-def exported_gradients(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
+def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, full main gradient, float32) of every weight, on all ranks of a replica; collective.
 
-    Needs gradients that are whole on every rank: `optim.distributed_optimizer=False`. What a model holds besides
-    parameters is left out.
+    Of Megatron-Core needs gradients that are whole on every rank: `optim.distributed_optimizer=False`. What a model
+    holds besides parameters is left out.
     """
+    exported = _fsdp_gradients(engine) if isinstance(engine, FSDPEngine) else _megatron_gradients(engine)
+    yield from ((name, tensor) for name, tensor in exported if not name.endswith(CORRECTION))
+
+
+def _fsdp_gradients(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
+    """The shards hold gradients while the exporter reads them."""
+    held = [(local(parameter), local(parameter.grad)) for parameter in engine.parameters if parameter.grad is not None]
+    weights = [weight.clone() for weight, _ in held]
+    try:
+        for weight, gradient in held:
+            weight.copy_(gradient)
+        yield from replace(engine, dtype=torch.float32).export_weights()
+    finally:
+        for (weight, _), kept_weight in zip(held, weights, strict=True):
+            weight.copy_(kept_weight)
+
+
+def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
+    """The parameters are gradients while the exporter reads them."""
+    assert isinstance(engine, MegatronEngine)
     held = [parameter for chunk in engine.models for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in held]
     try:
         for parameter in held:
             parameter.data = vars(parameter)["main_grad"].float()
-        yield from ((name, tensor) for name, tensor in engine.export_weights() if not name.endswith(CORRECTION))
+        yield from engine.export_weights()
     finally:
         for parameter, weight in zip(held, weights, strict=True):
             parameter.data = weight
@@ -185,11 +226,14 @@ def exported_gradients(engine: MegatronEngine) -> Iterator[tuple[str, Tensor]]:
 CORRECTION = "e_score_correction_bias"  # a router's, which is set and not learnt
 
 
-def disagreements(engine: MegatronEngine, typical: float) -> tuple[TensorError, ...]:
+def disagreements(engine: ModelEngine, typical: float) -> tuple[TensorError, ...]:
     """Gradients that differ between ranks which hold the same weight, under Megatron-Core's names, worst first.
 
-    The exporter takes one rank's; what the others would step by is seen here. Collective; the same on every rank.
+    The exporter takes one rank's; what the others would step by is seen here. Under FSDP nobody holds the same.
+    Collective; the same on every rank.
     """
+    if not isinstance(engine, MegatronEngine):
+        return ()
     layout = engine.groups.layout
     found = []
     for name, parameter in named_parameters(engine.models):
@@ -207,17 +251,17 @@ def disagreements(engine: MegatronEngine, typical: float) -> tuple[TensorError, 
     return gathered(found, engine)
 
 
-def gathered(found: list[TensorError], engine: MegatronEngine) -> tuple[TensorError, ...]:
+def gathered(found: list[TensorError], engine: ModelEngine) -> tuple[TensorError, ...]:
     """The worst of every rank's entries by name, those above 0, worst first."""
     world = GroupRanks(engine.groups.world)
     worst: dict[str, float] = {}
-    for source in range(world.size):
-        for name, error in world.broadcast_json([[e.name, e.error] for e in found if e.error], source=source):
+    for entries in world.gather_json([[entry.name, entry.error] for entry in found if entry.error]):
+        for name, error in entries:
             worst[name] = max(worst.get(name, 0.0), error)
     return ranked([TensorError(name, error) for name, error in worst.items()])
 
 
-def reference_batch(plan: Plan, engine: MegatronEngine, reference: Any) -> Experience:
+def reference_batch(plan: Plan, engine: ModelEngine, reference: Any) -> Experience:
     """The batch that the reference was given."""
     batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
     batch.old_logprobs = reference.get_tensor("old_logprobs")
@@ -225,12 +269,12 @@ def reference_batch(plan: Plan, engine: MegatronEngine, reference: Any) -> Exper
     return batch
 
 
-def place(engine: MegatronEngine) -> tuple[int, int]:
+def place(engine: ModelEngine) -> tuple[int, int]:
     """(rank, size) in data parallelism."""
     return engine.data_parallel.rank, engine.data_parallel.size
 
 
-def whole(rows: Tensor | None, engine: MegatronEngine) -> Tensor:
+def whole(rows: Tensor | None, engine: ModelEngine) -> Tensor:
     """The rows [B, S] of all data-parallel ranks in order, from `own_rows`."""
     assert rows is not None
     ranks = engine.data_parallel
@@ -252,14 +296,14 @@ def distance(found: Tensor, expected: Tensor, typical: float) -> float:
     return finite(gap / max(float(expected.double().norm()), floor)) if gap else 0.0
 
 
-def step_error(found: Tensor, start: Tensor, moved: Tensor, *, bf16: bool) -> float:
-    """The distance of a weight from `start + moved`, relative to `moved`.
+def step_error(found: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
+    """The distance of a weight from `start + moved`, relative to `moved`, which is `length` where gradients are large.
 
-    Less what rounding the weight to bf16 on both sides may hide: a step may be shorter than that.
+    Less what `rounding` the weight, a part of its size, may hide: a step may be shorter than that.
     """
-    hidden = 2.0**-8 * float((start + moved).double().norm()) if bf16 else 0.0
+    hidden = rounding * float((start + moved).double().norm())
     gap = float((found.double() - start.double() - moved.double()).norm())
-    floor = FLOOR * STEP * moved.numel() ** 0.5
+    floor = FLOOR * length * moved.numel() ** 0.5
     return finite(max(gap - hidden, 0.0) / max(float(moved.double().norm()), floor)) if gap else 0.0
 
 

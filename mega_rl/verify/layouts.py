@@ -44,6 +44,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     dp: int = 1
+    engine: str = "megatron"
     implied: tuple[str, ...] = ()  # what the name does not say, as words of a name
 
     @property
@@ -118,6 +119,11 @@ def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
     if problems:
         raise UserErrors([f"--layouts: {name} is not possible: {problem}" for problem in problems])
     return layout
+
+
+def fsdp(ranks: int) -> Layout:
+    """The FSDP engine over so many ranks."""
+    return Layout(f"fsdp{ranks}", dp=ranks, engine="fsdp")
 
 
 def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None) -> list[Layout]:

@@ -22,6 +22,7 @@ class Plan:
     dtype: str = "fp32"  # "fp32" or "bf16"
     transformer_impl: str = "auto"
     packing: bool = True
+    steps: int = 1  # of the optimizer, after which weights are compared
     seed: int = 0
     timeout_s: float = 600.0  # of each collective
 
@@ -67,7 +68,7 @@ class Found:
     loss: float
     loss_error: float  # relative
     grad_norm: float
-    grad_norm_error: float  # relative, the larger of the two optimizers'
+    grad_norm_error: float  # relative, the largest of all steps of the two optimizers
     gradients: tuple[TensorError, ...]  # worst first
     weights: tuple[TensorError, ...]  # worst first
     copies: tuple[TensorError, ...]  # gradients on which ranks that hold the same weight disagree, worst first

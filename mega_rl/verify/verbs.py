@@ -1,25 +1,27 @@
-"""`mega-rl verify`: exit code 0 when every layout agrees with one rank, 1 when one does not, 2 for mistakes."""
+"""`mega-rl verify`: exit code 0 when all agree with one rank of Megatron-Core, 1 when one does not, 2 for mistakes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import UserError
-from mega_rl.verify.layouts import ALL, resolve_all, stages
+from mega_rl.verify.layouts import ALL, Layout, fsdp, resolve_all, stages
 from mega_rl.verify.text import print_json, print_verdicts
-from mega_rl.verify.tolerances import tolerances
+from mega_rl.verify.tolerances import Tolerances, tolerances
 
 EXIT_DIFFERS = 1
 
 app = typer.Typer(
     name="verify",
-    help="Check that parallel layouts compute what one rank computes.",
+    help="Check that parallel layouts and engines compute what one rank computes.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -27,44 +29,49 @@ app = typer.Typer(
 
 @app.callback()
 def _commands() -> None:
-    """Check that parallel layouts compute what one rank computes."""
+    """Check that parallel layouts and engines compute what one rank computes."""
+
+
+Model = Annotated[
+    Path, typer.Option("--model", metavar="HF_DIR", help="Hugging Face checkpoint; with --twin a config.json does.")
+]
+Twin = Annotated[
+    bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")]
+Packing = Annotated[bool, typer.Option(help="Pack sequences; else pad them.")]
+TransformerImpl = Annotated[
+    str, typer.Option("--transformer-impl", help="Megatron-Core's layers: auto, local or transformer_engine.")
+]
+Tolerance = Annotated[
+    str, typer.Option("--tolerance", metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 @app.command()
 def layouts(
-    model: Annotated[
-        Path, typer.Option("--model", metavar="HF_DIR", help="Hugging Face checkpoint; with --twin a config.json does.")
-    ],
+    model: Model,
     names: Annotated[
         str, typer.Option("--layouts", metavar="NAMES", help="Layouts, as tp2,tp2+sp,pp2,vpp2,cp2,ep2,tp2+pp2,dp4.")
     ] = ALL,
-    twin: Annotated[
-        bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
-    ] = False,
-    dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
-    packing: Annotated[bool, typer.Option(help="Pack sequences; else pad them.")] = True,
-    transformer_impl: Annotated[
-        str, typer.Option("--transformer-impl", help="Layers: auto, local or transformer_engine.")
-    ] = "auto",
+    twin: Twin = False,
+    dtype: Dtype = "fp32",
+    packing: Packing = True,
+    transformer_impl: TransformerImpl = "auto",
     nproc: Annotated[
         int | None,
         typer.Option("--nproc", min=1, help="Run every layout on so many ranks; data parallelism takes what is left."),
     ] = None,
-    tolerance: Annotated[
-        str,
-        typer.Option("--tolerance", metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight."),
-    ] = "",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")] = 0,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")] = 1800.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    tolerance: Tolerance = "",
+    seed: Seed = 0,
+    timeout_s: Timeout = 1800.0,
+    as_json: AsJson = False,
 ) -> None:
     """Compare log-probs, loss, every gradient and a step of each layout with one rank, with the engine that trains."""
-    _choice("--dtype", dtype, ("fp32", "bf16"))
-    _choice("--transformer-impl", transformer_impl, ("auto", "local", "transformer_engine"))
-    if "RANK" in os.environ:
-        raise UserError("verify starts its ranks itself; call it without torchrun")
-    asked = read_hf_config(model)
-    allowed = tolerances(dtype, tolerance, experts=asked.moe is not None)
+    asked = _check(model, dtype=dtype, transformer_impl=transformer_impl)
     layers = 1
     if twin:
         from mega_rl.parity.shrink import shrink
@@ -76,31 +83,86 @@ def layouts(
         wanted = resolve_all(names, small, nproc=nproc)
     else:
         wanted = resolve_all(names, asked, nproc=nproc)
+    _verify(
+        model,
+        wanted,
+        twin=twin,
+        layers=layers,
+        settings={"dtype": dtype, "transformer_impl": transformer_impl, "packing": packing, "seed": seed},
+        allowed=tolerances(dtype, tolerance, experts=asked.moe is not None),
+        timeout_s=timeout_s,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def engines(
+    model: Model,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Run the FSDP engine on one rank, and on so many.")] = 2,
+    twin: Twin = False,
+    dtype: Dtype = "fp32",
+    packing: Packing = True,
+    transformer_impl: TransformerImpl = "auto",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps before weights are compared.")] = 3,
+    tolerance: Tolerance = "",
+    seed: Seed = 0,
+    timeout_s: Timeout = 1800.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare log-probs, loss, every gradient and the weights after some steps of both engines, on one batch."""
+    asked = _check(model, dtype=dtype, transformer_impl=transformer_impl)
+    _verify(
+        model,
+        [fsdp(ranks) for ranks in sorted({1, nproc})],
+        twin=twin,
+        layers=1,
+        settings={
+            **{"dtype": dtype, "transformer_impl": transformer_impl, "packing": packing, "seed": seed},
+            "steps": steps,
+        },
+        allowed=tolerances(dtype, tolerance, experts=asked.moe is not None),
+        timeout_s=timeout_s,
+        as_json=as_json,
+    )
+
+
+def _check(model: Path, *, dtype: str, transformer_impl: str) -> HFConfig:
+    """The model's architecture, when nothing is wrong with what is asked of it."""
+    _choice("--dtype", dtype, ("fp32", "bf16"))
+    _choice("--transformer-impl", transformer_impl, ("auto", "local", "transformer_engine"))
+    if "RANK" in os.environ:
+        raise UserError("verify starts its ranks itself; call it without torchrun")
+    return read_hf_config(model)
+
+
+def _verify(
+    model: Path,
+    wanted: Sequence[Layout],
+    *,
+    twin: bool,
+    layers: int,
+    settings: Mapping[str, Any],
+    allowed: Tolerances,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Measures the layouts, prints what was found and ends with its exit code; `settings` are fields of a plan."""
     from mega_rl.verify.plan import Plan
     from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
 
     on_gpus = use_gpus(wanted)
     with working_folder() as folder:
-        made = prepare_model(model, Path(folder), twin=twin, multiple=layers, seed=seed)
-        plan = Plan(
-            model=str(made.path),
-            folder=folder,
-            layouts=(),
-            dtype=dtype,
-            transformer_impl=transformer_impl,
-            packing=packing,
-            seed=seed,
-            timeout_s=timeout_s,
-        )
+        made = prepare_model(model, Path(folder), twin=twin, multiple=layers, seed=settings["seed"])
         verdicts = verify(
-            plan,
+            Plan(model=str(made.path), folder=folder, layouts=(), timeout_s=timeout_s, **settings),
             wanted,
             tolerances=allowed,
             timeout_s=timeout_s,
             on_gpus=on_gpus,
             tell=lambda text: typer.echo(text, err=True),
         )
-    header = {"model": made.description, "dtype": dtype, "device": "cuda" if on_gpus else "cpu", "packing": packing}
+    shown = {name: settings[name] for name in ("dtype", "packing", "steps") if name in settings}
+    header = {"model": made.description, "device": "cuda" if on_gpus else "cpu", **shown}
     show = print_json if as_json else print_verdicts
     show(verdicts, header=header, tolerances=allowed)
     if not all(verdict.good for verdict in verdicts):

@@ -36,6 +36,8 @@ class RewardService:
 
 
 def _host(url: str) -> str:
+    if not url.isprintable() or " " in url:
+        raise UserError(f"reward.url={url!r}: holds white space or other characters that no address has; quote them")
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -44,7 +46,9 @@ def _host(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host:
         raise UserError(f"reward.url={url!r}: legal: http://host:port/path or https://host/path")
     if parts.username is not None or parts.password is not None:
-        raise UserError(f"reward.url: names a user or password for {host}, and addresses are logged; use reward.key_file")
+        raise UserError(
+            f"reward.url: names a user or password for {host}, and addresses are logged; use reward.key_file"
+        )
     return host
 
 

@@ -5,16 +5,15 @@ A field that is not named here must have the default of its class: nothing is se
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
-import pytest
-
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.parallel.layout import ParallelLayout
-from tests.helpers.distributed import run_ranks
+from tests.special_distributed.program import finish, pass_on_four_ranks, world
 from tests.unit_tests.converters.tiny_configs import TINY
 
 LAYOUT = ParallelLayout(world_size=8, tp=2, pp=2, cp=2, sequence_parallel=True)
@@ -194,11 +193,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
-def differing_fields(_: int) -> dict[str, dict[str, Any]]:
+def differing_fields() -> dict[str, dict[str, Any]]:
     """Of every family the class of its config, every field that has not its default, and what is set beside the fields.
 
-    Runs in a process of its own, which Megatron-Core needs to be prepared for. Functions come as their names,
-    initialisers with their standard deviations, types of tensors as text.
+    Functions come as their names, initialisers with their standard deviations, types of tensors as text.
     """
     from mega_rl.accelerator import prepare
 
@@ -222,7 +220,7 @@ def differing_fields(_: int) -> dict[str, dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A value that can be sent between processes."""
+    """A value that reads the same wherever it was made."""
     if isinstance(value, partial):
         assert value.keywords["mean"] == 0.0
         return (value.func.__name__, value.keywords["std"])
@@ -231,17 +229,30 @@ def plain(value: Any) -> Any:
     return value.__name__ if callable(value) else str(value)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
-    return run_ranks(1, differing_fields, device="cpu")[0]
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_every_field(name: str, found: dict[str, dict[str, Any]]) -> None:
-    latent = name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight")
-    expected = EXPECTED[name] | {"class": "MLATransformerConfig" if latent else "TransformerConfig"}
-    assert found[name] == expected
-
-
-def test_every_family_is_here() -> None:
+def every_field_is_as_expected() -> None:
     assert EXPECTED.keys() == TINY.keys()
+    found = differing_fields()
+    for name, expected in EXPECTED.items():
+        latent = name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight")
+        whole = expected | {"class": "MLATransformerConfig" if latent else "TransformerConfig"}
+        wrong = [
+            f"{name}.{field} is {found[name].get(field, 'as by default')}, expected {whole.get(field, 'as by default')}"
+            for field in sorted(whole.keys() | found[name].keys())
+            if field not in found[name] or field not in whole or found[name][field] != whole[field]
+        ]
+        assert not wrong, "\n".join(wrong)
+
+
+def main() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a config is made without a device
+    every_field_is_as_expected()
+    with world() as ranks:
+        finish(ranks)
+
+
+def test_on_four_ranks() -> None:
+    pass_on_four_ranks(__file__)
+
+
+if __name__ == "__main__":
+    main()

@@ -90,8 +90,8 @@ def _attention(
     )
     if sequences is None:
         return attend(query, key, value).transpose(1, 2), None
-    packed = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return attend_packed(attend, *packed, sequences).unsqueeze(0), None
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return attend_packed(attend, query, key, value, sequences).unsqueeze(0), None
 
 
 for _kernel in KERNELS:

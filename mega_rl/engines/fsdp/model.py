@@ -61,12 +61,12 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
         trust_remote_code=False,
     )
     with no_init_weights(), torch.device("meta"):
-        if head == "value":
-            backbone = make()
-            return TokenClassifier(backbone, config.hidden_size).eval(), backbone
         model: PreTrainedModel = make()
+        whole = TokenClassifier(model, config.hidden_size) if head == "value" else model
     model.tie_weights()
-    return model.eval(), model
+    # It would keep the row of the padding token from training, in rows where that token is one like any other.
+    model.get_input_embeddings().padding_idx = None
+    return whole.eval(), model
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

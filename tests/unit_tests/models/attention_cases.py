@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.helpers.attention_probe import AttentionProbe
+from tests.unit_tests.converters.tiny_configs import TINY
 
 HEADS, GROUPS, DIM = 4, 2, 8
 MIXES: dict[str, tuple[int, ...]] = {
@@ -35,6 +38,7 @@ class Variant:
 
 PLAIN = Variant()
 EAGER = Variant(kernel="eager")
+EVERYTHING = Variant(groups=1, window=17, sinks=True, value_dim=3, scale=0.9)
 VARIANTS = {
     "window of one": Variant(window=1),
     "window": Variant(window=5),
@@ -43,8 +47,12 @@ VARIANTS = {
     "sinks and window": Variant(sinks=True, window=7),
     "latent": Variant(groups=HEADS, value_dim=5, scale=0.3),
     "latent, one group": Variant(groups=1, value_dim=12),
-    "everything": Variant(groups=1, window=17, sinks=True, value_dim=3, scale=0.9),
+    "everything": EVERYTHING,
+    "eager": EAGER,
+    "eager latent": Variant(groups=HEADS, value_dim=5, scale=0.3, kernel="eager"),
+    "eager everything": replace(EVERYTHING, kernel="eager"),
 }
+KERNELS = ("eager", "sdpa")
 
 
 def core_attention(
@@ -163,6 +171,49 @@ def differences(
     return worst
 
 
+def kernel_differences(variant: Variant) -> float:
+    """Largest difference of one kernel's context and gradients to the other's in float32, relative as above."""
+    found = []
+    for kernel in KERNELS:
+        tensors = inputs((1, 20, 7, 50), variant, dtype=torch.float32)
+        found.append(_everything(core_attention(replace(variant, kernel=kernel)), (1, 20, 7, 50), tensors))
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*found, strict=True))
+
+
+def kernels_that_ran(variant: Variant) -> dict[str, int]:
+    """What a packed and a padded forward computed with."""
+    lengths = (1, 20, 7)
+    *given, _ = inputs(lengths, variant)
+    with AttentionProbe() as probe:
+        for attend in (packed, padded):
+            attend(core_attention(variant), lengths, *given)
+    return dict(probe.ran)
+
+
+def backends() -> dict[str, tuple[str, str | None]]:
+    """(Megatron-Core's own setting, what our core attention reads) for everything that can be chosen."""
+    from typing import get_args
+
+    from mega_rl.config.schema import Config
+    from mega_rl.converters.hf_config import parse_hf_config
+    from mega_rl.models.attention_choice import Attention
+    from mega_rl.models.build import transformer_config
+    from mega_rl.parallel.layout import ParallelLayout
+
+    found = {}
+    for attention in get_args(Attention):
+        if attention != "flash_attention_2":  # of Hugging Face's models alone
+            config = transformer_config(
+                parse_hf_config(TINY["qwen3"]),
+                layout=ParallelLayout(),
+                settings=Config(),
+                attention=attention,
+                device_overrides={},
+            )
+            found[attention] = (config.attention_backend.name, vars(config).get("core_attention"))
+    return found
+
+
 def layers_without_window() -> float:
     """Largest difference to plain attention in the layer that the pattern leaves out."""
     *given, _ = inputs(MIXES["one sequence"])
@@ -178,11 +229,11 @@ def hypothesis_difference() -> float:
     worst = 0.0
 
     @settings(max_examples=40, deadline=None, database=None, derandomize=True)
-    @given(st.lists(st.integers(1, 70), min_size=1, max_size=7), st.sampled_from([1, 2, 4]))
-    def check(lengths: list[int], groups: int) -> None:
+    @given(st.lists(st.integers(1, 70), min_size=1, max_size=7), st.sampled_from([1, 2, 4]), st.sampled_from(KERNELS))
+    def check(lengths: list[int], groups: int, kernel: str) -> None:
         nonlocal worst
-        worst = max(worst, *differences(lengths, Variant(groups=groups)).values())
-        assert worst < 1e-9, f"{lengths} groups={groups}"
+        worst = max(worst, *differences(lengths, Variant(groups=groups, kernel=kernel)).values())
+        assert worst < 1e-9, f"{lengths} groups={groups} {kernel}"
 
     check()
     return worst
@@ -227,11 +278,22 @@ def attention_cases() -> dict[str, Any]:
             for mix, lengths in MIXES.items()
         },
         "no window": layers_without_window(),
-        "dtypes": {str(dtype): differences((1, 20, 7, 50), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)},
+        "dtypes": {
+            (kernel, str(dtype)): differences((1, 20, 7, 50), Variant(kernel=kernel), dtype=dtype)
+            for kernel in KERNELS
+            for dtype in (torch.float32, torch.bfloat16)
+        },
+        "kernels": {variant: kernel_differences(VARIANTS[variant]) for variant in ("window", "latent", "everything")},
+        "backends": backends(),
+        "ran": {kernel: kernels_that_ran(Variant(kernel=kernel)) for kernel in KERNELS},
         "hypothesis": hypothesis_difference(),
         "leaks": {
             f"{poison} {name}": leaks(MIXES["one long among short"], poison, variant)
             for poison in (0.5, float("nan"), float("inf"))
-            for name, variant in (("plain", PLAIN), ("everything", VARIANTS["everything"]))
+            for name, variant in (
+                ("plain", PLAIN),
+                ("everything", EVERYTHING),
+                ("eager everything", replace(EVERYTHING, kernel="eager")),
+            )
         },
     }

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit_tests.models.attention_cases import GROUPS, HEADS, MIXES, VARIANTS
+from tests.unit_tests.models.attention_cases import GROUPS, HEADS, KERNELS, MIXES, VARIANTS
 
 # Both sides compute in fp64: sums of up to 130 terms in another order.
 FP64_TOLERANCE = 1e-12
@@ -46,14 +46,39 @@ def test_any_mix_of_lengths(found: dict[str, Any]) -> None:
     assert 0 < found["attention"]["hypothesis"] <= FP64_TOLERANCE
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 5e-2)])
-def test_training_dtypes(found: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def test_training_dtypes(found: dict[str, Any], dtype: torch.dtype, tolerance: float, kernel: str) -> None:
     """fp32 to some units of its last place, bf16 to some of its 8 bits."""
-    differences = found["attention"]["dtypes"][str(dtype)]
+    differences = found["attention"]["dtypes"][kernel, str(dtype)]
     assert max(differences.values()) <= tolerance, differences
 
 
-@pytest.mark.parametrize("variant", ["plain", "everything"])
+@pytest.mark.parametrize("variant", ["window", "latent", "everything"])
+def test_kernels_agree(found: dict[str, Any], variant: str) -> None:
+    """Context and gradients of eager and sdpa in fp32; not the same bits, or it would be one kernel."""
+    assert 0 < found["attention"]["kernels"][variant] <= 5e-6
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_kernel_that_is_named_runs(found: dict[str, Any], kernel: str) -> None:
+    """Two length classes, and a padded batch."""
+    assert found["attention"]["ran"][kernel] == {kernel: 3}
+
+
+def test_megatron_core_s_own_setting_is_for_transformer_engine(found: dict[str, Any]) -> None:
+    """It ends in the environment: with our core attention it is the same for every role, whatever they run."""
+    assert found["attention"]["backends"] == {
+        "eager": ("auto", "eager"),
+        "sdpa": ("auto", "sdpa"),
+        "te: auto": ("auto", None),
+        "te: flash": ("flash", None),
+        "te: fused": ("fused", None),
+        "te: unfused": ("unfused", None),
+    }
+
+
+@pytest.mark.parametrize("variant", ["plain", "everything", "eager everything"])
 @pytest.mark.parametrize("poison", ["0.5", "nan", "inf"])
 def test_packed_sequences_never_see_each_other(found: dict[str, Any], poison: str, variant: str) -> None:
     """One sequence overwritten, with NaN too: context and gradients of all others keep every bit."""

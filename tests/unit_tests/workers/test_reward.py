@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.reward import RewardError, RewardWorker
+from mega_rl.workers.reward import FunctionRewards, RewardError, RewardWorker
 from tests.helpers.threads import ThreadGroup
 
 PROMPTS = [
@@ -53,7 +53,8 @@ def score_on(
 
     def work(rank: int) -> None:
         replica = groups[rank // size].rank(rank % size)
-        worker = RewardWorker(function, decode=decode, replica=replica, everyone=everyone.rank(rank))  # type: ignore[arg-type]
+        scorer = FunctionRewards(function)
+        worker = RewardWorker(scorer, decode=decode, replica=replica, everyone=everyone.rank(rank))  # type: ignore[arg-type]
         try:
             results[rank] = worker.score(rollout_of(), PROMPTS)
         except RewardError as error:
@@ -157,12 +158,13 @@ def test_failed_samples_are_not_scored() -> None:
         seen.append(prompt)
         return 7.0
 
-    worker = RewardWorker(function, decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
+    worker = RewardWorker(FunctionRewards(function), decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
     assert worker.score(rollout, PROMPTS).tolist() == [7.0, 0.0, 7.0]
     assert seen == ["2+3=", "2+3="]
 
 
 def test_no_rows() -> None:
     alone = ThreadGroup(1).rank(0)
-    worker = RewardWorker(lambda *_: 1.0, decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
+    scorer = FunctionRewards(lambda *_: 1.0)
+    worker = RewardWorker(scorer, decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
     assert worker.score(rollout_of()[:0], PROMPTS).shape == (0,)

@@ -1,0 +1,81 @@
+"""What a run trains and with what, shown once before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+_NUMBER = "parameters"  # the column that is aligned to the right
+_NOTHING = "-"  # in a cell that has nothing to say
+_TITLES = ("role", "model", "family", _NUMBER, "engine", "layout", "attention", "dtype", "trains")
+_UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """The model of a role, in the words that a person reads."""
+
+    role: str  # "actor"
+    model: str  # where it comes from: a checkpoint directory, a function, an address
+    family: str = ""  # as config.json's model_type; empty for what is no model
+    parameters: int | None = None  # of the whole model
+    engine: str = ""  # "megatron" or "fsdp"
+    layout: str = ""  # how the model is cut: "tp2 dp2"
+    attention: str = ""  # what runs: "sdpa", "te: flash"
+    dtype: str = ""  # in which it computes
+    trains: bool = False
+
+
+def show_startup(roles: Sequence[RoleFacts], *, console: Console | None = None) -> None:
+    """Print a table of the run's roles: a frame on a terminal, else one line for each role. For one rank only.
+
+    A column that says nothing of any role is left out. console: standard error unless given.
+    """
+    console = console or Console(stderr=True)
+    rows = [_TITLES, *(_cells(role) for role in roles)]
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    if console.is_terminal:
+        console.print(_framed(columns))
+        return
+    for line in _aligned(columns):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _framed(columns: Sequence[Sequence[str]]) -> Table:
+    """A table of columns, each of a title and its cells."""
+    table = Table(*(Column(title, justify="right" if title == _NUMBER else "left") for title, *_ in columns))
+    for row in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*(Text(cell or _NOTHING, overflow="fold") for cell in row))
+    return table
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of the same, padded to equal widths."""
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
+        cells = [
+            (cell or _NOTHING).rjust(width) if title == _NUMBER else (cell or _NOTHING).ljust(width)
+            for cell, width, (title, *_) in zip(row, widths, columns, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def short_count(number: int) -> str:
+    """ "494M" or "7.62B": three digits."""
+    for size, unit in _UNITS:
+        if number >= size - size // 2000:  # from there on it is rounded up to 1
+            digits = number / size
+            return f"{digits:.{2 if digits < 9.995 else 1 if digits < 99.95 else 0}f}{unit}"
+    return str(number)
+
+
+def _cells(role: RoleFacts) -> tuple[str, ...]:
+    parameters = "" if role.parameters is None else short_count(role.parameters)
+    return (
+        *(role.role, role.model, role.family, parameters, role.engine, role.layout, role.attention, role.dtype),
+        "yes" if role.trains else "no",
+    )

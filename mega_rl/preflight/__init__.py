@@ -1,0 +1,10 @@
+"""Everything that can be found wrong before work starts: config, rules, and the files that the run will read.
+
+Imports no torch, so that a mistake is answered at once.
+"""
+
+from mega_rl.preflight.checkpoints import NOT_SAMPLED, TRAINED
+from mega_rl.preflight.rewards import REWARD_FUNCTIONS
+from mega_rl.preflight.run import launched_world_size, preflight
+
+__all__ = ["NOT_SAMPLED", "REWARD_FUNCTIONS", "TRAINED", "launched_world_size", "preflight"]

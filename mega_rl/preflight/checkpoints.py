@@ -1,0 +1,172 @@
+"""Checkpoints: architectures that can be trained, and weight files that are whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mega_rl.config.facts import ModelFacts
+from mega_rl.config.schema import Config
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.data.tokenizer_identity import read_json_object
+from mega_rl.errors import UserError
+from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
+from mega_rl.parity.known_bugs import known_bug
+
+# Families whose gradients are tested on every layout and whose rollouts are tested against transformers.
+TRAINED = (
+    "deepseek_v2", "deepseek_v3", "gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe",
+)  # fmt: skip
+NOT_SAMPLED = {
+    "gpt_oss": "the embedded rollout engine has no attention sinks",
+    "kimi_k2": "transformers, whose model the embedded rollout engine samples from, does not know it",
+}
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+
+
+def checkpoint_paths(config: Config) -> dict[str, str]:
+    """Folder of every checkpoint that the run reads, by config key."""
+    model, reward = config.model, config.reward
+    paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
+    if reward.source == "model":
+        paths["reward.model_path"] = reward.model_path
+    return {key: path for key, path in paths.items() if path}
+
+
+def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
+    """Architecture of every checkpoint that could be read, by config key, and what is wrong with them."""
+    checkpoints: dict[str, HFConfig] = {}
+    problems: list[str] = []
+    if not config.model.path:
+        problems.append("model.path is empty: name a Hugging Face checkpoint directory")
+    for key, path in checkpoint_paths(config).items():
+        try:
+            checkpoints[key] = read_hf_config(path)
+        except UserError as error:
+            problems += [f"{key}: {line}" for line in str(error).splitlines()]
+            continue
+        problems += [f"{key}: {path}: {problem}" for problem in _untrained(checkpoints[key])]
+        problems += [f"{key}: {problem}" for problem in _weight_files(Path(path))]
+    return checkpoints, problems
+
+
+def facts_of(checkpoint: HFConfig) -> ModelFacts:
+    """What the rules between settings need to know of a checkpoint."""
+    moe = checkpoint.moe
+    return ModelFacts(
+        num_layers=checkpoint.num_layers,
+        num_heads=checkpoint.num_heads,
+        num_kv_heads=checkpoint.num_kv_heads,
+        ffn_hidden_size=checkpoint.ffn_hidden_size,
+        vocab_size=checkpoint.vocab_size,
+        max_position_embeddings=checkpoint.max_position_embeddings,
+        multi_latent_attention=checkpoint.mla is not None,
+        num_experts=0 if moe is None else moe.num_experts,
+        expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
+        expert_biases=moe is not None and checkpoint.linear_bias,
+    )
+
+
+def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """What is wrong with uneven stages: their notation, their number, or the sum of their layers."""
+    par = config.parallel
+    stages = par.pp * par.vpp
+    if par.pp == 1:
+        return  # said to be without effect
+    for key, checkpoint in checkpoints.items():
+        try:
+            if par.pipeline:
+                pipeline = parse_pipeline(par.pipeline)
+                ParallelLayout(world_size=par.pp, pp=par.pp, vpp=par.vpp, pipeline=pipeline).layers_of(
+                    0, checkpoint.num_layers
+                )
+            elif par.first_stage_layers or par.last_stage_layers:
+                first, last = par.first_stage_layers, par.last_stage_layers
+                uneven_pipeline(checkpoint.num_layers, stages, first=first, last=last)
+        except ValueError as error:
+            setting = "parallel.pipeline" if par.pipeline else "parallel.first_stage_layers/last_stage_layers"
+            yield f"{setting}: {key}: {error}"
+
+
+def tensor_shape(directory: Path, name: str) -> list[int] | None:
+    """Shape of a tensor of a checkpoint by the header of its file; None where there is none or the file is damaged."""
+    file = directory / "model.safetensors"
+    try:
+        if not file.is_file():
+            shard = read_json_object(directory / "model.safetensors.index.json")["weight_map"][name]
+            if any(_indexed_shard(directory, shard)):
+                return None
+            file = directory / shard
+        return list(json.loads(_header(file) or b"")[name]["shape"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _untrained(hf: HFConfig) -> Iterator[str]:
+    """What can be converted, but has not been shown to train as a single rank of transformers does."""
+    if hf.family in NOT_SAMPLED:
+        yield (
+            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet: {NOT_SAMPLED[hf.family]}; "
+            f"trained are {', '.join(TRAINED)}"
+        )
+    bug = known_bug(hf)
+    if bug is not None:
+        yield f"model_type={hf.family} cannot be trained: rollouts would come from another model, since {bug.what}"
+    if hf.quantization is not None:
+        yield f"quantization_config: {hf.quantization} weights can be converted but not trained yet"
+
+
+def _weight_files(directory: Path) -> Iterator[str]:
+    """What is wrong with the weights as `mega_rl.converters.safetensors_io` finds them: one file, or an index."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        yield from _shard(single)
+        return
+    if not index.is_file():
+        yield f"{directory}: holds neither {single.name} nor {index.name}; save the model again as safetensors"
+        return
+    try:
+        names = set(read_json_object(index)["weight_map"].values())
+    except (UserError, KeyError, TypeError, AttributeError):
+        yield f"{index}: not an index of shards; it needs a 'weight_map' of tensor to file"
+        return
+    for name in sorted(names, key=str):
+        yield from _indexed_shard(directory, name)
+
+
+def _indexed_shard(directory: Path, name: object) -> Iterator[str]:
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        yield f"{directory}: the index names {name!r}; legal: a file inside the checkpoint"
+    elif not (directory / name).is_file():
+        yield f"{directory / name}: missing, though the index names it; download or copy it again"
+    else:
+        yield from _shard(directory / name)
+
+
+def _shard(path: Path) -> Iterator[str]:
+    """Whether the file is as long as its header says."""
+    size, header = path.stat().st_size, _header(path)
+    if header is None:
+        yield f"{path}: truncated or not a safetensors file ({size} bytes); download or copy it again"
+        return
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        expected = 8 + len(header) + max((entry["data_offsets"][1] for entry in entries), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        yield f"{path}: its header is damaged; download or copy it again"
+        return
+    if size != expected:
+        yield f"{path}: has {size} bytes, its header says {expected}; download or copy it again"
+
+
+def _header(path: Path) -> bytes | None:
+    """The JSON header of a safetensors file; None for a file that cannot have one of the size that it states."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_size > min(size - 8, MAX_HEADER_BYTES):
+            return None
+        return file.read(header_size)

@@ -1,0 +1,58 @@
+"""Data files: whether they are there, and have the columns that the run reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from mega_rl.config.schema import DataConfig
+from mega_rl.errors import UserError
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def check_data(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the files of prompts."""
+    if not data.train_files:
+        yield "data.train_files is empty: name at least one JSONL or Parquet file"
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        for name in files:
+            yield from (f"{key}: {problem}" for problem in _data_file(Path(name), data))
+
+
+def _data_file(path: Path, data: DataConfig) -> Iterator[str]:
+    if path.suffix not in DATA_SUFFIXES:
+        yield f"{path}: unknown kind of file; legal: {', '.join(DATA_SUFFIXES)}"
+        return
+    if not path.is_file() or path.stat().st_size == 0:
+        yield f"{path}: " + ("is empty" if path.is_file() else "no such file")
+        return
+    try:
+        columns = _parquet_columns(path) if path.suffix == ".parquet" else _first_row_columns(path)
+    except UserError as error:
+        yield str(error)
+        return
+    if columns is not None and data.prompt_key not in columns:
+        yield f"{path}: has no column {data.prompt_key!r} (data.prompt_key); it has {', '.join(sorted(columns))}"
+
+
+def _parquet_columns(path: Path) -> set[str]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_schema
+
+    try:
+        return set(read_schema(path).names)
+    except (ArrowException, OSError):
+        raise UserError(f"{path}: not a readable Parquet file; write it again") from None
+
+
+def _first_row_columns(path: Path) -> set[str] | None:
+    """Keys of the first row; None where it is malformed, which the reader of the data reports or drops by line."""
+    with path.open("rb") as file:
+        line = file.readline()
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return set(row) if isinstance(row, dict) else None

@@ -1,0 +1,67 @@
+"""What the run needs of the machine: packages, servers, folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mega_rl.config.schema import Config
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.errors import UserError
+from mega_rl.rollout.sglang.installation import require_sglang
+from mega_rl.rollout.sglang.keys import Keys
+
+# Families whose model in SGLang 0.5.20 never reads tie_word_embeddings: its output layer would have no weights.
+UNTIED_IN_SGLANG = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+
+
+def check_packages(config: Config) -> Iterator[str]:
+    """Packages that the settings ask for and that are not there."""
+    if importlib.util.find_spec("psutil") is None:
+        yield "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'"
+    if config.optim.precision_aware and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "optim.precision_aware=true: needs Transformer Engine's FusedAdam, which is not installed; "
+            "pip install mega_rl[gpu] or set optim.precision_aware=false"
+        )
+    if config.model.transformer_impl != "transformer_engine":
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield "model.transformer_impl=transformer_engine: the package is not installed; set auto or local"
+    if config.trainer.device == "cpu":
+        yield "model.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local"
+
+
+def check_servers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Whether SGLang is there to be started, or the keys of servers to be joined, and whether it serves the model."""
+    sglang = config.sglang
+    if config.rollout.backend != "sglang":
+        return
+    actor = checkpoints.get("model.path")
+    if actor is not None and actor.tied and actor.family in UNTIED_IN_SGLANG:
+        yield (
+            f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.20 gives its output "
+            "layer weights of its own, which the checkpoint has not; use an untied checkpoint or rollout.backend=hf"
+        )
+    try:
+        if not sglang.urls:
+            require_sglang(device="" if config.trainer.device == "auto" else config.trainer.device)
+        elif sglang.keys_file:
+            Keys.read(Path(sglang.keys_file))
+    except UserError as error:
+        yield f"sglang.keys_file: {error}" if sglang.urls else str(error)
+
+
+def check_folders(config: Config) -> Iterator[str]:
+    """Folders that cannot be resumed from or written to."""
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        yield f"checkpoint.resume={resume!r}: no such directory; legal: auto, never or a checkpoint directory"
+    run_dir = Path(config.trainer.run_dir).absolute()
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not existing.is_dir():
+        yield f"trainer.run_dir={config.trainer.run_dir!r}: {existing} is a file; name a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"trainer.run_dir={config.trainer.run_dir!r}: {existing} is not writable; name another folder"

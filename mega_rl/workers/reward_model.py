@@ -1,0 +1,196 @@
+"""The reward role as a model: a sequence-classification checkpoint that says one number of each row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jinja2
+import torch
+from torch import Tensor
+
+from mega_rl.data.prompts import Tokenizer
+from mega_rl.parallel.together import raise_together
+from mega_rl.protocols import Engine, Ranks
+from mega_rl.types import Prompt, Rollout
+from mega_rl.workers.reward import RewardError, answered, no_score, shortened, texts
+
+logger = logging.getLogger(__name__)
+
+# (rollout, rows of it, the step's global list of prompts) -> token ids that the reward model reads for each of the rows
+TokenRows = Callable[[Rollout, Sequence[int], Sequence[Prompt]], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """What a reward model and its micro-batches have room for."""
+
+    vocab_size: int
+    positions: int  # max_position_embeddings of the model
+    microbatch_tokens: int | None = None  # trainer.max_tokens_per_microbatch; None where rows are padded
+    multiple: int = 1  # what lengths are rounded up to in a micro-batch: 2 * cp with context parallelism
+
+    def problem(self, token_ids: Sequence[int]) -> str:
+        """Why a row cannot be scored; "" for one that can."""
+        if not token_ids:
+            return "the row has no tokens"
+        if max(token_ids) >= self.vocab_size:
+            return f"token id {max(token_ids)} is outside the vocabulary of {self.vocab_size}"
+        if len(token_ids) > self.positions:
+            return f"the row has {len(token_ids)} tokens, the model {self.positions} positions"
+        needed = -(-(len(token_ids) + 1) // self.multiple) * self.multiple  # see `_rows_with_a_place`
+        if self.microbatch_tokens is not None and needed > self.microbatch_tokens:
+            return f"the row needs {needed} tokens, above trainer.max_tokens_per_microbatch={self.microbatch_tokens}"
+        return ""
+
+
+class RewardModelWorker:
+    """Scores the rollouts of one replica by a frozen model with one output: its value at each row's last token."""
+
+    def __init__(self, engine: Engine, token_rows: TokenRows, *, limits: RowLimits, everyone: Ranks) -> None:
+        """`engine` has a value head, the checkpoint's; `everyone` are all ranks."""
+        self._engine = engine
+        self._token_rows = token_rows
+        self._limits = limits
+        self._everyone = everyone
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
+        """[B] float32, the reward of each row, on the device of the rollout; collective over all ranks.
+
+        `prompts` is the step's global list, which `rollout.prompt_index` points into. Failed samples are not scored: 0.
+        Raises RewardError on every rank of the run, naming the prompt, for a row that the model cannot read and for a
+        value that is not finite.
+        """
+        rows = answered(rollout)
+        failure: RewardError | None = None
+        token_ids: list[list[int]] = []
+        try:
+            token_ids = self._token_rows(rollout, rows, prompts)
+            self._check(token_ids, rollout, rows, prompts)
+        except RewardError as error:
+            failure = error
+        raise_together(failure, self._everyone, error=RewardError)
+        values = self._values(token_ids)
+        raise_together(_not_finite(values, rollout, rows, prompts), self._everyone, error=RewardError)
+        scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
+        scores[rows] = values
+        return scores.to(rollout.tokens.device)
+
+    def _check(
+        self, token_ids: Sequence[Sequence[int]], rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]
+    ) -> None:
+        for row, ids in zip(rows, token_ids, strict=True):
+            problem = self._limits.problem(ids)
+            if problem:
+                raise _refused(problem, _prompt_of(rollout, row, prompts))
+
+    def _values(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
+        """[B] float32 on the host, the model's output at the last token of each row."""
+        batch = _rows_with_a_place(token_ids)
+        values = self._engine.forward(batch).values
+        assert values is not None, "a reward model is an engine with a value head"
+        return values[torch.arange(len(token_ids)), batch.lengths - 1].float()
+
+
+def token_rows(
+    tokenizer: Tokenizer,
+    *,
+    template: object | None,
+    same_tokenizer: bool,
+    rollout_template: object | None,
+    decode: Callable[[Sequence[int]], str],
+) -> TokenRows:
+    """How the reward model gets to read rollouts: the tokens that were sampled where it knows them so, else as text.
+
+    `tokenizer` and chat `template` (None: it has none) are the reward model's; `rollout_template` is the one that made
+    the prompts, None for plain text; `decode` is the actor's and leaves special tokens out.
+    """
+    if same_tokenizer and template in (None, rollout_template):
+        return own_tokens
+    why = "its chat template is not that of the prompts" if same_tokenizer else "its tokenizer is not the actor's"
+    logger.info("reward model: %s; responses are converted", why)
+    return TemplateConversion(tokenizer, decode=decode, chat=template is not None)
+
+
+def own_tokens(rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Prompt and response as they were sampled, the stop token included."""
+    tokens, lengths = rollout.tokens.tolist(), rollout.lengths.tolist()
+    return [tokens[row][: lengths[row]] for row in rows]
+
+
+class TemplateConversion:
+    """Decodes responses and encodes them as the reward model's tokenizer would the whole conversation.
+
+    With a chat template that is the prompt's messages (a plain prompt is one of the user) and the response as the
+    assistant's, without it the prompt's text and the response, one after the other.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, decode: Callable[[Sequence[int]], str], chat: bool) -> None:
+        self._tokenizer = tokenizer
+        self._decode = decode
+        self._chat = chat
+
+    def __call__(self, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
+        """See `TokenRows`. Raises RewardError for a conversation that the template refuses."""
+        written = [self._text(prompt, response) for prompt, response in texts(rollout, rows, prompts, self._decode)]
+        if not written:
+            return []
+        # A template puts special tokens by itself.
+        ids: list[list[int]] = self._tokenizer(written, add_special_tokens=not self._chat)["input_ids"]
+        return ids
+
+    def _text(self, prompt: Prompt, response: str) -> str:
+        if not self._chat:
+            return prompt.text + response
+        turns = [*(prompt.messages or (("user", prompt.text),)), ("assistant", response)]
+        conversation = [{"role": role, "content": content} for role, content in turns]
+        try:
+            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))
+        except (ValueError, jinja2.TemplateError) as error:
+            reason = " ".join(str(error).split())
+            what = f"the reward model's chat template refuses the conversation: {reason}"
+            raise no_score(what, prompt, response) from error
+
+
+def _rows_with_a_place(token_ids: Sequence[Sequence[int]]) -> Rollout:
+    """The rows, each with one more token 0 at its end, the only one on the mask.
+
+    A value is that of the position before the token it is aligned to (see `mega_rl.types`), so what an engine says of
+    this place is the model's output at the row's last token. Nothing before it sees the token that stands there.
+    """
+    lengths = torch.tensor([len(ids) + 1 for ids in token_ids], dtype=torch.int64)
+    count, width = len(token_ids), max(map(len, token_ids), default=0) + 1
+    tokens = torch.zeros(count, width, dtype=torch.int64)
+    for row, ids in enumerate(token_ids):
+        tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    return Rollout(
+        tokens=tokens,
+        loss_mask=torch.arange(width) == lengths[:, None] - 1,
+        prompt_lengths=lengths - 1,
+        lengths=lengths,
+        rollout_logprobs=torch.zeros(count, width),
+        finished=torch.zeros(count, dtype=torch.bool),
+        prompt_index=torch.arange(count),
+        sample_index=torch.zeros(count, dtype=torch.int64),
+        weight_version=torch.zeros(count, dtype=torch.int64),
+        batch_size=[count],  # type: ignore[call-arg]
+    )
+
+
+def _not_finite(values: Tensor, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> RewardError | None:
+    """The error of the first value that is no number."""
+    for row, value in zip(rows, values.tolist(), strict=True):
+        if not abs(value) < float("inf"):
+            return _refused(f"it gave {value}", _prompt_of(rollout, row, prompts))
+    return None
+
+
+def _prompt_of(rollout: Rollout, row: int, prompts: Sequence[Prompt]) -> Prompt:
+    return prompts[int(rollout.prompt_index[row])]
+
+
+def _refused(problem: str, prompt: Prompt) -> RewardError:
+    return RewardError(
+        f"the reward model cannot score a response to prompt {prompt.index} ({shortened(prompt.text)}): {problem}"
+    )

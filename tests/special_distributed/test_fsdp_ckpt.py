@@ -1,0 +1,122 @@
+"""Checkpoints of fully sharded models: step, save, step, note the logits; load; the same step gives the same logits.
+
+What is loaded equals what was saved to the bit, piece by piece on every rank, and so do the log-probs and entropies
+that every token's logits give after the step is repeated: by the engine that went on, and by a fresh one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_rl.config.schema import Config, DdpConfig, FsdpConfig, TrainerConfig
+from mega_rl.types import Experience
+from tests.helpers.engines import load_state, make_config, own_rows, running_engine, save_state
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.special_distributed.program import device, finish, pass_on_four_ranks, world
+
+KINDS = {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def cases(model: Path) -> dict[str, Config]:
+    """Ways to shard a model over four ranks."""
+    trainer = TrainerConfig(timeout_s=60.0, max_tokens_per_microbatch=64, deterministic=True)
+    torch_fsdp2 = DdpConfig(implementation="torch_fsdp2")
+    config = partial(make_config, model, trainer=trainer)
+    return {
+        "Megatron-Core's model in FSDP2": config(ddp=torch_fsdp2),
+        "and tensor parallel, bf16": config(layout="tp2-dp2", dtype="bf16", ddp=torch_fsdp2),
+        "transformers' model in FSDP2": config(engine="fsdp"),
+        "two copies, bf16": config(dtype="bf16", engine="fsdp", fsdp=FsdpConfig(shard_ranks=2)),
+    }
+
+
+def a_step_after_loading_is_the_step_after_saving(config: Config, folder: Path) -> None:
+    batch = random_experience()
+    with running_engine(config) as engine:
+        rows = own_rows(batch, engine)
+        step(engine, rows)  # so that moments are not zero
+        save_state(engine, folder)
+        saved = pieces(engine)
+        assert {name.partition("/")[0] for name in saved} == {*KINDS, "numbers"}
+        expected = step(engine, rows)
+        after = pieces(engine)
+        assert {name.partition("/")[0] for name in different(after, saved)} == {*KINDS, "numbers"}
+        load_state(engine, folder)
+        assert different(pieces(engine), saved) == []
+        same(step(engine, rows), expected)
+        assert different(pieces(engine), after) == []
+    with running_engine(config) as engine:
+        assert {name.partition("/")[0] for name in different(pieces(engine), saved)} == {*KINDS, "numbers"}
+        load_state(engine, folder)
+        assert different(pieces(engine), saved) == []
+        same(step(engine, rows), expected)
+        assert different(pieces(engine), after) == []
+
+
+def step(engine: Any, rows: Experience) -> dict[str, Tensor]:
+    """An optimizer step; its metrics, and what the logits after it give."""
+    from tests.unit_tests.distributed.engine_cases import losses
+
+    metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2)
+    outputs = engine.forward(rows)
+    assert outputs.logprobs.any()
+    found = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+    return {**found, "logprobs": outputs.logprobs, "entropy": outputs.entropy}
+
+
+def pieces(engine: Any) -> dict[str, Tensor]:
+    """Copies of all that a checkpoint keeps of this rank, by name and place."""
+    state = engine.state()
+    found = {f"{piece.name} {piece.box}": piece.data.detach().clone() for piece in state.pieces}
+    assert len(found) == len(state.pieces)
+    return found | {f"numbers/{name}": torch.tensor(number) for name, number in state.numbers.items()}
+
+
+def different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names whose tensors are not equal to the bit."""
+    assert found.keys() == expected.keys()
+    return [name for name, tensor in found.items() if not equal_bits(tensor, expected[name])]
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert different(found, expected) == []
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    as_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*as_bytes)
+
+
+def main() -> None:
+    device()  # before anything asks for one
+    with world() as ranks:
+        folder = Path(ranks.broadcast_json(tempfile.mkdtemp(prefix="fsdp_ckpt_") if ranks.rank == 0 else None))
+        if ranks.rank == 0:
+            write_tiny_checkpoint(folder / "model")
+        ranks.gather_json(None)  # the model is there
+    for number, (name, config) in enumerate(cases(folder / "model").items()):
+        try:
+            a_step_after_loading_is_the_step_after_saving(config, folder / str(number))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+    with world() as ranks:
+        if ranks.rank == 0:
+            shutil.rmtree(folder)
+        finish(ranks)
+
+
+def test_on_four_ranks() -> None:
+    pass_on_four_ranks(__file__)
+
+
+if __name__ == "__main__":
+    main()

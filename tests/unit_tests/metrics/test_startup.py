@@ -1,0 +1,74 @@
+"""The table of a run's models, before its first step."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mega_rl.metrics.startup import RoleFacts, short_count, show_startup
+
+ACTOR = RoleFacts(
+    role="actor",
+    model="/models/a[bold]b",
+    family="qwen2",
+    parameters=494_032_768,
+    engine="megatron",
+    layout="tp2 dp2",
+    attention="te: flash",
+    dtype="bf16",
+    trains=True,
+)
+CRITIC = RoleFacts("critic", "/models/larger", "qwen2", 7_615_616_512, "megatron", "tp2 dp2", "sdpa", "bf16", True)
+REWARD = RoleFacts("reward", "exact_match")
+
+
+def shown(*roles: RoleFacts, terminal: bool, width: int = 80) -> str:
+    stream = io.StringIO()
+    show_startup(roles, console=Console(file=stream, force_terminal=terminal, width=width, color_system=None))
+    return stream.getvalue()
+
+
+def test_away_from_a_terminal_every_role_is_one_plain_line() -> None:
+    """However narrow the log seems; brackets in paths are no markup."""
+    assert shown(ACTOR, CRITIC, REWARD, terminal=False, width=20) == (
+        "role    model             family  parameters  engine    layout   attention  dtype  trains\n"
+        "actor   /models/a[bold]b  qwen2         494M  megatron  tp2 dp2  te: flash  bf16   yes\n"
+        "critic  /models/larger    qwen2        7.62B  megatron  tp2 dp2  sdpa       bf16   yes\n"
+        "reward  exact_match       -                -  -         -        -          -      no\n"
+    )
+
+
+def test_on_a_terminal_there_is_a_frame_and_nothing_is_cut_off() -> None:
+    wide, narrow = (shown(ACTOR, CRITIC, REWARD, terminal=True, width=width) for width in (120, 80))
+    assert wide.count("\n") == 7
+    for text in ("/models/a[bold]b", "te: flash", "7.62B", "exact_match", "│ reward │"):
+        assert text in wide
+    cells = [line.split("│")[2].strip() for line in narrow.splitlines() if line.startswith("│")]
+    assert "".join(cells) == "/models/a[bold]b/models/largerexact_match"
+
+
+def test_a_column_without_a_word_is_left_out() -> None:
+    assert shown(REWARD, terminal=False) == "role    model        trains\nreward  exact_match  no\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.00K"),
+        (9_994, "9.99K"),
+        (9_996, "10.0K"),
+        (99_960, "100K"),
+        (494_032_768, "494M"),
+        (999_600_000, "1.00B"),
+        (7_615_616_512, "7.62B"),
+        (70_553_706_496, "70.6B"),
+        (1_026_000_000_000, "1.03T"),
+        (12_345_678_000_000_000, "12346T"),
+    ],
+)
+def test_counts_have_three_digits(number: int, text: str) -> None:
+    assert short_count(number) == text
