@@ -1,5 +1,7 @@
 # Every command does all its set-up. PYTHON names the interpreter of a new environment (3.11 or 3.12).
 PYTHON ?= python3
+# What the quickstart trains on: megatron or fsdp.
+ENGINE ?= megatron
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -19,7 +21,7 @@ INSTALL_SGLANG = if command -v uv >/dev/null 2>&1; \
 	else $(BIN)/python -m pip install -qq --no-deps --target $(VENV)/sglang -r $(1); fi
 
 .DELETE_ON_ERROR:
-.PHONY: setup sglang quickstart test check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint campaign-checkpoint parity docs
+.PHONY: setup sglang quickstart test special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint campaign-checkpoint parity docs
 
 setup: $(STAMP)
 	@:
@@ -49,10 +51,14 @@ $(SGLANG_STAMP): requirements-sglang-cpu.txt | $(STAMP)
 	@touch $@
 
 quickstart: setup
-	@$(BIN)/python -m mega_rl.quickstart
+	@$(BIN)/python -m mega_rl.quickstart quickstart --engine $(ENGINE)
 
 test: setup sglang
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Programs on four ranks by themselves; `make test` runs them, too.
+special-distributed: setup
+	@bash tests/special_distributed/run_all.sh
 
 check: setup
 	@$(BIN)/ruff check .

@@ -245,7 +245,12 @@ def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) 
         engines={},
         ranks=GroupRanks(groups.world),
         settings=config.checkpoint,
-        identity={"seed": config.trainer.seed, "data": data_fingerprint, "model": config.model.path},
+        identity={
+            "seed": config.trainer.seed,
+            "data": data_fingerprint,
+            "model": config.model.path,
+            "engine": config.engine,
+        },
         layout=str(groups.layout),
         config=dataclasses.asdict(config),
         rank_states={"random": RandomState()},

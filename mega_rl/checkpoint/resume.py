@@ -150,7 +150,7 @@ def _restore(
 
 
 def _check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    found = manifest.identity
+    found = {"engine": "megatron", **manifest.identity}  # the one that there was before checkpoints said which
     differing = [key for key, value in identity.items() if found.get(key) != value]
     if differing:
         changes = ", ".join(f"{key}: {found.get(key)!r} -> {identity[key]!r}" for key in differing)

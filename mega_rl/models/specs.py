@@ -53,7 +53,7 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
     available = device_type == "cuda" and _has_transformer_engine()
     if requested == "auto":
         if not available:
-            log.info("Transformer Engine not found: layers use the local spec (torch SDPA, torch RMSNorm)")
+            log.info("Transformer Engine not found: layers use the local spec (our core attention, torch RMSNorm)")
         return "te" if available else "local"
     if not available:
         raise UserError(

@@ -36,8 +36,12 @@ def quickstart(
     run_dir: Annotated[Path, typer.Option(help="Folder of everything that is written; replaced.")] = Path(
         "runs/quickstart"
     ),
+    engine: Annotated[str, typer.Option(help="What PPO runs on: megatron (TP=2) or fsdp (two shards).")] = "megatron",
 ) -> None:
-    """Train a tiny model to add with PPO on two ranks (TP=2), in a few minutes on two cores."""
+    """Train a tiny model to add with PPO on two ranks, in a few minutes on two cores.
+
+    The warm start is Megatron-Core's whatever the engine, so runs of both engines begin with the same weights.
+    """
     start = time.perf_counter()
     overrides = [
         f"trainer.run_dir={run_dir}",
@@ -46,6 +50,8 @@ def quickstart(
         f"data.train_files=[{run_dir / 'data' / 'train.jsonl'}]",
         f"data.val_files=[{run_dir / 'data' / 'held_out.jsonl'}]",
     ]
+    if engine != "megatron":
+        overrides += [f"engine={engine}", "parallel.tp=1"]
     parallel = load(RECIPE, overrides).parallel
     layout = ParallelLayout(world_size=NUM_RANKS, tp=parallel.tp, pp=parallel.pp)
     prepare_folder(run_dir)
@@ -61,7 +67,7 @@ def quickstart(
     train_s = time.perf_counter() - started
     summarize(
         run_dir,
-        layout=str(layout),
+        layout=f"{engine} {layout}",
         seed=seed,
         train_s=train_s,
         warm_start_s=warm_start_s,

@@ -26,7 +26,7 @@ class Summary:
     warm_start_s: float  # seconds of the supervised command
     total_s: float  # seconds of everything after installation
     steps: int  # PPO steps
-    layout: str  # "tp2-dp1"
+    layout: str  # "megatron tp2-dp1"
     seed: int
 
 
@@ -55,7 +55,7 @@ def print_table(
     summary: Summary, *, rewards: list[float], accuracy: list[tuple[int, float]], run_dir: Path, plot: Path
 ) -> None:
     """The table at the end of `make quickstart`."""
-    table = Table(title="PPO on Megatron-Core", show_header=False, title_justify="left")
+    table = Table(title="PPO", show_header=False, title_justify="left")
     table.add_row("held-out greedy accuracy, before PPO", f"{summary.accuracy_before:.1%}")
     table.add_row("held-out greedy accuracy, after PPO", f"{summary.accuracy_after:.1%}")
     table.add_row("accuracy by step", "  ".join(f"{step}: {value:.0%}" for step, value in accuracy))

@@ -107,9 +107,10 @@ def token_rows(
     the prompts, None for plain text; `decode` is the actor's and leaves special tokens out.
     """
     if same_tokenizer and template in (None, rollout_template):
+        logger.info("reward model: reads the tokens that were sampled")
         return own_tokens
     why = "its chat template is not that of the prompts" if same_tokenizer else "its tokenizer is not the actor's"
-    logger.info("reward model: %s; responses are converted", why)
+    logger.info("reward model: reads conversations of its own, since %s", why)
     return TemplateConversion(tokenizer, decode=decode, chat=template is not None)
 
 

@@ -32,12 +32,13 @@ def gathered_in_rank_order(ranks: GroupRanks, members: list[int]) -> None:
     given = metrics(mine)
     found = gather_metrics(given, ranks)
     assert given == metrics(mine), "the input changed"
-    assert found == {
+    expected = {
         "actor/loss": [member + 0.1 * i for member in members for i in range(3 * member)],
         "actor/grad_norm": [1.0 / (member + 3) for member in members],
         "rollout/sequences": [10 + member for member in members],
         "kl/ref": [number for member in members for number in (math.inf, -1e-300 * member)],
     }
+    assert found == expected, f"{found}, expected {expected}"
     assert gather_metrics({}, ranks) == {}
     not_a_number = gather_metrics({"loss": math.nan if ranks.rank else 1.0}, ranks)["loss"]
     assert [math.isnan(number) for number in not_a_number] == [False] + [True] * (ranks.size - 1)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -257,8 +258,70 @@ def test_reference_and_critic_are_checked_too() -> None:
         "model.ref_path: r: holds neither model.safetensors nor model.safetensors.index.json",
     ]
     assert lines[2].startswith("model.critic_path: ")
-    assert lines[3:] == [
-        "model.ref_path has a vocabulary of 1000, model.path one of 151936; they must share the tokenizer",
+    assert lines[3:] == []  # the vocabulary is smaller, but holds every token of the tokenizer, which is the same
+
+
+# --- tokenizers
+
+ROLES = ("model.ref_path=r", "model.critic_path=c", "algorithm.kl_placement=loss")
+
+
+def change_tokenizer(folder: str, **changes: object) -> None:
+    path = Path(folder) / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_models_of_one_tokenizer_may_pad_their_vocabularies_differently() -> None:
+    write_checkpoint(Path("r"), qwen3_config("8b", vocab_size=152064))
+    write_checkpoint(Path("c"), qwen3_config("8b", vocab_size=3))
+    change_tokenizer("r", padding={"strategy": "BatchLongest"}, decoder={"type": "Fuse"})
+    assert preflight(None, [*BASE, *ROLES])
+    (Path("c") / "config.json").write_text(json.dumps(qwen3_config("8b", vocab_size=2)))
+    (line,) = problems(*ROLES)
+    assert line == (
+        "model.critic_path: c: the tokenizer has token id 2, the model a vocabulary of 2; they do not belong together"
+    )
+
+
+def test_reference_and_critic_must_have_the_actors_tokenizer() -> None:
+    write_checkpoint(Path("r"), qwen3_config("8b"))
+    write_checkpoint(Path("c"), qwen3_config("8b"))
+    change_tokenizer("r", model={"type": "WordLevel", "vocab": {"a": 0, "é": 1}})
+    change_tokenizer("c", normalizer={"type": "NFC"})
+    fix = "it reads the actor's tokens, so take a checkpoint with the same tokenizer"
+    assert problems(*ROLES) == [
+        "model.ref_path: r: its tokenizer is not that of model.path (m): token id 1 is 'é' here, 'b' there; " + fix,
+        "model.critic_path: c: its tokenizer is not that of model.path (m): the tokens are the same, but they differ "
+        "in normalizer; " + fix,
+    ]
+
+
+def test_without_a_tokenizer_the_vocabularies_must_be_equal() -> None:
+    for name, size in (("r", 151936), ("c", 152064)):
+        write_checkpoint(Path(name), qwen3_config("8b", vocab_size=size))
+        (Path(name) / "tokenizer.json").unlink()
+    assert problems(*ROLES) == [
+        "model.critic_path has a vocabulary of 152064, model.path one of 151936; they must share the tokenizer",
+    ]
+
+
+def test_a_sentencepiece_model_does_not_say_which_tokens_it_has() -> None:
+    for name, size in (("m", 151936), ("r", 151936), ("c", 152064)):
+        if name != "m":
+            write_checkpoint(Path(name), qwen3_config("8b", vocab_size=size))
+        (Path(name) / "tokenizer.json").unlink()
+        (Path(name) / "tokenizer.model").write_bytes(b"pieces")
+    (line,) = problems(*ROLES)
+    assert line.startswith("model.critic_path has a vocabulary of 152064")
+    (Path("r") / "tokenizer.model").write_bytes(b"other pieces")
+    assert problems(*ROLES)[0].startswith("model.ref_path: r: its tokenizer is not that of model.path (m): ")
+
+
+def test_damaged_tokenizers_of_other_roles() -> None:
+    write_checkpoint(Path("r"), qwen3_config("8b"))
+    (Path("r") / "tokenizer.json").write_text("{")
+    assert problems("model.ref_path=r", "algorithm.kl_placement=loss") == [
+        "model.ref_path: r/tokenizer.json: not JSON; download or copy it again"
     ]
 
 
@@ -298,6 +361,121 @@ def test_reward_functions() -> None:
     }
     for function, why in bad.items():
         assert problems(f"reward.function='{function}'") == [f"reward.function={function!r}: {why}"]
+
+
+HTTP = ("reward.source=http", "reward.url=https://rewards.example/score")
+
+
+def test_reward_services() -> None:
+    Path("key").write_text("s3cret")
+    Path("key").chmod(0o600)
+    assert preflight(None, [*BASE, *HTTP])
+    assert preflight(None, [*BASE, *HTTP, "reward.key_file=key"])
+    assert preflight(None, [*BASE, *HTTP, "reward.url=http://localhost:8000/", "reward.key_file=key"])
+    (line,) = problems(*HTTP, "reward.url=http://rewards.example/", "reward.key_file=key")
+    assert line.startswith(
+        "reward.url='http://rewards.example/' with reward.key_file: the key would travel unencrypted"
+    )
+    (line,) = problems(*HTTP, "reward.url=https://me:word@h/")
+    assert line.startswith("reward.url: names a user or password for h")
+    (line,) = problems(*HTTP, "reward.url=rewards.example")
+    assert "needs an address that begins with http:// or https://" in line
+    assert problems(*HTTP, "reward.timeout_s=600") == [
+        "reward.timeout_s=600 must be below trainer.timeout_s=600, the time that other ranks wait for the scores"
+    ]
+    Path("key").chmod(0o640)
+    (line,) = problems(*HTTP, "reward.key_file=key")
+    assert line == "reward.key_file: key: others than its owner may read it (mode 640); chmod 600 key"
+    (line,) = problems(*HTTP, "reward.key_file=nowhere")
+    assert line.startswith("reward.key_file: nowhere: cannot be read: FileNotFoundError")
+
+
+MODEL = ("reward.source=model", "reward.model_path=r")
+
+
+def write_reward_model(shape: tuple[int, int] = (1, 4096), name: str = "score.weight", **changes: object) -> None:
+    """A sequence-classification checkpoint r of Qwen3-8B's shape, as far as files are looked at."""
+    write_checkpoint(Path("r"), qwen3_config("8b", **{"id2label": {"0": "LABEL_0"}, **changes}))
+    size = 4 * shape[0] * shape[1]
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    Path("r/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+
+
+def test_reward_models() -> None:
+    write_reward_model()
+    change_tokenizer("r", model={"type": "WordLevel", "vocab": {"other": 0}})  # it may have one of its own
+    assert preflight(None, [*BASE, *MODEL])
+    Path("r/model.safetensors").rename("r/b.safetensors")
+    write_shard(Path("r/a.safetensors"))
+    Path("r/model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"weight": "a.safetensors", "score.weight": "b.safetensors"}})
+    )
+    assert preflight(None, [*BASE, *MODEL])
+
+
+ONE_LABEL = "a reward model is a sequence-classification checkpoint with one label"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"name": "lm_head.weight"}, f"r: has no score.weight; {ONE_LABEL}"),
+        ({"shape": (2, 4096)}, f"r: score.weight has shape [2, 4096], not [1, 4096]; {ONE_LABEL}"),
+        ({"shape": (1, 1024)}, f"r: score.weight has shape [1, 1024], not [1, 4096]; {ONE_LABEL}"),
+        ({"id2label": {"0": "no", "1": "yes"}}, f"r/config.json: has 2 labels; {ONE_LABEL}"),
+        ({"id2label": None, "num_labels": 5}, f"r/config.json: has 5 labels; {ONE_LABEL}"),
+        (
+            {"vocab_size": 2},
+            "r: the tokenizer has token id 2, the model a vocabulary of 2; they do not belong together",
+        ),
+    ],
+)
+def test_checkpoints_that_are_no_reward_models(changes: dict[str, Any], line: str) -> None:
+    write_reward_model(**changes)
+    assert problems(*MODEL) == [f"reward.model_path: {line}"]
+
+
+def test_reward_models_are_checked_as_all_checkpoints_are() -> None:
+    assert problems("reward.source=model") == [
+        "reward.source=model needs reward.model_path: name a sequence-classification checkpoint directory"
+    ]
+    (line,) = problems("reward.source=model", "reward.model_path=nowhere")
+    assert line.startswith("reward.model_path: checkpoint nowhere: no such directory")
+    write_reward_model(num_hidden_layers=7)
+    Path("r/tokenizer.json").unlink()
+    lines = problems(*MODEL, "parallel.pp=2", world_size=2)
+    assert lines[0].startswith("parallel.pp*vpp=2*1=2 does not divide the 7 layers of reward.model_path; ")
+    assert lines[1:] == [
+        "reward.model_path: r: no tokenizer; it needs one of tokenizer.json, tokenizer.model, vocab.json, vocab.txt"
+    ]
+    Path("r/model.safetensors").write_bytes(b"PK\x03\x04 this is a zip")
+    assert "reward.model_path: r/model.safetensors: truncated or not a safetensors file (18 bytes)" in "\n".join(
+        problems(*MODEL)
+    )
+    config = {"model_type": "gpt_oss", **TINY["gpt_oss"]}
+    Path("r/config.json").write_text(json.dumps(config))
+    assert any(
+        line.startswith("reward.model_path: r: model_type=gpt_oss can be converted") for line in problems(*MODEL)
+    )
+
+
+def test_a_reward_model_needs_room_for_one_more_token() -> None:
+    write_reward_model()
+    sizes = ["data.max_prompt_tokens=1000", "rollout.max_new_tokens=1000"]
+    assert preflight(None, [*BASE, *sizes, "trainer.max_tokens_per_microbatch=2000"])
+    (line,) = problems(*MODEL, *sizes, "trainer.max_tokens_per_microbatch=2000")
+    assert line.endswith("=2000 and one more token for the reward model; make it at least 2001")
+    assert preflight(None, [*BASE, *MODEL, *sizes, "trainer.max_tokens_per_microbatch=2001"])
+    assert preflight(None, [*BASE, *MODEL, *sizes, "trainer.packing=false"])
+    (line,) = problems(*MODEL, *sizes, "trainer.max_tokens_per_microbatch=2003", "parallel.cp=2", world_size=2)
+    assert line.endswith("make it at least 2004")
+
+
+def test_sources_that_are_not_used_are_not_looked_at() -> None:
+    (line,) = problems(*HTTP, "reward.function=no.py:f")
+    assert line.startswith("reward.function=no.py:f has no effect")
+    (line,) = problems("reward.model_path=nowhere")
+    assert line.startswith("reward.model_path=nowhere has no effect")
 
 
 def test_the_builtin_functions_are_those_of_the_reward_worker() -> None:

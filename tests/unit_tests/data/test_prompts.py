@@ -6,6 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_chat_template(tmp_path: Path) -> None:
     assert one.text == "hi"
     assert bytes(two.token_ids) == b"<system>be brief<user>1+1<assistant>"
     assert two.text == "1+1"
+    assert one.messages == (("user", "hi"),)
+    assert two.messages == (("system", "be brief"), ("user", "1+1"))
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -81,7 +84,8 @@ def test_parquet(tmp_path: Path) -> None:
     chat = tmp_path / "chat.parquet"
     pq.write_table(pa.table({"prompt": [messages], "answer": ["x"]}), chat)
     assert [(p.index, p.text, p.answer) for p in load(file)] == [(0, "a", "3"), (1, "b", "4")]
-    assert load(chat, chat_template=True)[0].text == "hi"
+    (prompt,) = load(chat, chat_template=True)
+    assert (prompt.text, prompt.messages) == ("hi", (("user", "hi"),))
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
@@ -301,6 +305,9 @@ def test_fingerprint() -> None:
     assert fingerprint(prompts[:2]) != same
     changed = [*prompts[:2], Prompt(index=2, token_ids=(2,), text="2", answer="x")]
     assert fingerprint(changed) != same
+    # What older runs wrote stays valid: the messages are in the token ids.
+    assert same == "f316bdcfee8d7ca1fcedcbf0d61b1d531f9ee685856f782c8289c7b5ea2e2014"
+    assert fingerprint([replace(prompt, messages=(("user", "x"),)) for prompt in prompts]) == same
     # Where one text ends and the next begins matters.
     a = [Prompt(index=0, token_ids=(1,), text="ab", answer="c")]
     b = [Prompt(index=0, token_ids=(1,), text="a", answer="bc")]

@@ -1,8 +1,8 @@
 """The heart of the project: a whole PPO run does not depend on the layout it runs on.
 
-Five steps of PPO and of GRPO at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2, CP2 and on four ranks, with one
-seed, in fp32 at temperature 1: the same rollouts token for token, and the same metrics to 1e-4 of their size. A mixture
-of experts likewise, over expert parallelism, with its routing replayed.
+Five steps of PPO and of GRPO at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2, CP2 and on four ranks, and with
+the FSDP engine on one and two, with one seed, in fp32 at temperature 1: the same rollouts token for token, and the same
+metrics to 1e-4 of their size. A mixture of experts likewise, over expert parallelism, with its routing replayed.
 
 Why the tolerance: fp32 sums in another order differ by 1e-7 to 1e-6, and Adam carries that from step to step. Tokens
 are drawn by inverting a distribution at one uniform number each, so such a difference moves a draw only if the number
@@ -44,7 +44,8 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts ep2": (2, {"ep": 2}),
     "experts tp2-sp-ep2": (2, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}),
 }
-ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+FSDP_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"fsdp 1": (1, {}), "fsdp 2": (2, {})}
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | FSDP_LAYOUTS
 RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
     "ppo": AlgorithmConfig(
@@ -117,6 +118,7 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             timeout_s=60.0,
         ),
     )
+    config = dataclasses.replace(config, engine="fsdp" if layout in FSDP_LAYOUTS else "megatron")
     return replaced(config, "parallel", **ALL_LAYOUTS[layout][1])
 
 

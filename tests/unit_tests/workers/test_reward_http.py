@@ -64,6 +64,7 @@ class Service:
         self.in_flight = self.most_in_flight = 0
         self._answer = answer
         self._lock = threading.Lock()
+        self.gone = threading.Event()  # a client left before its answer was written
         self._over = threading.Event()  # ends what waits and drips
         service = self
 
@@ -91,8 +92,8 @@ class Service:
             answer = self._answer(number, post)
             self._over.wait(answer.wait_s)
             self._say(request, answer)
-        except OSError:  # the other side has gone
-            pass
+        except OSError:
+            self.gone.set()
         finally:
             with self._lock:
                 self.in_flight -= 1
@@ -162,6 +163,7 @@ def test_what_is_sent_and_what_comes_back() -> None:
         {"prompt": "p0", "response": "", "answer": "0", "messages": []},
     ]
     assert post.headers["Content-Type"] == "application/json"
+    assert post.headers["Accept-Encoding"] == "identity"
     assert "Authorization" not in post.headers
 
 
@@ -228,7 +230,7 @@ def test_other_answers_are_final(status: int) -> None:
     assert len(service.posts) == 1
 
 
-@pytest.mark.parametrize("asked", ["0.4 s", "1", "date"])
+@pytest.mark.parametrize("asked", ["40 s", "1", "date"])
 def test_retry_after_is_kept(asked: str) -> None:
     """In seconds or as a date; what is neither is no request to wait."""
     times: list[float] = []
@@ -241,7 +243,8 @@ def test_retry_after_is_kept(asked: str) -> None:
     with serving(answer) as service:
         assert client(service.url).score_texts(some(1)) == [0.0]
     waited = times[1] - times[0]
-    assert waited < 0.4 if asked == "0.4 s" else 0.9 < waited < 3
+    assert waited < 3
+    assert waited > 0.9 or asked == "40 s"
 
 
 def test_a_wait_past_the_deadline_is_not_begun() -> None:
@@ -264,7 +267,7 @@ def test_the_deadline_holds(answer: Answer) -> None:
 
 
 def test_the_deadline_is_one_for_all_tries() -> None:
-    message, service, seconds = failing(
+    message, _, seconds = failing(
         lambda number, post: Answer(b"busy", status=503) if number < 2 else Answer(wait_s=30.0), timeout_s=0.6
     )
     assert "no answer to try 3 of 4 in reward.timeout_s=0.6; the last failure: HTTP 503: 'busy'" in message
@@ -277,7 +280,7 @@ def test_the_first_batch_that_fails_ends_the_others() -> None:
 
     message, service, seconds = failing(answer, count=40, timeout_s=20.0)
     assert "prompt 4:" in message
-    assert len(service.posts) == 2  # as many as may be in flight
+    assert len(service.posts) <= 3  # two in flight, of ten; one may begin as the others are called off
     assert seconds < 5
 
 
@@ -309,10 +312,18 @@ def test_answers_that_are_no_scores(body: bytes, what: str) -> None:
     assert len(service.posts) == 1  # a second try would hide it
 
 
-def test_an_answer_without_end_is_not_read_to_its_end() -> None:
-    """Nor is a refusal, which is still told by its status."""
-    message, _, _ = failing(lambda number, post: Answer(b"x" * (64 << 20), status=400))
-    assert "HTTP 400: 'xxx" in message
+@pytest.mark.parametrize(("status", "what"), [(200, "an answer of more than 1048704 bytes"), (400, "HTTP 400: 'xxx")])
+def test_an_answer_without_end_is_not_read_to_its_end(status: int, what: str) -> None:
+    message, service, _ = failing(lambda number, post: Answer(b"x" * (64 << 20), status=status))
+    assert what in message
+    assert service.gone.wait(10)  # before all of it was written
+
+
+def test_no_proxy_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with serving(lambda number, post: lengths(post)) as service:
+        assert client(service.url).score_texts(some(1)) == [0.0]
 
 
 def test_one_rank_posts_and_all_hear() -> None:

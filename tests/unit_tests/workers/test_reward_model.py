@@ -75,6 +75,7 @@ def expected_scores(checkpoint: Path, kind: str) -> torch.Tensor:
         ("qwen3", ["1"], "megatron"),
         ("llama", ["1"], "megatron"),
         ("qwen3", ["tp2", "dp2", "cp2", "pp2"], "megatron"),
+        ("llama", ["dp2"], "fsdp"),
     ],
 )
 def test_scores_are_those_of_transformers(

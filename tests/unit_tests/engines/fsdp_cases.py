@@ -1,0 +1,305 @@
+"""What each of two ranks does for test_fsdp.py: one launch for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mega_rl.config.schema import Config, FsdpConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+from tests.helpers.engines import exported, own_rows, running_engine
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.unit_tests.distributed.engine_cases import losses, whole
+
+STEPS = 3
+# Ways to run that must not change a number, by name: fields of a config's areas.
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": {"trainer": {"packing": False, "micro_batch_size": 2}},
+    "recomputed": {"model": {"recompute": "full"}},
+    "reduced after every micro-batch": {"fsdp": {"reduce_every_microbatch": True}},
+    "kept gathered": {"fsdp": {"reshard_after_forward": False}},
+    "two copies": {"fsdp": {"shard_ranks": 1}},
+    "on the host": {"fsdp": {"cpu_offload": True}},
+    "eager": {"model": {"attn_implementation": "eager"}},
+    "frozen": {"model": {"frozen": ["model.layers.0.*", "model.embed_tokens.*"]}},
+    "half frozen for Megatron-Core": {"model": {"frozen": ["decoder.layers.0.*", "embedding.*"]}},
+}
+
+
+def config_of(checkpoint: Path, *, engine: str = "fsdp", dtype: str = "fp32", **areas: dict[str, Any]) -> Config:
+    """Small numbers, with fields of areas replaced."""
+    config = Config(
+        engine=engine,
+        model=ModelConfig(path=str(checkpoint), dtype=dtype),
+        parallel=ParallelConfig(),
+        fsdp=FsdpConfig(),
+        # With a usual eps Adam's first step is the gradient's sign, which rounding decides where that is nearly zero.
+        optim=OptimConfig(lr=1e-3, weight_decay=0.1, eps=1e-3),
+        trainer=TrainerConfig(timeout_s=60.0, max_tokens_per_microbatch=64),
+    )
+    return replace(config, **{area: replace(getattr(config, area), **fields) for area, fields in areas.items()})
+
+
+@contextmanager
+def engine_of(checkpoint: Path, *, trainable: bool = True, head: str = "lm", **more: Any) -> Iterator[Any]:
+    """An engine that has done one optimizer step, if it does any."""
+    with running_engine(config_of(checkpoint, **more), head=head, trainable=trainable) as engine:
+        if trainable:
+            train(engine)
+        yield engine
+
+
+def train(engine: Any, *, seed: int = 0) -> dict[str, float]:
+    """One optimizer step."""
+    rows = own_rows(random_experience(seed=seed), engine)
+    return dict(engine.train_minibatch(rows, losses(engine.sharding.head), lr=1e-2))
+
+
+def state(engine: Any) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of this rank, as copies."""
+    found = engine.state()
+    return {piece.name: piece.data.clone() for piece in found.pieces} | {
+        name: torch.tensor(number) for name, number in found.numbers.items()
+    }
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether every bit is equal."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def computed(checkpoint: Path, *, head: str = "lm", rows: int | None = None, **more: Any) -> dict[str, Any]:
+    """Outputs, metrics of three steps, and the weights before and after, of one engine."""
+    batch = random_experience()[:rows]
+    with running_engine(config_of(checkpoint, **more), head=head) as engine:
+        mine = own_rows(batch, engine)
+        outputs = engine.forward(mine)
+        found = {name: whole(value, engine) for name, value in vars(outputs).items() if value is not None}
+        start = exported(engine)
+        steps = [engine.train_minibatch(mine, losses(head), lr=1e-3) for _ in range(STEPS)]
+        return {"outputs": found, "start": start, "steps": steps, "weights": exported(engine)}
+
+
+def distances(left: dict[str, Any], right: dict[str, Any]) -> dict[str, float]:
+    """How far two of `computed` are from each other, `right` being the reference."""
+    assert left["weights"].keys() == right["weights"].keys()
+    pairs = [(a, b) for one, other in zip(left["steps"], right["steps"], strict=True) for a, b in _numbers(one, other)]
+    moved = {
+        name: right["weights"][name] - start
+        for name, start in right["start"].items()
+        if not name.endswith("e_score_correction_bias")  # is set and not learnt
+    }
+    return {
+        "outputs": max(float((left["outputs"][n] - right["outputs"][n]).abs().max()) for n in right["outputs"]),
+        "start": max(float((left["start"][n] - right["start"][n]).abs().max()) for n in right["start"]),
+        "metrics": max(abs(a - b) / max(abs(b), 1e-2) for a, b in pairs),
+        "grad_norm": max(
+            abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(left["steps"], right["steps"], strict=True)
+        ),
+        "moved": min(float(way.norm()) for way in moved.values()),
+        "weights": max(
+            float((left["weights"][name] - right["weights"][name]).norm() / way.norm().clamp(min=1e-6))
+            for name, way in moved.items()
+        ),
+    }
+
+
+def _numbers(left: dict[str, float], right: dict[str, float]) -> list[tuple[float, float]]:
+    names = right.keys() & left.keys() - {"num_microbatches"}
+    assert {"grad_norm", "lr"} < names
+    assert len(names) > 3
+    return [(left[name], right[name]) for name in names]
+
+
+def run_all(rank: int, folder: str, families: list[str]) -> dict[str, Any]:
+    """Every case, on both ranks."""
+    paths = {family: Path(folder) / family for family in families}
+    tiny, critic = paths["qwen3"], Path(folder) / "critic"
+    reference = computed(tiny, engine="megatron")
+    frozen = computed(tiny, engine="megatron", **WAYS["half frozen for Megatron-Core"])
+    found: dict[str, Any] = {
+        "families": {
+            family: distances(computed(path), computed(path, engine="megatron")) for family, path in paths.items()
+        },
+        "ways": {
+            name: distances(computed(tiny, **way), frozen if name == "frozen" else reference)
+            for name, way in WAYS.items()
+            if "Megatron" not in name
+        },
+        "value": distances(computed(critic, head="value"), computed(critic, head="value", engine="megatron")),
+        "one row": distances(computed(tiny, rows=1), computed(tiny, rows=1, engine="megatron")),
+        "bf16": bf16_case(tiny),
+        "fresh value head": fresh_head_case(tiny),
+        "buffers": buffers_case(paths),
+        "spoiled": spoiled_case(tiny),
+        "inspected": inspected_case(tiny),
+        "offload": {
+            name: offload_case(tiny, trainable=trains) for name, trains in (("trains", True), ("frozen", False))
+        },
+        "saved": saved_case(paths["mixtral"], Path(folder) / "saved"),
+        "shares": shares_case(tiny),
+        "mistakes": mistakes_case(tiny),
+    }
+    return found
+
+
+def write_checkpoints(folder: Path, families: list[str]) -> None:
+    """A tiny checkpoint of each family, and `critic`, a llama with a value head."""
+    for family in families:
+        write_tiny_checkpoint(folder / family, family=family, tied=family in ("qwen3", "gemma3_text"))
+    path = write_tiny_checkpoint(folder / "critic", family="llama") / "model.safetensors"
+    head = torch.randn(1, 32, generator=torch.Generator().manual_seed(7))
+    save_file({**load_file(path), "score.weight": head}, path, metadata={"format": "pt"})
+
+
+def bf16_case(checkpoint: Path) -> dict[str, Any]:
+    """Weights leave in bf16, shards and moments are float32, and gradients are added in float32."""
+    with engine_of(checkpoint, dtype="bf16") as engine:
+        pieces = {piece.name: str(piece.data.dtype) for piece in engine.state().pieces}
+        out = exported(engine)
+        logprobs = engine.forward(own_rows(random_experience(), engine)).logprobs
+    with running_engine(config_of(checkpoint, dtype="fp32")) as engine:
+        train(engine)
+        expected = engine.forward(own_rows(random_experience(), engine)).logprobs
+    return {
+        "pieces": sorted(set(pieces.values())),
+        "exported": sorted({str(tensor.dtype) for tensor in out.values()}),
+        "outputs": float((logprobs - expected).abs().max()),
+    }
+
+
+def fresh_head_case(checkpoint: Path) -> float:
+    """The largest value that a critic without a trained head predicts."""
+    with running_engine(config_of(checkpoint), head="value") as engine:
+        return float(engine.forward(own_rows(random_experience(), engine)).values.abs().max())
+
+
+def buffers_case(paths: dict[str, Path]) -> dict[str, bool]:
+    """Whether buffers are those that transformers computes where it builds a model in memory, by family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {}
+    for family, path in paths.items():
+        expected = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).named_buffers())
+        expected = {name: buffer for name, buffer in expected.items() if not name.endswith("_bias")}  # from the file
+        with running_engine(config_of(path), trainable=False) as engine:
+            found[family] = same({n: b for n, b in engine.model.named_buffers() if n in expected}, expected)
+    return found
+
+
+def spoiled_case(checkpoint: Path) -> dict[str, Any]:
+    """A mini-batch with one bad advantage on one rank, then a good one; beside an engine that only saw the good one."""
+    from mega_rl.engines.outcome import NonFiniteGradientError
+
+    with engine_of(checkpoint) as engine:
+        train(engine, seed=1)
+        expected = state(engine)
+    with engine_of(checkpoint) as engine:
+        before = state(engine)
+        batch = random_experience()
+        row, column = batch.loss_mask.nonzero()[0].tolist()  # of the first rank
+        batch.advantages[row, column] = math.nan
+        message = ""
+        try:
+            engine.train_minibatch(own_rows(batch, engine), losses("lm"), lr=1e-2)
+        except NonFiniteGradientError as error:
+            message = str(error)
+        result: dict[str, Any] = {"message": message, "unchanged": same(state(engine), before)}
+        train(engine, seed=1)
+        return result | {"usable": same(state(engine), expected)}
+
+
+def inspected_case(checkpoint: Path) -> dict[str, Any]:
+    """An `inspect` that compares what it sees with `forward`, and one that stops the update."""
+    from mega_rl.errors import RunError
+
+    with engine_of(checkpoint) as engine:
+        rows = own_rows(random_experience(), engine)
+        expected, before = engine.forward(rows), state(engine)
+        seen: list[float] = []
+
+        def stop(minibatch: Any, outputs: Any) -> dict[str, float]:
+            seen.append(float((outputs.logprobs - expected.logprobs).abs().max()))
+            seen.append(float((outputs.entropy - expected.entropy).abs().max()))
+            raise RunError("stopped")
+
+        message = ""
+        try:
+            engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=stop)
+        except RunError as error:
+            message = str(error)
+        result = {"message": message, "seen": seen, "unchanged": same(state(engine), before)}
+        metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=lambda *_: {"a/b": 3.0})
+        return result | {"metric": metrics["a/b"], "moved": not same(state(engine), before)}
+
+
+def offload_case(checkpoint: Path, *, trainable: bool) -> dict[str, Any]:
+    """An engine taken off and back on between steps, beside one that never was."""
+    with engine_of(checkpoint, trainable=trainable) as engine:
+        if trainable:
+            train(engine, seed=1)
+        expected = state(engine)
+        logprobs = engine.forward(own_rows(random_experience(), engine)).logprobs
+    with engine_of(checkpoint, trainable=trainable) as engine:
+        numel = sum(parameter.to_local().numel() for parameter in engine.parameters)
+        result: dict[str, Any] = {"elements": numel, "given back": engine.offload()}
+        result["left"] = sum(p.to_local().untyped_storage().nbytes() for p in engine.parameters)
+        try:
+            engine.state()
+        except RuntimeError as error:
+            result["state"] = str(error)
+        engine.onload()
+        engine.onload()  # nothing is off: nothing happens
+        if trainable:
+            train(engine, seed=1)
+        result["same state"] = same(state(engine), expected)
+        result["same outputs"] = torch.equal(engine.forward(own_rows(random_experience(), engine)).logprobs, logprobs)
+    return result
+
+
+def saved_case(checkpoint: Path, target: Path) -> dict[str, Any]:
+    """A Hugging Face checkpoint of a trained engine, read by the other engine."""
+    with engine_of(checkpoint) as engine:
+        weights = exported(engine)
+        engine.save_hf(target, source=checkpoint)
+    with running_engine(config_of(target, engine="megatron"), trainable=False) as engine:
+        return {
+            "read back": same(exported(engine), weights),
+            "on disk": same(load_file(target / "model.safetensors"), weights),
+        }
+
+
+def shares_case(checkpoint: Path) -> dict[str, Any]:
+    """Elements of this rank's weights and moments, and of the whole model; bytes read of the checkpoint."""
+    from mega_rl.engines.fsdp.weights import load
+
+    with engine_of(checkpoint) as engine:
+        held = {piece.name: piece.data.numel() for piece in engine.state().pieces}
+        whole_model = sum(weight.numel() for weight in exported(engine).values())
+        read = load(engine.model, checkpoint, sharding=engine.sharding)
+    weights = sum(count for name, count in held.items() if name.startswith("weights/"))
+    return {"weights": weights, "all": sum(held.values()), "model": whole_model, "bytes read": read}
+
+
+def mistakes_case(checkpoint: Path) -> dict[str, str]:
+    """What is said of settings that cannot be."""
+    from mega_rl.errors import UserError
+
+    said = {}
+    for name, areas in {
+        "pattern": {"model": {"frozen": ["decoder.*"]}},
+        "everything": {"model": {"frozen": ["*"]}},
+        "kernel": {"model": {"attn_implementation": "flash_attention_2"}},
+    }.items():
+        try:
+            with running_engine(config_of(checkpoint, **areas)):
+                said[name] = ""
+        except UserError as error:
+            said[name] = str(error)
+    return said

@@ -1,0 +1,121 @@
+"""The FSDP engine computes what the Megatron engine computes, however it is run, and shares what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_rl.preflight import TRAINED
+from tests.helpers.distributed import device_for, run_ranks
+from tests.unit_tests.engines.fsdp_cases import WAYS, run_all, write_checkpoints
+
+pytestmark = pytest.mark.timeout(600)  # the first test pays for the launch
+
+# fp32 on both sides: sums of a few hundred terms in another order differ by some 1e-6 of their size.
+LOGPROB_TOLERANCE = 1e-4
+RELATIVE_TOLERANCE = 1e-5
+FP32_BYTES = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoints(folder, list(TRAINED))
+    return run_ranks(2, run_all, str(folder), list(TRAINED), timeout_s=400)
+
+
+def agrees(found: dict[str, float]) -> None:
+    """Log-probs and entropy, loss and its metrics, gradient norms and the weights after three steps."""
+    assert found["start"] == 0.0  # both have loaded the same
+    assert found["outputs"] <= LOGPROB_TOLERANCE
+    assert found["metrics"] <= LOGPROB_TOLERANCE
+    assert found["grad_norm"] <= RELATIVE_TOLERANCE
+    # Of the way that a tensor has gone. Steps of 1e-4 on weights of about 1: each engine rounds them to 6e-8 of that.
+    assert found["weights"] <= 2e-3
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_both_engines_agree(family: str, ranks: list[dict[str, Any]]) -> None:
+    agrees(ranks[0]["families"][family])
+    assert ranks[0]["families"][family]["moved"] > 0.0
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if "Megatron" not in name])
+def test_no_way_to_run_changes_a_number(way: str, ranks: list[dict[str, Any]]) -> None:
+    agrees(ranks[0]["ways"][way])
+
+
+def test_values_agree(ranks: list[dict[str, Any]]) -> None:
+    agrees(ranks[0]["value"])
+    assert ranks[0]["fresh value head"] == 0.0
+
+
+def test_a_rank_without_rows_takes_part(ranks: list[dict[str, Any]]) -> None:
+    agrees(ranks[0]["one row"])
+
+
+def test_bf16(ranks: list[dict[str, Any]]) -> None:
+    """Layers compute in bf16 what float32 shards hold; log-probs move by what 8 bits leave, and they do move."""
+    found = ranks[0]["bf16"]
+    assert found["pieces"] == ["torch.float32"]
+    assert found["exported"] == ["torch.bfloat16"]
+    assert 1e-4 < found["outputs"] < 0.3
+
+
+def test_buffers_outside_checkpoints(ranks: list[dict[str, Any]]) -> None:
+    assert all(ranks[0]["buffers"].values()), ranks[0]["buffers"]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["spoiled"] for rank in ranks):
+        assert found["message"] == "actor: the gradient norm is nan; weights and optimizer state are unchanged"
+        assert found["unchanged"]
+        assert found["usable"]
+
+
+def test_inspect_sees_the_forward_and_may_stop_the_update(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["inspected"] for rank in ranks):
+        assert found["message"] == "stopped"
+        assert max(found["seen"]) <= 1e-6
+        assert found["unchanged"]
+        assert found["metric"] == 3.0
+        assert found["moved"]
+
+
+@pytest.mark.parametrize(("name", "parts"), [("trains", 4), ("frozen", 1)])
+def test_offload_gives_everything_back(name: str, parts: int, ranks: list[dict[str, Any]]) -> None:
+    """Weights, gradients and two moments; bit for bit the same afterwards."""
+    for found in (rank["offload"][name] for rank in ranks):
+        assert found["left"] == 0
+        # A shard's memory is padded to that of the largest.
+        assert parts * FP32_BYTES * found["elements"] <= found["given back"]
+        assert found["given back"] <= 1.1 * parts * FP32_BYTES * found["elements"] + 4096
+        assert "onload before state()" in found["state"]
+        assert found["same state"]
+        assert found["same outputs"]
+
+
+def test_a_hugging_face_checkpoint_goes_to_the_other_engine(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["saved"] for rank in ranks):
+        assert found["read back"]
+    assert ranks[0]["saved"]["on disk"]
+
+
+def test_ranks_share_weights_and_moments(ranks: list[dict[str, Any]]) -> None:
+    """Each element of weights and both moments is on one of the two ranks, and each read its own rows only."""
+    shares = [rank["shares"] for rank in ranks]
+    model = shares[0]["model"]
+    assert sum(found["weights"] for found in shares) == model
+    assert sum(found["all"] for found in shares) == 3 * model
+    assert sum(found["bytes read"] for found in shares) == FP32_BYTES * model
+    assert max(found["weights"] for found in shares) < 0.51 * model
+
+
+def test_mistakes(ranks: list[dict[str, Any]]) -> None:
+    said = ranks[0]["mistakes"]
+    assert "model.frozen=['decoder.*']: matches no parameter; they are named as model.embed_tokens" in said["pattern"]
+    assert "nothing would train" in said["everything"]
+    if device_for(2) == "cpu":
+        assert said["kernel"].startswith("model.attn_implementation=flash_attention_2 cannot run")

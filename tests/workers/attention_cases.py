@@ -1,0 +1,51 @@
+"""What the models of a run's roles compute attention with, on either engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.attention_probe import AttentionProbe
+from tests.helpers.models import random_experience
+
+
+def case(
+    rank: int, engine: str, runs: dict[str, tuple[str | None, Sequence[str]]]
+) -> dict[str, dict[str, tuple[str, dict[str, int]]] | str]:
+    """For each of `runs`, (recipe, overrides): role -> (attention it says it has, kernels that ran, with how often).
+
+    Or the message of its UserError.
+    """
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    from mega_rl.assemble import session
+    from mega_rl.assemble.roles import build_roles
+    from mega_rl.config.loader import load
+    from mega_rl.errors import UserError
+
+    found: dict[str, Any] = {}
+    for name, (recipe, overrides) in runs.items():
+        config = load(None if recipe is None else Path(recipe), [f"engine={engine}", *overrides])
+        with session(config, accelerator) as groups:
+            try:
+                found[name] = kernels(build_roles(config, accelerator, groups))
+            except UserError as error:
+                found[name] = str(error)
+    return found
+
+
+def kernels(roles: Any) -> dict[str, tuple[str, dict[str, int]]]:
+    """role -> (attention of its engine, kernels of one evaluation and, where it learns, of one update)."""
+    batch = random_experience()
+    found = {}
+    for name in ("actor", "critic", "reference"):
+        engine = getattr(roles, f"{name}_engine")
+        worker = getattr(roles, name)
+        with AttentionProbe() as probe:
+            worker.evaluate(batch)
+            if name != "reference":
+                worker.update(batch, step=1)
+        found[name] = (engine.attention, dict(probe.ran))
+    return found

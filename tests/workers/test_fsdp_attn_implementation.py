@@ -1,0 +1,108 @@
+"""The attention that a config asks for is the one that each role's model runs, in both engines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.workers.attention_cases import case
+
+ENGINES = ("megatron", "fsdp")
+ROLES = ("actor", "critic", "reference")
+DOCS = Path(__file__).parents[2] / "docs" / "config.md"
+RECIPE = """
+model:
+  path: {path}
+  dtype: fp32
+  {setting}
+algorithm: {{advantage: gae, kl_placement: loss}}
+trainer: {{device: cpu, timeout_s: 60, max_tokens_per_microbatch: 64{packing}}}
+"""
+# name -> (line of the recipe's section model, command line, what actor, critic and reference run)
+RUNS: dict[str, tuple[str, list[str], tuple[str, str, str]]] = {
+    "default": ("", [], ("sdpa", "sdpa", "sdpa")),
+    "file, everyone": ("attn_implementation: eager", [], ("eager", "eager", "eager")),
+    "command line, everyone": ("", ["model.attn_implementation=eager"], ("eager", "eager", "eager")),
+    "file, critic": ("critic_attn_implementation: eager", [], ("sdpa", "eager", "sdpa")),
+    "command line, critic": ("", ["model.critic_attn_implementation=eager"], ("sdpa", "eager", "sdpa")),
+    "command line, reference": ("", ["model.ref_attn_implementation=eager"], ("sdpa", "sdpa", "eager")),
+    "command line over file": (
+        "attn_implementation: eager",
+        ["model.attn_implementation=sdpa", "model.ref_attn_implementation=eager"],
+        ("sdpa", "sdpa", "eager"),
+    ),
+    "all but the actor": (
+        "attn_implementation: eager",
+        ["model.critic_attn_implementation=sdpa", "model.ref_attn_implementation=auto"],
+        ("eager", "sdpa", "sdpa"),
+    ),
+    "padded": ("critic_attn_implementation: eager", [], ("sdpa", "eager", "sdpa")),
+}
+REFUSED = {
+    f"{key} refused": (key, [f"{key}=flash_attention_2"])
+    for key in ("model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation")
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """Each engine."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def found(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every run of one engine says and does; one rank."""
+    folder = tmp_path_factory.mktemp("attention")
+    checkpoint = write_tiny_checkpoint(folder / "model")
+    runs = {}
+    for number, name in enumerate([*RUNS, *REFUSED]):
+        setting, overrides = RUNS[name][:2] if name in RUNS else ("", REFUSED[name][1])
+        packing = ", packing: false" if name == "padded" else ""
+        recipe = folder / f"{number}.yaml"
+        recipe.write_text(RECIPE.format(path=checkpoint, setting=setting, packing=packing), encoding="utf-8")
+        runs[name] = (str(recipe), overrides)
+    return dict(run_ranks(1, case, engine, runs, device="cpu")[0])
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_every_role_runs_what_was_asked_for(found: dict[str, Any], name: str) -> None:
+    """By name, and by the kernels that really ran in an evaluation and an update: those and no other."""
+    for role, expected in zip(ROLES, RUNS[name][2], strict=True):
+        attention, ran = found[name][role]
+        assert attention == expected, role
+        assert list(ran) == [expected], role
+
+
+def test_roles_and_runs_do_as_much_work_whatever_they_run(found: dict[str, Any]) -> None:
+    """A kernel is called once for each layer and length class, whichever it is: none was left out."""
+    for role in ROLES:
+        counts = {sum(found[name][role][1].values()) for name in RUNS if name != "padded"}
+        assert len(counts) == 1, (role, counts)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_is_not_there_is_refused(found: dict[str, Any], engine: str, name: str) -> None:
+    """FlashAttention on a CPU: the key, why, and what there is instead."""
+    owner = {
+        "megatron": "Megatron-Core's layers without Transformer Engine",
+        "fsdp": r"Hugging Face's models \(engine=fsdp\)",
+    }[engine]
+    key = re.escape(REFUSED[name][0])
+    message = rf"{key}=flash_attention_2 cannot run in {owner}: it needs .+; available here: auto, eager, sdpa"
+    assert isinstance(found[name], str)
+    assert re.fullmatch(message, found[name]), found[name]
+
+
+def test_the_default_is_what_the_docs_say() -> None:
+    """auto for every role: the best that is there, on a CPU torch's fused attention."""
+    rows = {line.split("`")[1]: line for line in DOCS.read_text("utf-8").splitlines() if "attn_implementation`" in line}
+    defaults = {key: line.split("|")[3].strip() for key, line in rows.items()}
+    assert defaults.pop("model.attn_implementation") == "`auto`"
+    assert set(defaults.values()) == {"`same`"}
+    assert len(defaults) == 3
