@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
+from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.rules import is_on_policy
 from mega_rl.config.schema import Config
+from mega_rl.converters.parts import hf_tensors
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
+from mega_rl.metrics.startup import RoleFacts
+from mega_rl.models.attention_choice import check_one_backend
+from mega_rl.models.specs import choose_transformer_impl
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Learner, Scored
 from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages
@@ -30,10 +36,22 @@ class Roles:
     actor_engine: ModelEngine
     critic_engine: ModelEngine | None
     reference_engine: ModelEngine | None
+    reward_engine: ModelEngine | None  # of a reward model
+
+    @property
+    def engines(self) -> list[ModelEngine]:
+        """Those that the run has, the actor's first."""
+        found = (self.actor_engine, self.critic_engine, self.reference_engine, self.reward_engine)
+        return [engine for engine in found if engine is not None]
 
 
 def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Roles:
-    """Actor; critic where the advantage needs one; reference where a KL term does."""
+    """Actor; critic where the advantage needs one; reference where a KL term does; reward where it is a model.
+
+    Raises:
+        UserError: a model cannot run as the config asks.
+    """
+    _check_attention(config, accelerator)
     engine = partial(build_engine, config=config, groups=groups, accelerator=accelerator)
     algorithm, model = config.algorithm, config.model
     rate = partial(learning_rate, optim=config.optim, total_steps=config.trainer.steps)
@@ -58,7 +76,7 @@ def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Rol
     )
     critic: Learner = AbsentWorker()
     critic_engine = None
-    if algorithm.advantage == "gae":
+    if "critic" in roles_of(config):
         critic_engine = engine("critic", path=Path(model.critic_path or model.path), head="value", trainable=True)
         critic = LearningWorker(
             "critic",
@@ -68,10 +86,63 @@ def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Rol
         )
     reference: Scored = AbsentWorker()
     reference_engine = None
-    if algorithm.kl_placement != "none":
+    if "reference" in roles_of(config):
         reference_engine = engine("reference", path=Path(model.ref_path or model.path), head="lm", trainable=False)
         reference = ReferenceWorker(reference_engine)
-    return Roles(actor, critic, reference, kl, actor_engine, critic_engine, reference_engine)
+    reward_engine = None
+    if "reward" in roles_of(config):
+        reward_engine = engine("reward", path=Path(config.reward.model_path), head="value", trainable=False)
+    return Roles(actor, critic, reference, kl, actor_engine, critic_engine, reference_engine, reward_engine)
+
+
+def roles_of(config: Config) -> list[Role]:
+    """The roles of a run that are models."""
+    algorithm = config.algorithm
+    there: dict[Role, bool] = {
+        "actor": True,
+        "critic": algorithm.advantage == "gae",
+        "reference": algorithm.kl_placement != "none",
+        "reward": config.reward.source == "model",
+    }
+    return [role for role, is_there in there.items() if is_there]
+
+
+def _check_attention(config: Config, accelerator: Accelerator) -> None:
+    """Whether all models can have the attention that is asked for in one process. Raises UserError."""
+    if config.engine == "megatron":
+        impl = choose_transformer_impl(config.model.transformer_impl, device_type=accelerator.device.type)
+        if impl == "te":
+            check_one_backend({role: requested_attention(config, role) for role in roles_of(config)})
+
+
+def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
+    """What the start-up table says of each role."""
+    model, reward = config.model, config.reward
+    paths = {
+        "actor": model.path,
+        "critic": model.critic_path or model.path,
+        "reference": model.ref_path or model.path,
+        "reward": reward.model_path,
+    }
+    facts = []
+    for engine in roles.engines:
+        sharding = engine.sharding
+        facts.append(
+            RoleFacts(
+                role=engine.name,
+                model=paths[engine.name],
+                family=sharding.hf.model_type,
+                parameters=sum(prod(tensor.shape) for tensor in hf_tensors(sharding.hf, head=sharding.head).values()),
+                engine=config.engine,
+                layout=str(sharding.layout),
+                attention=engine.attention,
+                dtype=model.dtype,
+                trains=engine.name in ("actor", "critic"),
+            )
+        )
+    if reward.source != "model":
+        facts.append(RoleFacts("reward", reward.function if reward.source == "function" else reward.url))
+    return facts
 
 
 def build_kl(config: Config) -> KLController:

@@ -141,13 +141,12 @@ def build_rollouts(
         resources.callback(ahead.close)
         return Rollouts(source=ahead, sync=ahead, checkpoints=checkpoints, under_way=ahead)
     if colocated:
-        others = [engine for engine in (roles.critic_engine, roles.reference_engine) if engine is not None]
         turns = ColocatedTurns(
             source=worker,
             sync=connection.sync,
             checkpoints=checkpoints,
             policy=actor,
-            others=others,
+            others=roles.engines[1:],
             servers=connection.memory,
             accelerator=accelerator,
             everyone=world,

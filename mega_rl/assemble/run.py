@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.algorithms.kl import KLController
-from mega_rl.assemble.roles import Roles, build_estimator, build_roles
+from mega_rl.assemble.rewards import build_reward, find_text_scorer
+from mega_rl.assemble.roles import Roles, build_estimator, build_roles, role_facts
 from mega_rl.assemble.rollouts import Rollouts, build_rollouts, start_servers
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.random_state import RandomState
@@ -30,12 +31,13 @@ from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
 from mega_rl.metrics.console import GenerationBar
 from mega_rl.metrics.sinks import make_sink
+from mega_rl.metrics.startup import show_startup
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
-from mega_rl.protocols import WeightSync
+from mega_rl.protocols import RolloutSource, WeightSync
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard
@@ -43,8 +45,7 @@ from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import FunctionRewards, RewardWorker
-from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.rollout import KnownTokens
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def build_trainer(
 ) -> PPOTrainer:
     """Every part of a run, connected; `resources` ends what must end with the run: servers, files of metrics."""
     # Mistakes in data and reward function are found before the weights are loaded, and before anything is written.
-    reward_function = resolve(config.reward.function)
+    scorer = find_text_scorer(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     train, held_out = load_data(config, tokenizer, vocab_size=read_hf_config(config.model.path).vocab_size)
     world = GroupRanks(groups.world)
@@ -168,12 +169,22 @@ def build_trainer(
         generation=generation,
     )
     resources.callback(metrics.close)
+    if is_writer:
+        show_startup(role_facts(config, roles))
     return PPOTrainer(
         settings=run_settings(config),
         prompts=prompts,
         val_prompts=held_out,
-        rollout=rollouts.source,
-        reward=RewardWorker(FunctionRewards(reward_function), decode=decode, replica=actor.replica, everyone=world),
+        rollout=_known_tokens(rollouts.source, roles, world),
+        reward=build_reward(
+            config,
+            scorer,
+            roles.reward_engine,
+            tokenizer=tokenizer,
+            decode=decode,
+            replica=actor.replica,
+            everyone=world,
+        ),
         actor=roles.actor,
         critic=roles.critic,
         reference=roles.reference,
@@ -194,6 +205,16 @@ def build_trainer(
         stop_requested=stop_requested,
         start=start,
     )
+
+
+def _known_tokens(source: RolloutSource, roles: Roles, everyone: GroupRanks) -> RolloutSource:
+    """The source, watched where a model that reads its tokens has a smaller vocabulary than the actor."""
+    readers = [engine for engine in (roles.critic_engine, roles.reference_engine) if engine is not None]
+    smallest = min(readers, key=lambda engine: engine.sharding.hf.vocab_size, default=roles.actor_engine)
+    vocab_size = smallest.sharding.hf.vocab_size
+    if vocab_size >= roles.actor_engine.sharding.hf.vocab_size:
+        return source
+    return KnownTokens(source, vocab_size=vocab_size, reader=smallest.name, everyone=everyone)
 
 
 def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRanks) -> Callable[[int], None]:

@@ -73,7 +73,8 @@ def _fits_experts(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
             if getattr(par, name) > 1:
                 yield f"parallel.{name}={getattr(par, name)}: {key} has no experts; remove parallel.{name}"
         for entry in dataclasses.fields(config.moe):
-            if getattr(config.moe, entry.name) != entry.default:
+            # Of the actor: a dense reference or reward model beside a mixture has nothing to do with them.
+            if key == "model.path" and getattr(config.moe, entry.name) != entry.default:
                 yield f"moe.{entry.name} has no effect: {key} has no experts; remove moe.{entry.name}"
         return
     if facts.num_experts % par.ep:

@@ -63,9 +63,10 @@ def save_hf(
     """Writes a Hugging Face checkpoint folder: the weights, and config, tokenizer and templates as in `source`.
 
     Collective over the ranks that hold the first copy of all weights; the first of them writes, other ranks return at
-    once, unless data parallelism has cut the parameters (`sharded`): then it is collective over all. Experts and value heads are spelled as in `source`. Multi-token prediction layers that are no part of the
-    model are kept as they are in `source`, or dropped. config.json is copied byte for byte unless one of its keys is
-    not true any more (`companions.config_changes`).
+    once, unless data parallelism has cut the parameters (`sharded`): then it is collective over all. Experts and value
+    heads are spelled as in `source`. Multi-token prediction layers that are no part of the model are kept as they are
+    in `source`, or dropped. config.json is copied byte for byte unless one of its keys is not true any more
+    (`companions.config_changes`).
 
     Needs the memory of `export_hf` and 64 MiB. On a single rank, where nothing is gathered, parameters are written from
     where they lie: it needs at most one tensor per thread, and none on a CPU without a cast. `threads` None: its share

@@ -21,7 +21,7 @@ USUAL = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 
 
 class DiskTensor(NamedTuple):
-    """A tensor on disk as consecutive rows, all columns, of a model's tensor; both seen as matrices (`matrix_shape`)."""
+    """A tensor on disk as consecutive whole rows of a model's tensor, both seen as matrices (`matrix_shape`)."""
 
     name: str
     shape: tuple[int, ...]

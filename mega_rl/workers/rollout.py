@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, Samples
+from mega_rl.errors import RunError
+from mega_rl.parallel.together import raise_together
+from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples
 from mega_rl.types import Metrics, Prompt, Rollout
 
 
@@ -65,3 +67,34 @@ class BackgroundRolloutWorker(RolloutWorker, Generic[Samples]):
     def collect(self, samples: Samples) -> Rollout:
         """This replica's rows; collective over all ranks."""
         return self.replica.gather_rows(self.engine.collect(samples))
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """A rollout source whose tokens are all known to the reader with the smallest vocabulary.
+
+    Vocabularies of one tokenizer are padded to different sizes. An actor hardly ever samples what has no token, but
+    where it does, a smaller embedding would be read beyond its end.
+    """
+
+    source: RolloutSource
+    vocab_size: int
+    reader: str  # "reference"
+    everyone: Ranks
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        """The source's rows. Raises RunError on all ranks for a token id from `vocab_size` on; collective."""
+        rollout = self.source.generate(prompts, step=step, greedy=greedy)
+        largest = int(rollout.tokens.max()) if rollout.tokens.numel() else 0
+        failure = None
+        if largest >= self.vocab_size:
+            failure = RunError(
+                f"the actor sampled token id {largest}, and the {self.reader} has a vocabulary of {self.vocab_size}; "
+                f"use a {self.reader} whose embedding has as many rows as the actor's"
+            )
+        raise_together(failure, self.everyone, error=RunError)
+        return rollout
+
+    def metrics(self) -> Metrics:
+        """The source's."""
+        return self.source.metrics()

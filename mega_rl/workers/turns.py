@@ -63,7 +63,7 @@ class ColocatedTurns:
     sync: WeightSync
     checkpoints: CheckpointStore
     policy: Engine
-    others: Sequence[Engine]  # critic and reference
+    others: Sequence[Engine]  # critic, reference and reward model
     servers: ServerMemory
     accelerator: Accelerator
     everyone: Ranks

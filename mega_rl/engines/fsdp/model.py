@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreT
         whole = TokenClassifier(model, config.hidden_size) if head == "value" else model
     model.tie_weights()
     # It would keep the row of the padding token from training, in rows where that token is one like any other.
-    model.get_input_embeddings().padding_idx = None
+    cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     return whole.eval(), model
 
 

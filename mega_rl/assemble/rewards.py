@@ -1,0 +1,79 @@
+"""Who scores the responses of a run: a function, a service, or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mega_rl.config.schema import Config
+from mega_rl.data.tokenizer_identity import read_tokenizer
+from mega_rl.engines.base import ModelEngine
+from mega_rl.protocols import Ranks, Scorer
+from mega_rl.workers.reward import FunctionRewards, RewardWorker, TextScorer
+from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_http import HttpRewards
+from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
+from mega_rl.workers.reward_service import RewardService
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def find_text_scorer(config: Config) -> TextScorer | None:
+    """The function or service that scores; None where a model does.
+
+    Raises:
+        UserError: a function that cannot be called, an address or key that cannot be used.
+    """
+    reward = config.reward
+    if reward.source == "model":
+        return None
+    if reward.source == "function":
+        return FunctionRewards(resolve(reward.function))
+    return HttpRewards(
+        RewardService.find(reward.url, reward.key_file),
+        batch_size=reward.batch_size,
+        concurrency=reward.concurrency,
+        timeout_s=reward.timeout_s,
+        retries=reward.retries,
+    )
+
+
+def build_reward(
+    config: Config,
+    scorer: TextScorer | None,
+    engine: ModelEngine | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    decode: Decode,
+    replica: Ranks,
+    everyone: Ranks,
+) -> Scorer:
+    """The reward role over `scorer`, or over the reward model's `engine`; `tokenizer` and `decode` are the actor's."""
+    if scorer is not None:
+        return RewardWorker(scorer, decode=decode, replica=replica, everyone=everyone)
+    assert engine is not None, "neither a scorer nor a model"
+    hf, trainer = engine.sharding.hf, config.trainer
+    limits = RowLimits(
+        vocab_size=hf.vocab_size,
+        positions=hf.max_position_embeddings,
+        microbatch_tokens=trainer.max_tokens_per_microbatch if trainer.packing else None,
+        multiple=2 * config.parallel.cp if config.parallel.cp > 1 else 1,
+    )
+    return RewardModelWorker(engine, _token_rows(config, tokenizer, decode), limits=limits, everyone=everyone)
+
+
+def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:
+    """What the reward model reads: the actor's tokens where both have the same tokenizer, else its own."""
+    path = Path(config.reward.model_path)
+    own = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    identities = [read_tokenizer(folder) for folder in (path, Path(config.model.path))]
+    digests = {None if identity is None else identity.digest for identity in identities}
+    return token_rows(
+        own,
+        template=own.chat_template,
+        same_tokenizer=len(digests) == 1 and None not in digests,
+        rollout_template=tokenizer.chat_template if config.data.chat_template else None,
+        decode=decode,
+    )
