@@ -169,7 +169,9 @@ class FsdpConfig:
         True, "Free a layer's weights after its forward and gather them again in the backward; false keeps them."
     )
     reduce_every_microbatch: bool = setting(
-        False, "Reduce gradients after every micro-batch, for less memory; false: once for each optimizer step."
+        True,
+        "Reduce gradients after every micro-batch, so that each rank keeps its share of them; false reduces once for "
+        "each optimizer step, for less traffic, and keeps the whole of them in FP32 until then.",
     )
     grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
     cpu_offload: bool = setting(

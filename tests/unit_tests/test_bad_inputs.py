@@ -94,6 +94,18 @@ def unsupported_architecture() -> list[str]:
     return []
 
 
+def reference_with_another_tokenizer() -> list[str]:
+    shutil.copytree("m", "r")
+    text = Path("r/tokenizer.json").read_text()
+    Path("r/tokenizer.json").write_text(text.replace('"a"', '"A"'))
+    return ["engine=fsdp", "algorithm.kl_placement=loss", "model.ref_path=r"]
+
+
+def given(*settings: str) -> Callable[[], list[str]]:
+    """Settings alone, over good files."""
+    return lambda: list(settings)
+
+
 EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "missing directory": (missing_directory, ("model.path: ", "m: ", "no such directory")),
     "missing shard": (missing_shard, ("m/model-00002-of-00002.safetensors: missing, though the index names it",)),
@@ -103,6 +115,37 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "unknown reward": (unknown_reward, ("reward.function='exact_mach'", "legal: exact_match, math_verify")),
     "reward without name": (reward_without_name, ("r.py defines no 'scores'; it has score",)),
     "unsupported architecture": (unsupported_architecture, ('m/config.json: model_type="mamba": not supported',)),
+    "unknown engine": (given("engine=deepspeed"), ("engine='deepspeed'", "megatron, fsdp")),
+    "a layout under FSDP": (
+        given("engine=fsdp", "parallel.tp=2", "--nproc-per-node=2"),
+        ("parallel.tp=2 has no effect: it needs engine=megatron",),
+    ),
+    "FSDP's settings under Megatron-Core": (
+        given("fsdp.cpu_offload=true"),
+        ("fsdp.cpu_offload=true has no effect: it needs engine=fsdp",),
+    ),
+    "replicas that do not fit the ranks": (
+        given("engine=fsdp", "fsdp.shard_ranks=3", "--nproc-per-node=2"),
+        ("fsdp.shard_ranks=3 does not divide the world size 2; legal: 1, 2",),
+    ),
+    "reward model without a path": (given("reward.source=model"), ("reward.source=model needs reward.model_path",)),
+    "reward service without an address": (given("reward.source=http"), ("reward.url=''", "http:// or https://")),
+    "reward model that nobody asks": (
+        given("reward.model_path=m"),
+        ("reward.model_path=m has no effect: it needs reward.source=model",),
+    ),
+    "reward function beside a service": (
+        given("reward.source=http", "reward.url=http://127.0.0.1:1/", "reward.function=math_verify"),
+        ("reward.function=math_verify has no effect: it needs reward.source=function",),
+    ),
+    "actor as reward model": (
+        given("reward.source=model", "reward.model_path=m"),
+        ("reward.model_path: m: has no score.weight", "a sequence-classification checkpoint with one label"),
+    ),
+    "reference with another tokenizer": (
+        reference_with_another_tokenizer,
+        ("model.ref_path: r: its tokenizer is not that of model.path (m): token id 18 is 'A' here, 'a' there",),
+    ),
 }
 
 
@@ -177,6 +220,13 @@ LATE: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
         damaged_checkpoint,
         ("step_000001/manifest.json", "0123456789abcdef", "checkpoint.resume to another one"),
     ),
+    **{
+        f"FlashAttention on a CPU, engine={engine}": (
+            given(f"engine={engine}", "model.attn_implementation=flash_attention_2"),
+            ("model.attn_implementation=flash_attention_2 cannot run in", "available here: auto, eager, sdpa"),
+        )
+        for engine in ("megatron", "fsdp")
+    },
     "incomplete checkpoint": (incomplete_checkpoint, ("checkpoint.resume=c: no complete checkpoint there",)),
 }
 NAN_REWARD = "def score(prompt, response, answer):\n    return float('nan') if answer == '5' else 1.0\n"

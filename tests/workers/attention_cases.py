@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mega_rl.workers.models import ReferenceWorker
 from tests.helpers.attention_probe import AttentionProbe
 from tests.helpers.models import random_experience
 
@@ -39,13 +40,13 @@ def case(
 def kernels(roles: Any) -> dict[str, tuple[str, dict[str, int]]]:
     """role -> (attention of its engine, kernels of one evaluation and, where it learns, of one update)."""
     batch = random_experience()
+    workers = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
     found = {}
-    for name in ("actor", "critic", "reference"):
-        engine = getattr(roles, f"{name}_engine")
-        worker = getattr(roles, name)
+    for engine in roles.engines:
         with AttentionProbe() as probe:
-            worker.evaluate(batch)
-            if name != "reference":
-                worker.update(batch, step=1)
-        found[name] = (engine.attention, dict(probe.ran))
+            # Of the reward model the worker makes rows of its own, which go the same way.
+            workers.get(engine.name, ReferenceWorker(engine)).evaluate(batch)
+            if engine.name in ("actor", "critic"):
+                workers[engine.name].update(batch, step=1)
+        found[engine.name] = (engine.attention, dict(probe.ran))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,43 +11,54 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.workers.reward_model_cases import write_reward_model
 from tests.workers.attention_cases import case
 
 ENGINES = ("megatron", "fsdp")
-ROLES = ("actor", "critic", "reference")
+ROLES = ("actor", "critic", "reference", "reward")
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
-RECIPE = """
-model:
-  path: {path}
-  dtype: fp32
-  {setting}
-algorithm: {{advantage: gae, kl_placement: loss}}
-trainer: {{device: cpu, timeout_s: 60, max_tokens_per_microbatch: 64{packing}}}
-"""
-# name -> (line of the recipe's section model, command line, what actor, critic and reference run)
-RUNS: dict[str, tuple[str, list[str], tuple[str, str, str]]] = {
-    "default": ("", [], ("sdpa", "sdpa", "sdpa")),
-    "file, everyone": ("attn_implementation: eager", [], ("eager", "eager", "eager")),
-    "command line, everyone": ("", ["model.attn_implementation=eager"], ("eager", "eager", "eager")),
-    "file, critic": ("critic_attn_implementation: eager", [], ("sdpa", "eager", "sdpa")),
-    "command line, critic": ("", ["model.critic_attn_implementation=eager"], ("sdpa", "eager", "sdpa")),
-    "command line, reference": ("", ["model.ref_attn_implementation=eager"], ("sdpa", "sdpa", "eager")),
+# name -> (setting in the recipe, command line, what actor, critic, reference and reward model run)
+RUNS: dict[str, tuple[str, list[str], tuple[str, str, str, str]]] = {
+    "default": ("", [], ("sdpa", "sdpa", "sdpa", "sdpa")),
+    "file, everyone": ("model.attn_implementation=eager", [], ("eager", "eager", "eager", "eager")),
+    "command line, everyone": ("", ["model.attn_implementation=eager"], ("eager", "eager", "eager", "eager")),
+    "file, critic": ("model.critic_attn_implementation=eager", [], ("sdpa", "eager", "sdpa", "sdpa")),
+    "command line, critic": ("", ["model.critic_attn_implementation=eager"], ("sdpa", "eager", "sdpa", "sdpa")),
+    "command line, reference": ("", ["model.ref_attn_implementation=eager"], ("sdpa", "sdpa", "eager", "sdpa")),
+    "file, reward model": ("reward.attn_implementation=eager", [], ("sdpa", "sdpa", "sdpa", "eager")),
+    "command line, reward model": ("", ["reward.attn_implementation=eager"], ("sdpa", "sdpa", "sdpa", "eager")),
     "command line over file": (
-        "attn_implementation: eager",
+        "model.attn_implementation=eager",
         ["model.attn_implementation=sdpa", "model.ref_attn_implementation=eager"],
-        ("sdpa", "sdpa", "eager"),
+        ("sdpa", "sdpa", "eager", "sdpa"),
     ),
-    "all but the actor": (
-        "attn_implementation: eager",
+    "all but actor and reward model": (
+        "model.attn_implementation=eager",
         ["model.critic_attn_implementation=sdpa", "model.ref_attn_implementation=auto"],
-        ("eager", "sdpa", "sdpa"),
+        ("eager", "sdpa", "sdpa", "eager"),
     ),
-    "padded": ("critic_attn_implementation: eager", [], ("sdpa", "eager", "sdpa")),
+    "padded": ("model.critic_attn_implementation=eager", ["trainer.packing=false"], ("sdpa", "eager", "sdpa", "sdpa")),
 }
-REFUSED = {
-    f"{key} refused": (key, [f"{key}=flash_attention_2"])
-    for key in ("model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation")
-}
+KEYS = (
+    *("model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation"),
+    "reward.attn_implementation",
+)
+REFUSED = {f"{key} refused": (key, [f"{key}=flash_attention_2"]) for key in KEYS}
+
+
+def recipe_of(folder: Path, setting: str) -> str:
+    """A recipe, as text, of a run with all roles; `setting` is one more line of it."""
+    recipe: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "algorithm": {"advantage": "gae", "kl_placement": "loss"},
+        "reward": {"source": "model", "model_path": str(folder / "reward")},
+        "trainer": {"device": "cpu", "timeout_s": 60, "max_tokens_per_microbatch": 64},
+    }
+    if setting:
+        key, _, value = setting.partition("=")
+        section, _, name = key.partition(".")
+        recipe[section][name] = value
+    return json.dumps(recipe)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -59,13 +71,13 @@ def engine(request: pytest.FixtureRequest) -> str:
 def found(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every run of one engine says and does; one rank."""
     folder = tmp_path_factory.mktemp("attention")
-    checkpoint = write_tiny_checkpoint(folder / "model")
+    write_tiny_checkpoint(folder / "model")
+    write_reward_model(folder / "reward", family="qwen3")
     runs = {}
     for number, name in enumerate([*RUNS, *REFUSED]):
         setting, overrides = RUNS[name][:2] if name in RUNS else ("", REFUSED[name][1])
-        packing = ", packing: false" if name == "padded" else ""
         recipe = folder / f"{number}.yaml"
-        recipe.write_text(RECIPE.format(path=checkpoint, setting=setting, packing=packing), encoding="utf-8")
+        recipe.write_text(recipe_of(folder, setting), encoding="utf-8")
         runs[name] = (str(recipe), overrides)
     return dict(run_ranks(1, case, engine, runs, device="cpu")[0])
 
@@ -73,6 +85,7 @@ def found(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 @pytest.mark.parametrize("name", list(RUNS))
 def test_every_role_runs_what_was_asked_for(found: dict[str, Any], name: str) -> None:
     """By name, and by the kernels that really ran in an evaluation and an update: those and no other."""
+    assert tuple(found[name]) == ROLES
     for role, expected in zip(ROLES, RUNS[name][2], strict=True):
         attention, ran = found[name][role]
         assert attention == expected, role
@@ -105,4 +118,4 @@ def test_the_default_is_what_the_docs_say() -> None:
     defaults = {key: line.split("|")[3].strip() for key, line in rows.items()}
     assert defaults.pop("model.attn_implementation") == "`auto`"
     assert set(defaults.values()) == {"`same`"}
-    assert len(defaults) == 3
+    assert set(defaults) == set(KEYS) - {"model.attn_implementation"}

@@ -50,7 +50,7 @@ class FSDPEngine:
     dtype: torch.dtype  # that layers compute in, and weights leave in
     attention: str  # "eager", "sdpa" or "flash_attention_2"
     clip_grad: float = 1.0
-    reduce_every_microbatch: bool = False
+    reduce_every_microbatch: bool = True
     keep_gathered: bool = False  # layers between forward and backward, and from one micro-batch to the next
     temperature: float = 1.0
     export_bucket_bytes: int = 256 << 20

@@ -110,7 +110,7 @@ def shard(
         sharded = fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=settings.reshard_after_forward,
+            reshard_after_forward=settings.reshard_after_forward and unit is not model,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=kind, reduce_dtype=torch.float32 if settings.grad_reduce_in_fp32 else kind
             ),

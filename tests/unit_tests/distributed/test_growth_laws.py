@@ -90,6 +90,30 @@ def test_optimizer_state_is_shared_out(found: dict[str, Any]) -> None:
     assert slope({d: case["state"] for d, case in found["dp"].items()}) == pytest.approx(-1, abs=SLOPE_TOLERANCE)
 
 
+def test_fully_sharded_layers(found: dict[str, Any]) -> None:
+    """For each of 4 micro-batches: two gathers of bf16 layers, one of the root, and FP32 gradients once.
+
+    (d - 1) / d of each, so flat in d; a rank holds 1 / d of the parameters.
+    """
+    for d, case in found["fsdp"].items():
+        numel, rest = case["parameters"], case["of the root"]
+        assert case["gathered"] == 4 * 2 * (2 * (numel - rest) + rest) * (d - 1) // d
+        assert case["scattered"] == 4 * 4 * numel * (d - 1) // d
+        assert case["held"] * d == numel
+        assert case["summed"] == 0
+
+
+def test_fully_sharded_layers_the_other_ways(found: dict[str, Any]) -> None:
+    """Gradients once for a step; layers gathered once for all its micro-batches; copies that add gradients up."""
+    usual, kept, copies = found["fsdp"][8], found["fsdp kept"], found["fsdp copies"]
+    for case in found["fsdp once"].values():
+        assert (case["scatters"], case["scattered"]) == (usual["scatters"] // 4, usual["scattered"] // 4)
+    assert kept["gathered"] == 2 * kept["parameters"] * 7 // 8
+    # 8 copies over 8 ranks each: the same within one, and an all-reduce of each share over the copies.
+    assert (copies["gathered"], copies["scattered"]) == (usual["gathered"], usual["scattered"])
+    assert copies["summed"] == 4 * 2 * 4 * copies["held"] * 7 // 8
+
+
 def test_layers_under_tensor_parallelism(found: dict[str, Any]) -> None:
     """Attention and MLP gather and scatter T x H once each way, and gather their inputs again for weight gradients."""
     tokens = 4 * LENGTH

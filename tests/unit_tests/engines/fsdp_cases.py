@@ -22,7 +22,7 @@ STEPS = 3
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {"trainer": {"packing": False, "micro_batch_size": 2}},
     "recomputed": {"model": {"recompute": "full"}},
-    "reduced after every micro-batch": {"fsdp": {"reduce_every_microbatch": True}},
+    "reduced once for a step": {"fsdp": {"reduce_every_microbatch": False}},
     "kept gathered": {"fsdp": {"reshard_after_forward": False}},
     "two copies": {"fsdp": {"shard_ranks": 1}},
     "on the host": {"fsdp": {"cpu_offload": True}},

@@ -59,14 +59,22 @@ def write_models(root: Path) -> None:
 def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 1, **settings: Any) -> Iterator[Any]:
     """The engine of one rank of a world of `ranks`, none of which but this is there.
 
-    `settings` are those of `parallel`, and `dtype`, `bucket_size`, `overlap`.
+    `settings` are those of `parallel`, and `dtype`, `bucket_size`, `overlap`, `engine`, `fsdp`.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.config.schema import Config, DdpConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+    from mega_rl.config.schema import (
+        Config,
+        DdpConfig,
+        FsdpConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        TrainerConfig,
+    )
     from mega_rl.engines.build import build_engine
     from mega_rl.parallel import groups as process_groups
     from mega_rl.parallel.layout import ParallelLayout
@@ -74,6 +82,8 @@ def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 
     dtype, bucket = settings.pop("dtype", "fp32"), settings.pop("bucket_size", 0)
     overlap = settings.pop("overlap", False)
     config = Config(
+        engine=settings.pop("engine", "megatron"),
+        fsdp=FsdpConfig(**settings.pop("fsdp", {})),
         model=ModelConfig(path=model, dtype=dtype),
         parallel=ParallelConfig(**settings),
         ddp=DdpConfig(bucket_size=bucket, overlap_grad_reduce=overlap, overlap_param_gather=overlap),
@@ -169,6 +179,27 @@ def data_parallel(root: str, *, ranks: int, rank: int = 0, model: str = "2 layer
         }
 
 
+def fsdp(root: str, *, ranks: int, rows: int = 4, shard_ranks: int = 0, **settings: Any) -> Any:
+    """What a rank of the FSDP engine sends for layers and gradients in a step of one row for each micro-batch."""
+    from mega_rl.parallel.counting import total_bytes
+
+    settings["shard_ranks"] = shard_ranks
+    with simulated(f"{root}/2 layers", ranks=ranks, dtype="bf16", engine="fsdp", fsdp=settings) as engine:
+        recorder = recorded(engine, rows=rows)
+        of = {op: [c for c in recorder.collectives if c.op == op] for op in ("all_gather", "reduce_scatter")}
+        summed = [c for c in recorder.collectives if c.op == "all_reduce" and c.dtype == torch.float32]  # no metrics
+        root_only = engine.model.model.norm.weight
+        return {
+            "parameters": sum(parameter.numel() for parameter in engine.parameters),
+            "of the root": root_only.numel(),
+            "gathered": total_bytes(of["all_gather"]),
+            "scattered": total_bytes(of["reduce_scatter"]),
+            "summed": total_bytes(summed),
+            "scatters": len(of["reduce_scatter"]),
+            "held": sum(parameter.to_local().numel() for parameter in engine.parameters),
+        }
+
+
 def tensor_parallel(root: str, *, tp: int, model: str) -> int:
     """Bytes that the layers' activations take over tensor parallelism in one micro-batch, forward and backward."""
     from mega_rl.parallel.counting import total_bytes
@@ -258,6 +289,10 @@ def everything(rank: int, root: str) -> dict[str, Any]:
             size: data_parallel(root, ranks=8, model="16 layers", bucket_size=size, overlap=True, steps=2)
             for size in (60_000, 240_000)
         },
+        "fsdp": {d: fsdp(root, ranks=d) for d in (2, 4, 8)},
+        "fsdp once": {m: fsdp(root, ranks=8, rows=m, reduce_every_microbatch=False) for m in (1, 8)},
+        "fsdp kept": fsdp(root, ranks=8, reshard_after_forward=False),
+        "fsdp copies": fsdp(root, ranks=64, shard_ranks=8),
         "tp": {t: [tensor_parallel(root, tp=t, model=m) for m in ("2 layers", "4 layers")] for t in (2, 4, 8)},
         "pp": {at: pipeline(root, pp=at[0], rank=at[1], rows=16) for at in ((2, 0), (2, 1), (8, 3), (16, 0), (16, 15))},
         "pp micro-batches": {m: pipeline(root, pp=4, rank=0, rows=m) for m in (4, 32)},

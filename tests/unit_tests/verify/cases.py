@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,14 +26,14 @@ def measure_all(rank: int, plans: list[str]) -> None:
 
 
 def measure_broken(rank: int, plans: dict[str, str]) -> None:
-    """The plan of each fault of `faults()`, measured with that fault."""
+    """The plan of each fault of `faults()` and `engine_faults()`, measured with that fault."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.case import measure
 
     for fault, path in plans.items():
-        with faults(rank)[fault]:
+        with (faults(rank) | engine_faults())[fault]:
             measure(Plan.read(Path(path)), accelerator)
 
 
@@ -73,6 +74,59 @@ def faults(rank: int) -> dict[str, Any]:
             Group, start_grad_sync=unless_experts(start), finish_grad_sync=unless_experts(finish)
         ),
         "one copy": patch.object(upstream, reduce, wrong_on_one),
+    }
+
+
+def engine_faults() -> dict[str, Any]:
+    """Things that the FSDP engine could get wrong, by name."""
+    import torch
+
+    from mega_rl.engines.fsdp import build
+    from mega_rl.engines.fsdp.engine import FSDPEngine
+    from mega_rl.engines.fsdp.model import fsdp_modules, sharded_parameters
+    from mega_rl.engines.fsdp.optimizer import local
+
+    load, skeleton, build_adam = build.load, build.skeleton, build.build_adam
+    apply_gradients, token_outputs = FSDPEngine._apply_gradients, FSDPEngine._token_outputs
+
+    def one_weight(model: Any, *args: Any, **kwargs: Any) -> int:
+        read = load(model, *args, **kwargs)
+        with torch.no_grad():
+            local(sharded_parameters(model)["model.layers.1.mlp.down_proj.weight"]).mul_(1.01)
+        return read
+
+    def one_gradient(self: Any, lr: float) -> float:
+        for name, parameter in sharded_parameters(self.model).items():
+            if name == "model.layers.0.self_attn.k_norm.weight" and parameter.grad is not None:
+                local(parameter.grad).mul_(1.5)
+        return apply_gradients(self, lr)
+
+    def averaged(model: Any, *args: Any, **kwargs: Any) -> int:
+        for module in fsdp_modules(model):
+            module.set_gradient_divide_factor(2.0)
+        return load(model, *args, **kwargs)
+
+    def padding_row(*args: Any, **kwargs: Any) -> Any:
+        whole, model = skeleton(*args, **kwargs)
+        model.get_input_embeddings().padding_idx = 3
+        return whole, model
+
+    def other_moment(parameters: Any, optim: Any) -> Any:
+        optimizer = build_adam(parameters, optim)
+        for group in optimizer.param_groups:
+            group["betas"] = (0.8, group["betas"][1])
+        return optimizer
+
+    def wide_positions(self: Any, micro: Any) -> Any:
+        return token_outputs(self, replace(micro, position_ids=2 * micro.position_ids))
+
+    return {
+        "one weight": patch.object(build, "load", one_weight),
+        "one gradient": patch.object(FSDPEngine, "_apply_gradients", one_gradient),
+        "averaged gradients": patch.object(build, "load", averaged),
+        "padding row": patch.object(build, "skeleton", padding_row),
+        "optimizer": patch.object(build, "build_adam", other_moment),
+        "positions": patch.object(FSDPEngine, "_token_outputs", wide_positions),
     }
 
 

@@ -11,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.hf import HFRolloutEngine
 from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.rollout import RolloutWorker, share
+from mega_rl.workers.rollout import KnownTokens, RolloutWorker, share
 from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.threads import OneRank, ThreadGroup
 
 PROMPTS = [Prompt(index=100 + i, token_ids=(2 + i,), text=f"p{i}", answer=str(i)) for i in range(7)]
 
@@ -122,6 +124,38 @@ def test_seed_and_samples() -> None:
     assert len(one.generate(PROMPTS, step=5).tokens) == 21
     assert len(one.generate(PROMPTS, step=6, greedy=True).tokens) == 7
     assert engine.calls == [((8, 5), False, 3), ((8, 6), True, 1)]
+
+
+def generate_known(vocab_sizes: list[int], *, count: int = 7) -> list[Rollout | RunError]:
+    """What a rank for each size gets of `count` prompts, whose largest token id is 8, with a reader of that size."""
+
+    def play(rank: OneRank) -> Rollout:
+        source = RolloutWorker(
+            engine=CountingEngine(), data_parallel=Place(rank.rank, rank.size), replica=SingleRank(), n=2, seed=8
+        )
+        known = KnownTokens(source, vocab_size=vocab_sizes[rank.rank], reader="reference", everyone=rank)
+        return known.generate(PROMPTS[:count], step=1)
+
+    return ThreadGroup(len(vocab_sizes)).run(play)
+
+
+def test_tokens_that_every_reader_knows() -> None:
+    """The source's own rows; a rank without rows has nothing that it could not know."""
+    first, second = generate_known([9, 9])
+    assert isinstance(first, Rollout)
+    assert isinstance(second, Rollout)
+    assert torch.cat([first.tokens, second.tokens])[:, 0].tolist() == [2 + i for i in range(7) for _ in range(2)]
+    assert all(isinstance(rollout, Rollout) for rollout in generate_known([3, 3], count=1))
+
+
+def test_a_token_that_a_reader_lacks_ends_the_run_everywhere() -> None:
+    """Ids 2 to 4 are on the first rank, up to 8 on the second alone; both hear of it."""
+    for found in generate_known([8, 8]):
+        assert isinstance(found, RunError)
+        assert str(found) == (
+            "the actor sampled token id 8, and the reference has a vocabulary of 8; use a reference whose embedding "
+            "has as many rows as the actor's"
+        )
 
 
 @pytest.fixture(scope="module")
