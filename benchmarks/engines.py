@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +131,13 @@ class HuggingFaceStep:
     def __init__(self, checkpoint: Path, batch: Any) -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
         from mega_rl.data.packing import pad
         from mega_rl.engines.microbatches import token_fields
         from mega_rl.parallel.comm import GroupRanks
 
+        disable_progress_bar()
         self.module = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
         )
@@ -266,6 +267,7 @@ class HeadStep:
         from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
 
         self.hidden.grad = self.weight.grad = None
+        self.found.clear()  # it holds the gradients of the step before
         logits = self.hidden @ self.weight.t()
         if self.plain:
             full = logits.log_softmax(-1)
@@ -439,7 +441,9 @@ def write_checkpoint(folder: Path) -> None:
     """The model with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**MODEL, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
 

@@ -14,6 +14,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 REAL_MODELS = [
     ("gsm8k_qwen3_0.6b_1gpu", "0.6b", 1),
     ("gsm8k_qwen3_8b_8gpu", "8b", 8),
+    ("gsm8k_qwen3_8b_8gpu_fsdp", "8b", 8),
     ("gsm8k_qwen3_32b_64gpu", "32b", 64),
 ]
 

@@ -71,8 +71,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 def found(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every run of one engine says and does; one rank."""
     folder = tmp_path_factory.mktemp("attention")
-    write_tiny_checkpoint(folder / "model")
-    write_reward_model(folder / "reward", family="qwen3")
+    write_tiny_checkpoint(folder / "model", num_hidden_layers=1)
+    write_reward_model(folder / "reward", family="qwen3", num_hidden_layers=1)
     runs = {}
     for number, name in enumerate([*RUNS, *REFUSED]):
         setting, overrides = RUNS[name][:2] if name in RUNS else ("", REFUSED[name][1])

@@ -1,4 +1,4 @@
-"""`mega-rl verify layouts` from the command line: the table, JSON, exit codes, and what is said of mistakes."""
+"""`mega-rl verify` from the command line: the table, JSON, exit codes, and what is said of mistakes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from mega_rl.cli import main
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import RunError
 from mega_rl.parity.shrink import write_random_twin
+from mega_rl.verify import run as verify_run
 from mega_rl.verify.launcher import RanksFailed, run_ranks
+from tests.helpers import distributed
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.converters.tiny_configs import TINY
-from tests.unit_tests.verify.cases import bare_config
+from tests.unit_tests.verify.cases import bare_config, measure_all
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,9 +33,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `mega-rl verify layouts`."""
-    code = main(["verify", "layouts", *map(str, arguments)])
+def run(capsys: pytest.CaptureFixture[str], *arguments: object, verb: str = "layouts") -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `mega-rl verify`."""
+    code = main(["verify", verb, *map(str, arguments)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -65,6 +67,67 @@ def test_a_bare_config_and_a_layout_out_of_tolerance(tmp_path: Path, capsys: pyt
     assert any(line.startswith("gradient of model.") for line in layout["problems"])
     assert 0 < layout["found"]["gradients"][0]["error"] < 1e-4
     assert len(layout["found"]["gradients"]) == layout["found"]["num_tensors"]
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that need not import everything anew: the launcher itself is tested with layouts."""
+
+    def run_ranks(
+        module: str, arguments: list[str], *, ranks: int, logs: Path, timeout_s: float, use_gpus: bool
+    ) -> None:
+        device = "cuda" if use_gpus else "cpu"
+        distributed.run_ranks(ranks, measure_all, arguments, timeout_s=timeout_s, device=device)
+
+    monkeypatch.setattr(verify_run, "run_ranks", run_ranks)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_table_of_engines(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 0; the FSDP engine on one rank and on two, against one rank of Megatron-Core."""
+    code, out, err = run(capsys, "--model", model, "--no-packing", verb="engines")
+    assert code == 0, out + err
+    for text in ("fsdp1", "fsdp2", "log-prob error", "worst weight after a step", "steps: 3", "packing: False"):
+        assert text in out
+    assert out.count("equal") == 2
+    assert [line for line in err.splitlines() if line[0].isdigit()] == [
+        "1 rank: reference",
+        "1 rank: fsdp1",
+        "2 ranks: fsdp2",
+    ]
+
+
+@pytest.mark.usefixtures("forked")
+def test_engines_of_a_twin_out_of_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mixture's config.json; exit code 1 and the culprit where no gradient may differ at all."""
+    bare = bare_config(tmp_path / "bare", TINY["qwen3_moe"])
+    given = ("--model", bare, "--twin", "--nproc", "1", "--steps", "2", "--tolerance", "gradient=0", "--json")
+    code, out, err = run(capsys, *given, verb="engines")
+    assert code == 1, err
+    facts: dict[str, Any] = json.loads(out)
+    assert (facts["good"], facts["steps"], facts["tolerances"]["gradient"]) == (False, 2, 0)
+    assert "twin of qwen3_moe" in facts["model"]
+    (engine,) = facts["layouts"]
+    assert (engine["name"], engine["engine"], engine["ranks"]) == ("fsdp1", "fsdp", 1)
+    (problem,) = engine["problems"]
+    assert problem.startswith("gradient of model.")
+    errors = {entry["name"]: entry["error"] for entry in engine["found"]["gradients"]}
+    assert any(".mlp.experts." in name for name in errors)
+    assert 0 < max(errors.values()) < 1e-4
+
+
+def test_mistakes_of_engines(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, before any rank starts."""
+    for arguments, said in (
+        (["--model", model, "--dtype", "fp16"], "--dtype=fp16: must be one of fp32, bf16"),
+        (["--model", model, "--tolerance", "gradients=1"], "--tolerance=gradients=1"),
+        (["--model", model.parent / "bare"], "add --twin"),
+        (["--model", model, "--nproc", "0"], "--nproc"),
+    ):
+        code, out, err = run(capsys, *arguments, verb="engines")
+        assert (code, out) == (2, "")
+        assert said in err
+        assert "1 rank" not in err
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
