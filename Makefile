@@ -21,7 +21,7 @@ INSTALL_SGLANG = if command -v uv >/dev/null 2>&1; \
 	else $(BIN)/python -m pip install -qq --no-deps --target $(VENV)/sglang -r $(1); fi
 
 .DELETE_ON_ERROR:
-.PHONY: setup sglang quickstart test special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint campaign-checkpoint parity docs
+.PHONY: setup sglang quickstart test special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity docs
 
 setup: $(STAMP)
 	@:
@@ -83,6 +83,9 @@ bench-weight-sync: setup sglang
 
 bench-checkpoint: setup
 	@$(BIN)/python benchmarks/checkpoint.py
+
+bench-engines: setup
+	@$(BIN)/python benchmarks/engines.py
 
 campaign-checkpoint: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign

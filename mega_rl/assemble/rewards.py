@@ -20,15 +20,18 @@ from mega_rl.workers.reward_service import RewardService
 Decode = Callable[[Sequence[int]], str]
 
 
-def find_text_scorer(config: Config) -> TextScorer | None:
-    """The function or service that scores; None where a model does.
+def prepare_reward(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TextScorer | TokenRows:
+    """The function or service that scores, or how a reward model gets to read rollouts.
+
+    All that can be wrong with the source of rewards is found here, before any model is loaded. `tokenizer` and `decode`
+    are the actor's.
 
     Raises:
         UserError: a function that cannot be called, an address or key that cannot be used.
     """
     reward = config.reward
     if reward.source == "model":
-        return None
+        return _token_rows(config, tokenizer, decode)
     if reward.source == "function":
         return FunctionRewards(resolve(reward.function))
     return HttpRewards(
@@ -42,18 +45,18 @@ def find_text_scorer(config: Config) -> TextScorer | None:
 
 def build_reward(
     config: Config,
-    scorer: TextScorer | None,
+    prepared: TextScorer | TokenRows,
     engine: ModelEngine | None,
     *,
-    tokenizer: PreTrainedTokenizerBase,
     decode: Decode,
     replica: Ranks,
     everyone: Ranks,
 ) -> Scorer:
-    """The reward role over `scorer`, or over the reward model's `engine`; `tokenizer` and `decode` are the actor's."""
-    if scorer is not None:
-        return RewardWorker(scorer, decode=decode, replica=replica, everyone=everyone)
-    assert engine is not None, "neither a scorer nor a model"
+    """The reward role over what `prepare_reward` gave and, for a reward model, its engine."""
+    if isinstance(prepared, FunctionRewards | HttpRewards):
+        return RewardWorker(prepared, decode=decode, replica=replica, everyone=everyone)
+    assert engine is not None, "a reward model needs an engine"
+    assert callable(prepared)
     hf, trainer = engine.sharding.hf, config.trainer
     limits = RowLimits(
         vocab_size=hf.vocab_size,
@@ -61,7 +64,7 @@ def build_reward(
         microbatch_tokens=trainer.max_tokens_per_microbatch if trainer.packing else None,
         multiple=2 * config.parallel.cp if config.parallel.cp > 1 else 1,
     )
-    return RewardModelWorker(engine, _token_rows(config, tokenizer, decode), limits=limits, everyone=everyone)
+    return RewardModelWorker(engine, prepared, limits=limits, everyone=everyone)
 
 
 def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:

@@ -13,12 +13,12 @@ from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.rules import is_on_policy
 from mega_rl.config.schema import Config
 from mega_rl.converters.parts import hf_tensors
+from mega_rl.converters.sharding import Sharding
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.build import build_engine
+from mega_rl.engines.build import build_engine, implementation
 from mega_rl.metrics.startup import RoleFacts
 from mega_rl.models.attention_choice import check_one_backend
-from mega_rl.models.specs import choose_transformer_impl
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Learner, Scored
 from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages
@@ -46,17 +46,12 @@ class Roles:
 
 
 def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Roles:
-    """Actor; critic where the advantage needs one; reference where a KL term does; reward where it is a model.
-
-    Raises:
-        UserError: a model cannot run as the config asks.
-    """
-    _check_attention(config, accelerator)
+    """Actor; critic where the advantage needs one; reference where a KL term does; reward where it is a model."""
     engine = partial(build_engine, config=config, groups=groups, accelerator=accelerator)
-    algorithm, model = config.algorithm, config.model
+    algorithm = config.algorithm
     rate = partial(learning_rate, optim=config.optim, total_steps=config.trainer.steps)
     kl = build_kl(config)
-    actor_engine = engine("actor", path=Path(model.path), head="lm", trainable=True)
+    actor_engine = engine("actor", path=checkpoint_of(config, "actor"), head="lm", trainable=True)
     policy_loss = PolicyLoss(
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
@@ -77,7 +72,7 @@ def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Rol
     critic: Learner = AbsentWorker()
     critic_engine = None
     if "critic" in roles_of(config):
-        critic_engine = engine("critic", path=Path(model.critic_path or model.path), head="value", trainable=True)
+        critic_engine = engine("critic", path=checkpoint_of(config, "critic"), head="value", trainable=True)
         critic = LearningWorker(
             "critic",
             critic_engine,
@@ -87,11 +82,11 @@ def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Rol
     reference: Scored = AbsentWorker()
     reference_engine = None
     if "reference" in roles_of(config):
-        reference_engine = engine("reference", path=Path(model.ref_path or model.path), head="lm", trainable=False)
+        reference_engine = engine("reference", path=checkpoint_of(config, "reference"), head="lm", trainable=False)
         reference = ReferenceWorker(reference_engine)
     reward_engine = None
     if "reward" in roles_of(config):
-        reward_engine = engine("reward", path=Path(config.reward.model_path), head="value", trainable=False)
+        reward_engine = engine("reward", path=checkpoint_of(config, "reward"), head="value", trainable=False)
     return Roles(actor, critic, reference, kl, actor_engine, critic_engine, reference_engine, reward_engine)
 
 
@@ -107,42 +102,58 @@ def roles_of(config: Config) -> list[Role]:
     return [role for role, is_there in there.items() if is_there]
 
 
-def _check_attention(config: Config, accelerator: Accelerator) -> None:
-    """Whether all models can have the attention that is asked for in one process. Raises UserError."""
-    if config.engine == "megatron":
-        impl = choose_transformer_impl(config.model.transformer_impl, device_type=accelerator.device.type)
-        if impl == "te":
-            check_one_backend({role: requested_attention(config, role) for role in roles_of(config)})
+def checkpoint_of(config: Config, role: Role) -> Path:
+    """Where the model of a role comes from."""
+    model = config.model
+    paths: dict[Role, str] = {
+        "actor": model.path,
+        "critic": model.critic_path or model.path,
+        "reference": model.ref_path or model.path,
+        "reward": config.reward.model_path,
+    }
+    return Path(paths[role])
+
+
+def check_attention(config: Config, accelerator: Accelerator) -> None:
+    """Whether every role can have the attention that is asked for, all in one process. Raises UserError."""
+    roles = roles_of(config)
+    found = [
+        implementation(role, path=checkpoint_of(config, role), config=config, device_type=accelerator.device.type)
+        for role in roles
+    ]
+    if any(impl == "te" for impl, _ in found):
+        check_one_backend({role: requested_attention(config, role) for role in roles})
 
 
 def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
     """What the start-up table says of each role."""
-    model, reward = config.model, config.reward
-    paths = {
-        "actor": model.path,
-        "critic": model.critic_path or model.path,
-        "reference": model.ref_path or model.path,
-        "reward": reward.model_path,
-    }
+    reward = config.reward
     facts = []
     for engine in roles.engines:
         sharding = engine.sharding
         facts.append(
             RoleFacts(
                 role=engine.name,
-                model=paths[engine.name],
+                model=str(checkpoint_of(config, engine.name)),
                 family=sharding.hf.model_type,
                 parameters=sum(prod(tensor.shape) for tensor in hf_tensors(sharding.hf, head=sharding.head).values()),
                 engine=config.engine,
-                layout=str(sharding.layout),
+                layout=_sizes(sharding),
                 attention=engine.attention,
-                dtype=model.dtype,
+                dtype=config.model.dtype,
                 trains=engine.name in ("actor", "critic"),
             )
         )
     if reward.source != "model":
         facts.append(RoleFacts("reward", reward.function if reward.source == "function" else reward.url))
     return facts
+
+
+def _sizes(sharding: Sharding) -> str:
+    """How a model is cut, in the sizes above 1: "tp2 dp2"; empty for one that is whole on every rank."""
+    names = ("tp", "pp", "vpp", "cp", *(() if sharding.hf.moe is None else ("ep", "etp")), "dp")
+    sizes = {name: getattr(sharding.layout, name) for name in names}
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
 
 def build_kl(config: Config) -> KLController:

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.algorithms.kl import KLController
-from mega_rl.assemble.rewards import build_reward, find_text_scorer
-from mega_rl.assemble.roles import Roles, build_estimator, build_roles, role_facts
+from mega_rl.assemble.rewards import build_reward, prepare_reward
+from mega_rl.assemble.roles import Roles, build_estimator, build_roles, check_attention, role_facts
 from mega_rl.assemble.rollouts import Rollouts, build_rollouts, start_servers
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.random_state import RandomState
@@ -112,18 +112,20 @@ def build_trainer(
     resources: ExitStack,
 ) -> PPOTrainer:
     """Every part of a run, connected; `resources` ends what must end with the run: servers, files of metrics."""
-    # Mistakes in data and reward function are found before the weights are loaded, and before anything is written.
-    scorer = find_text_scorer(config)
+    # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
+    check_attention(config, accelerator)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    reward = prepare_reward(config, tokenizer, decode)
     train, held_out = load_data(config, tokenizer, vocab_size=read_hf_config(config.model.path).vocab_size)
     world = GroupRanks(groups.world)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(train))
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     servers = start_servers(config, accelerator, world, resources)  # they come up while the models are built
     roles = build_roles(config, accelerator, groups)
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     actor = roles.actor_engine
     is_writer = world.rank == 0
@@ -178,9 +180,8 @@ def build_trainer(
         rollout=_known_tokens(rollouts.source, roles, world),
         reward=build_reward(
             config,
-            scorer,
+            reward,
             roles.reward_engine,
-            tokenizer=tokenizer,
             decode=decode,
             replica=actor.replica,
             everyone=world,

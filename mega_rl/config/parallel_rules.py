@@ -114,7 +114,7 @@ def recompute(config: Config) -> Iterator[str]:
 
 def fsdp(config: Config, world_size: int) -> Iterator[str]:
     """What fully sharded data parallelism cannot be combined with; `mega_rl.ddp.fsdp_limits` has the reasons."""
-    ddp, par, saved = config.ddp, config.parallel, config.checkpoint
+    ddp, par = config.ddp, config.parallel
     name = f"ddp.implementation={ddp.implementation}"
     if ddp.implementation == "ddp":
         return
@@ -124,8 +124,6 @@ def fsdp(config: Config, world_size: int) -> Iterator[str]:
         f"parallel.etp={par.etp}": par.etp not in (0, par.tp),
         f"optim.cpu_offload={config.optim.cpu_offload:g}": config.optim.cpu_offload > 0,
         "optim.precision_aware=true": config.optim.precision_aware,
-        f"checkpoint.hf_interval={saved.hf_interval}": saved.hf_interval > 0,
-        "checkpoint.hf_final=true": saved.hf_final,
     }
     if ddp.implementation == "torch_fsdp2":
         refused[f"ddp.optimizer_instances={ddp.optimizer_instances}"] = ddp.optimizer_instances > 1

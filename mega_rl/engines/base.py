@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from mega_rl.config.attention import Role
 from mega_rl.converters.sharding import Sharding
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
@@ -16,8 +17,8 @@ class ModelEngine(Engine, Protocol):
     """An engine over a model of a known Hugging Face architecture, on either backend."""
 
     @property
-    def name(self) -> str:
-        """The role it serves: "actor"."""
+    def name(self) -> Role:
+        """The role it serves."""
         ...
 
     @property

@@ -34,6 +34,27 @@ from mega_rl.parallel.groups import Groups
 log = logging.getLogger(__name__)
 
 
+def implementation(name: Role, *, path: Path, config: Config, device_type: str) -> tuple[Spec, Attention]:
+    """(whose layers, which attention) the model of a role will run.
+
+    Raises:
+        UserError: what the config asks for cannot run here.
+    """
+    impl: Spec = "hf"
+    if config.engine == "megatron":
+        impl = choose_transformer_impl(config.model.transformer_impl, device_type=device_type)
+    asked = requested_attention(config, name)
+    attention = choose_attention(
+        asked.word,
+        key=asked.key,
+        hf=read_hf_config(path),
+        impl=impl,
+        device_type=device_type,
+        dtype=config.model.dtype,
+    )
+    return impl, attention
+
+
 def build_engine(
     name: Role,
     *,
@@ -52,19 +73,8 @@ def build_engine(
     Raises:
         UserError: the model cannot run as the config asks.
     """
-    on_fsdp = config.engine == "fsdp"
-    device_type = accelerator.device.type
-    impl: Spec = "hf" if on_fsdp else choose_transformer_impl(config.model.transformer_impl, device_type=device_type)
-    asked = requested_attention(config, name)
-    attention = choose_attention(
-        asked.word,
-        key=asked.key,
-        hf=read_hf_config(path),
-        impl=impl,
-        device_type=device_type,
-        dtype=config.model.dtype,
-    )
-    build = build_fsdp_engine if on_fsdp else partial(_build_megatron_engine, impl=impl)
+    impl, attention = implementation(name, path=path, config=config, device_type=accelerator.device.type)
+    build = build_fsdp_engine if impl == "hf" else partial(_build_megatron_engine, impl=impl)
     return build(
         name,
         path=path,

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mega_rl.config.attention import Role
 from mega_rl.converters.export import export_hf
 from mega_rl.converters.save import save_hf
 from mega_rl.converters.sharding import Sharding
@@ -67,7 +68,7 @@ class MegatronEngine:
     the logits of every log-prob and entropy, so that they speak of the distribution that was sampled.
     """
 
-    name: str
+    name: Role
     chunks: Sequence[GPTModel | DistributedDataParallel | FullyShardedDataParallel | TorchFsdp]
     optimizer: MegatronOptimizer | None
     config: TransformerConfig

@@ -22,6 +22,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
+ENGINES = ("megatron", "fsdp")
 SETTINGS = (
     *("model.path=m", "model.dtype=fp32", "data.train_files=[d.jsonl]", "data.max_prompt_tokens=8"),
     *("rollout.max_new_tokens=4", "rollout.n=2", "algorithm.advantage=grpo", "trainer.max_tokens_per_microbatch=64"),
@@ -225,7 +226,7 @@ LATE: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
             given(f"engine={engine}", "model.attn_implementation=flash_attention_2"),
             ("model.attn_implementation=flash_attention_2 cannot run in", "available here: auto, eager, sdpa"),
         )
-        for engine in ("megatron", "fsdp")
+        for engine in ENGINES
     },
     "incomplete checkpoint": (incomplete_checkpoint, ("checkpoint.resume=c: no complete checkpoint there",)),
 }
@@ -261,8 +262,9 @@ def run_case(make: Callable[[], list[str]], good: Path, folder: Path) -> tuple[i
 
 
 def run_late_cases(rank: int, good: str, folder: str) -> dict[str, tuple[int, str, bool]]:
-    """Every late case, a run that ends by its own numbers, and a good one."""
-    cases = {name: make for name, (make, _) in LATE.items()} | {"nan reward": nan_reward, "good": list}
+    """Every late case, a run that ends by its own numbers, and good ones."""
+    cases = {name: make for name, (make, _) in LATE.items()} | {"nan reward": nan_reward}
+    cases |= {engine: given(f"engine={engine}") for engine in ENGINES}
     return {name: run_case(make, Path(good), Path(folder) / name) for name, make in cases.items()}
 
 
@@ -298,10 +300,15 @@ def test_mistakes_found_later(case: str, late: dict[str, tuple[int, str, bool]])
     check(late[case], LATE[case][1])
 
 
-def test_the_inputs_are_good_without_the_mistake(late: dict[str, tuple[int, str, bool]]) -> None:
-    code, output, wrote = late["good"]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_inputs_are_good_without_the_mistake(late: dict[str, tuple[int, str, bool]], engine: str) -> None:
+    """The run says once what it trains, and with which engine and attention."""
+    code, output, wrote = late[engine]
     assert (code, wrote) == (0, True)
     assert "error" not in output
+    (actor,) = [line.split() for line in output.splitlines() if line.startswith("actor ")]
+    assert actor[1:3] == ["m", "qwen3"]
+    assert actor[-4:] == [engine, "sdpa", "fp32", "yes"]
 
 
 def test_a_run_that_cannot_go_on_ends_with_one_line(late: dict[str, tuple[int, str, bool]]) -> None:

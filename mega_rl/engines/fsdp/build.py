@@ -8,6 +8,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl.accelerator import Accelerator
+from mega_rl.config.attention import Role
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.sharding import Head, Sharding
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def build_fsdp_engine(
-    name: str,
+    name: Role,
     *,
     path: Path,
     head: Head,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mega_rl.config.attention import Role
 from mega_rl.converters.export import export_hf
 from mega_rl.converters.save import save_hf
 from mega_rl.converters.sharding import Sharding
@@ -40,7 +41,7 @@ class FSDPEngine:
     was sampled.
     """
 
-    name: str
+    name: Role
     model: nn.Module  # transformers' causal model, or a TokenClassifier
     optimizer: torch.optim.AdamW | None
     sharding: Sharding
@@ -201,7 +202,7 @@ class FSDPEngine:
         arguments: dict[str, Any] = {"position_ids": micro.position_ids, "use_cache": False}
         arguments |= attention_arguments(self.attention, micro.cu_seqlens, micro.max_seqlen)
         if self.sharding.head == "value":
-            return TokenOutputs(values=self.model(micro.tokens, **arguments).float())
+            return TokenOutputs(values=self.model(micro.tokens, **arguments).squeeze(-1).float())
         # Of a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
         kept = _predicting(micro) if micro.packed else None
         if kept is not None:

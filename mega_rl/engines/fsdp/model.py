@@ -38,9 +38,8 @@ class TokenClassifier(nn.Module):
         self.score = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """[b, S] float32 of tokens [b, S] int64."""
-        hidden = self.model(tokens, **arguments).last_hidden_state
-        return self.score(hidden).squeeze(-1)
+        """[b, S, 1] float32 of tokens [b, S] int64."""
+        return self.score(self.model(tokens, **arguments).last_hidden_state)
 
 
 def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreTrainedModel]:

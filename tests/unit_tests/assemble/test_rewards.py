@@ -21,8 +21,8 @@ from tests.unit_tests.assemble.run_cases import run_all
 from tests.unit_tests.workers.reward_model_cases import transformers_scores, write_other_tokenizer, write_reward_model
 from tests.unit_tests.workers.test_reward_http import Answer, Post, scores, serving
 
-ENGINES = {"megatron": "parallel.tp=2", "fsdp": "fsdp.reduce_every_microbatch=true"}
-SOURCES = ("own tokens", "conversation", "service")
+ENGINES = {"megatron": "parallel.tp=2", "fsdp": "fsdp.reshard_after_forward=false"}
+SOURCES = ("own tokens", "conversation", "plain text", "service")
 STEPS, PROMPTS, SAMPLES = 2, 4, 2
 TOLERANCE = 1e-5  # fp32: sums in another order
 KEY = "a-service-key"
@@ -30,13 +30,15 @@ KEY = "a-service-key"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An actor; reward models of two layers, one that knows its tokenizer and one of another family with its own."""
+    """An actor; reward models of two layers: with its tokenizer, and of another family with one of their own."""
     folder = tmp_path_factory.mktemp("rewards")
     write_tiny_checkpoint(folder / "actor", num_hidden_layers=1)
     write_digit_tokenizer(folder / "actor", vocab_size=50)
     write_reward_model(folder / "own tokens", family="qwen3", num_hidden_layers=2)
-    write_reward_model(folder / "conversation", family="llama", num_hidden_layers=2, hidden_size=48)
-    write_other_tokenizer(folder / "conversation")
+    for name in ("conversation", "plain text"):
+        write_reward_model(folder / name, family="llama", num_hidden_layers=2, hidden_size=48)
+        write_other_tokenizer(folder / name)
+    (folder / "plain text" / "chat_template.jinja").unlink()
     rows = [{"prompt": f"{i}+2=", "answer": str(i + 2)} for i in range(8)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "key").write_text(KEY)
@@ -62,7 +64,12 @@ def settings_of(root: Path, engine: str, source: str, url: str) -> list[str]:
         *(f"engine={engine}", ENGINES[engine], *(service if source == "service" else model)),
         *(f"model.path={root / 'actor'}", "model.dtype=fp32", "optim.lr=1e-3", "algorithm.advantage=grpo"),
         *(f"data.train_files=[{root / 'train.jsonl'}]", "data.max_prompt_tokens=8"),
-        *("rollout.max_new_tokens=6", f"rollout.n={SAMPLES}", "metrics.rollout_interval=1", "metrics.tensorboard=false"),
+        *(
+            "rollout.max_new_tokens=6",
+            f"rollout.n={SAMPLES}",
+            "metrics.rollout_interval=1",
+            "metrics.tensorboard=false",
+        ),
         *(f"trainer.steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", f"trainer.minibatch_size={PROMPTS}"),
         *("trainer.max_tokens_per_microbatch=64", "trainer.timeout_s=90", "trainer.device=cpu"),
         f"trainer.run_dir={root / f'{engine} {source}'}",
@@ -113,6 +120,8 @@ def expected_rewards(root: Path, source: str, rows: Sequence[tuple[list[int], in
         items = [{"response": text, "answer": known} for (_, text), known in zip(texts, answers, strict=True)]
         return torch.tensor([score_of(item) for item in items])
     judge = AutoTokenizer.from_pretrained(root / source)
+    if source == "plain text":
+        return transformers_scores(root / source, [judge(prompt + response).input_ids for prompt, response in texts])
     turns = [
         [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}] for prompt, response in texts
     ]

@@ -22,6 +22,7 @@ class Run(NamedTuple):
     source: str = ""  # name of the run to resume from
     background: bool = False  # saves beside training
     dtype: str = "fp32"
+    hf_final: bool = False
 
 
 def config_of(folder: Path, name: str, run: Run) -> Config:
@@ -37,6 +38,7 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
         "checkpoint",
         save_interval=0 if run.source else SAVED,
         async_save=run.background,
+        hf_final=run.hf_final,
         on_error="stop",
         resume=str(saved) if run.source else "auto",
     )
@@ -49,6 +51,21 @@ def run_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
 
     accelerator = prepare("auto")
     return {name: one_run(Path(folder), name, run, accelerator) for name, run in runs.items()}
+
+
+def refused_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, str]:
+    """What is said to each run, which must not start."""
+    from mega_rl.accelerator import prepare
+    from mega_rl.errors import UserError
+
+    accelerator = prepare("auto")
+    said = {name: "" for name in runs}
+    for name, run in runs.items():
+        try:
+            one_run(Path(folder), name, run, accelerator)
+        except UserError as error:
+            said[name] = str(error)
+    return said
 
 
 def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, Any]:
@@ -90,6 +107,9 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 def step_counters(engine: Any) -> list[float]:
     """Adam's number of steps, of each parameter."""
     from mega_rl.ddp.optimizer import torch_optimizers
+    from mega_rl.engines.fsdp.engine import FSDPEngine
 
-    states = [state for optimizer in torch_optimizers(engine.optimizer) for state in optimizer.state.values()]
+    optimizer = engine.optimizer
+    inner = [optimizer] if isinstance(engine, FSDPEngine) else torch_optimizers(optimizer)
+    states = [state for each in inner for state in each.state.values()]
     return [float(state["step"]) for state in states]

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.checkpoint.resume_cases import SAVED, STEPS, Run, run_all
+from tests.unit_tests.checkpoint.resume_cases import SAVED, STEPS, Run, refused_all, run_all
 from tests.unit_tests.distributed.test_layout_invariance import ALGORITHMS, write_inputs
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
@@ -24,6 +25,7 @@ FULL = {
         "full tp2": Run("tp2"),
         "full ep2": Run(EP2),
         "full bf16": Run("dp2", dtype="bf16"),
+        "full fsdp": Run("fsdp 2", hf_final=True),
     },
 }
 RESUMED = {
@@ -31,6 +33,7 @@ RESUMED = {
         "1 from 1": Run("1", "full 1"),
         "1 from tp2": Run("1", "full tp2"),
         "1 from ep2": Run("experts 1", "full ep2"),
+        "fsdp 1 from fsdp 2": Run("fsdp 1", "full fsdp"),
     },
     2: {
         "dp2 from dp2": Run("dp2", "full dp2"),
@@ -39,7 +42,13 @@ RESUMED = {
         "tp2 from ep2": Run("experts tp2-sp-ep2", "full ep2"),
         "bf16 from bf16": Run("dp2", "full bf16", background=True, dtype="bf16"),
         "bf16 tp2 from dp2": Run("tp2", "full bf16", dtype="bf16"),
+        "fsdp from fsdp": Run("fsdp 2", "full fsdp", background=True),
     },
+}
+# Runs on one engine from a checkpoint of the other, and how the refusal names both.
+OTHER_ENGINE = {
+    "fsdp from megatron": (Run("fsdp 2", "full dp2"), "engine: 'megatron' -> 'fsdp'"),
+    "megatron from fsdp": (Run("dp2", "full fsdp"), "engine: 'fsdp' -> 'megatron'"),
 }
 SAME_LAYOUT = {
     name: run.source
@@ -133,3 +142,23 @@ def test_a_run_resumed_under_another_layout_agrees(folder: Path, runs: dict[str,
     assert max(float((end[name] - resumed_end[name]).abs().max()) for name in end) <= 1e-5
     moved = max(float((end[name] - runs[run]["first"][name]).abs().max()) for name in end)
     assert moved > 1e-3
+
+
+def test_an_engine_goes_on_from_its_own_checkpoints_only(folder: Path, runs: dict[str, Any]) -> None:
+    """One line, the same on both ranks, that names both."""
+    wanted = {name: run for name, (run, _) in OTHER_ENGINE.items()}
+    first, second = run_ranks(2, refused_all, str(folder), wanted)
+    assert first == second
+    for name, (_, difference) in OTHER_ENGINE.items():
+        assert f"is of another run ({difference}); set checkpoint.resume=never" in first[name]
+        assert len(first[name].splitlines()) == 1
+
+
+def test_the_last_weights_are_a_hugging_face_checkpoint(folder: Path, runs: dict[str, Any]) -> None:
+    """`checkpoint.hf_final` of a run on the FSDP engine: every bit of the actor, with its tokenizer."""
+    exported = folder / "full fsdp" / "hf" / f"step_{STEPS:06d}"
+    on_disk = load_file(exported / "model.safetensors")
+    expected = runs["full fsdp"]["steps"][-1]
+    assert {f"actor {name}" for name in on_disk} == {name for name in expected if name.startswith("actor ")}
+    assert all(torch.equal(tensor, expected[f"actor {name}"]) for name, tensor in on_disk.items())
+    assert (exported / "tokenizer.json").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from mega_rl.config.schema import Config, DdpConfig, OptimConfig, ParallelConfig
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
@@ -37,6 +38,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     groups: str = "engine"  # whose process groups: the engine's collection, "default" (upstream's own) or "new" ones
     offload: bool = False  # between steps
+    export: str = ""  # folder under the root that the weights are written to, as a Hugging Face checkpoint
     upstream: str = ""  # what of upstream to let through: "unchecked" settings, or its "no_sync" as well
 
     def config(self, root: Path) -> Config:
@@ -64,6 +66,8 @@ def train(case: Case, root: Path) -> dict[str, Any]:
         found["losses"] = [step[loss] for step in metrics]
         found["microbatches"] = metrics[0]["num_microbatches"]
         found["weights"] = exported(engine)
+        if case.export:
+            engine.save_hf(root / case.export, source=root / case.model)
         found["after"] = whole(getattr(engine.forward(rows), name), engine)
         found["moments"] = moments(engine)
     return found
@@ -153,6 +157,19 @@ def torch_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
 
 
 UNITS = (("tied", "lm"), ("untied", "lm"), ("untied", "value"))
+
+
+def assert_exported(folder: Path, results: list[dict[str, Any]]) -> None:
+    """The Hugging Face checkpoint in `folder` holds every bit of the weights, and transformers reads it."""
+    from transformers import AutoModelForCausalLM
+
+    on_disk = load_file(folder / "model.safetensors")
+    for found in results:
+        assert on_disk.keys() == found["weights"].keys()
+        assert all(torch.equal(on_disk[name], tensor) for name, tensor in found["weights"].items())
+        assert any(not torch.equal(on_disk[name], tensor) for name, tensor in found["start"].items())
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in on_disk.items())
 
 
 def assert_bf16_like_ddp(results: dict[str, list[dict[str, Any]]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from mega_rl.config.schema import DdpConfig, ParallelConfig
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.distributed.fsdp_cases import Case, assert_bf16_like_ddp, train_all
+from tests.unit_tests.distributed.fsdp_cases import Case, assert_bf16_like_ddp, assert_exported, train_all
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
 
@@ -36,24 +36,24 @@ ONE_RANK = {
     "upstream optim_grads": Case(fsdp("optim_grads"), upstream="unchecked"),
 }
 TWO_RANKS = {
-    "optim": Case(fsdp("optim")),
-    "optim_grads": Case(fsdp("optim_grads")),
-    "optim_grads_params": Case(FULL),
+    "optim": Case(fsdp("optim"), export="hf optim"),
+    "optim_grads": Case(fsdp("optim_grads"), export="hf optim_grads"),
+    "optim_grads_params": Case(FULL, export="hf optim_grads_params"),
     "default groups": Case(FULL, groups="default"),
     "new groups": Case(FULL, groups="new"),
     "offload": Case(FULL, offload=True),
     "offload optim": Case(fsdp("optim"), offload=True),
     "value": Case(FULL, head="value"),
     "ddp bf16": Case(dtype="bf16"),
-    "bf16": Case(FULL, dtype="bf16"),
+    "bf16": Case(FULL, dtype="bf16", export="hf bf16"),
     "upstream optim, overlapped": Case(fsdp("optim", overlap_grad_reduce=True), upstream="no_sync"),
     "upstream optim": Case(fsdp("optim"), upstream="no_sync"),
 }
 FOUR_RANKS = {
     "flat": Case(FULL),
-    "hybrid": Case(fsdp("optim_grads_params", optimizer_instances=2)),
+    "hybrid": Case(fsdp("optim_grads_params", optimizer_instances=2), export="hf hybrid"),
     "hybrid optim_grads": Case(fsdp("optim_grads", optimizer_instances=2)),
-    "tp2-sp": Case(FULL, parallel=TP2),
+    "tp2-sp": Case(FULL, parallel=TP2, export="hf tp2-sp"),
     "optim tp2-sp": Case(fsdp("optim"), parallel=TP2),
 }
 SAME_AS_ONE_RANK = [
@@ -61,10 +61,18 @@ SAME_AS_ONE_RANK = [
 ] + [("2", "value"), *(("4", name) for name in FOUR_RANKS)]
 
 
+EXPORTS = [("2", name) for name, case in TWO_RANKS.items() if case.export]
+EXPORTS += [("4", name) for name, case in FOUR_RANKS.items() if case.export]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Any]]]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[str, dict[str, list[Any]]]:
     """By world size and case, what every rank found."""
-    root: Path = tmp_path_factory.mktemp("models")
     write_tiny_checkpoint(root / "tied", family="qwen3", tied=True)
     found: dict[str, dict[str, list[Any]]] = {}
     for world_size, cases in {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}.items():
@@ -150,6 +158,12 @@ def test_upstream_is_still_wrong_where_it_is_refused(results: dict[str, Any]) ->
     alone = results["1"]["upstream optim_grads"][0]["norms"]
     for norms in (overlapped, alone):
         assert abs(norms[0] / one["norms"][0] - 1) > 0.01
+
+
+@pytest.mark.parametrize(("world", "name"), EXPORTS)
+def test_weights_leave_as_a_hugging_face_checkpoint(results: dict[str, Any], root: Path, world: str, name: str) -> None:
+    case = (TWO_RANKS if world == "2" else FOUR_RANKS)[name]
+    assert_exported(root / case.export, results[world][name])
 
 
 SETTINGS: dict[str, tuple[DdpConfig, dict[str, int], str]] = {

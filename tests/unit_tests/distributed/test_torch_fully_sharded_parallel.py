@@ -11,7 +11,14 @@ import torch
 from mega_rl.config.schema import DdpConfig, ParallelConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.distributed.fsdp_cases import UNITS, Case, assert_bf16_like_ddp, torch_all, train_all
+from tests.unit_tests.distributed.fsdp_cases import (
+    UNITS,
+    Case,
+    assert_bf16_like_ddp,
+    assert_exported,
+    torch_all,
+    train_all,
+)
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
 
@@ -28,24 +35,24 @@ ONE_RANK = {
     "frozen": Case(frozen=FROZEN),
 }
 TWO_RANKS = {
-    "tied": Case(FSDP2),
+    "tied": Case(FSDP2, export="hf tied"),
     "new groups": Case(FSDP2, groups="new"),
     "offload": Case(FSDP2, offload=True),
-    "untied": Case(FSDP2, model="untied"),
+    "untied": Case(FSDP2, model="untied", export="hf untied"),
     "value": Case(FSDP2, model="untied", head="value"),
     "frozen": Case(FSDP2, frozen=FROZEN),
-    "pp2": Case(FSDP2, parallel=ParallelConfig(pp=2)),
+    "pp2": Case(FSDP2, parallel=ParallelConfig(pp=2), export="hf pp2"),
     "ddp": Case(),
     "ddp bf16": Case(dtype="bf16"),
-    "bf16": Case(FSDP2, dtype="bf16"),
+    "bf16": Case(FSDP2, dtype="bf16", export="hf bf16"),
     "value bf16": Case(FSDP2, model="untied", head="value", dtype="bf16"),
 }
 FOUR_RANKS = {
     "dp4": Case(FSDP2),
     "tp2-sp": Case(FSDP2, parallel=ParallelConfig(tp=2, sequence_parallel=True)),
-    "tp2": Case(FSDP2, parallel=ParallelConfig(tp=2)),
+    "tp2": Case(FSDP2, parallel=ParallelConfig(tp=2), export="hf tp2"),
     "pp2-dp2": Case(FSDP2, parallel=ParallelConfig(pp=2)),
-    "pp2-vpp2-dp2": Case(FSDP2, parallel=ParallelConfig(pp=2, vpp=2, overlap_p2p=True)),
+    "pp2-vpp2-dp2": Case(FSDP2, parallel=ParallelConfig(pp=2, vpp=2, overlap_p2p=True), export="hf pp2-vpp2"),
 }
 LAYERS = [f"decoder.layers.{layer}" for layer in range(4)]
 EXPECTED_UNITS = {
@@ -56,10 +63,18 @@ EXPECTED_UNITS = {
 SAME_AS_ONE_RANK = [("2", name) for name in TWO_RANKS if "bf16" not in name] + [("4", name) for name in FOUR_RANKS]
 
 
+EXPORTS = [("2", name) for name, case in TWO_RANKS.items() if case.export]
+EXPORTS += [("4", name) for name, case in FOUR_RANKS.items() if case.export]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[Any]]]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> dict[str, dict[str, list[Any]]]:
     """By world size and case, what every rank found."""
-    root: Path = tmp_path_factory.mktemp("models")
     write_tiny_checkpoint(root / "tied", family="qwen3", tied=True)
     write_tiny_checkpoint(root / "untied", family="qwen3", tied=False)
     found: dict[str, dict[str, list[Any]]] = {}
@@ -138,3 +153,9 @@ def test_frozen_weights_stay(results: dict[str, Any]) -> None:
     for found in results["2"]["frozen"]:
         moved = {key for key, start in found["start"].items() if not torch.equal(found["weights"][key], start)}
         assert moved == {k for k in found["start"] if not k.startswith(("model.embed", "model.layers.1."))}
+
+
+@pytest.mark.parametrize(("world", "name"), EXPORTS)
+def test_weights_leave_as_a_hugging_face_checkpoint(results: dict[str, Any], root: Path, world: str, name: str) -> None:
+    case = (TWO_RANKS if world == "2" else FOUR_RANKS)[name]
+    assert_exported(root / case.export, results[world][name])

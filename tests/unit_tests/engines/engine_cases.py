@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,24 +148,29 @@ def spoiled_case(checkpoint: Path, name: str, value: float) -> dict[str, Any]:
 
 
 def inspected_case(checkpoint: Path, layout: str) -> dict[str, Any]:
+    """See `inspect_update`."""
+    with engine_of(checkpoint, layout) as engine:
+        return inspect_update(engine, state)
+
+
+def inspect_update(engine: Any, state: Callable[[Any], dict[str, torch.Tensor]]) -> dict[str, Any]:
     """An `inspect` that compares what it sees with `forward`, and one that stops the update."""
     from mega_rl.errors import RunError
 
-    with engine_of(checkpoint, layout) as engine:
-        rows = own_rows(random_experience(), engine)
-        expected, before = engine.forward(rows), state(engine)
-        seen: list[float] = []
+    rows = own_rows(random_experience(), engine)
+    expected, before = engine.forward(rows), state(engine)
+    seen: list[float] = []
 
-        def stop(minibatch: Any, outputs: Any) -> dict[str, float]:
-            seen.append(float((outputs.logprobs - expected.logprobs).abs().max()))
-            seen.append(float((outputs.entropy - expected.entropy).abs().max()))
-            raise RunError("stopped")
+    def stop(minibatch: Any, outputs: Any) -> dict[str, float]:
+        seen.append(float((outputs.logprobs - expected.logprobs).abs().max()))
+        seen.append(float((outputs.entropy - expected.entropy).abs().max()))
+        raise RunError("stopped")
 
-        message = ""
-        try:
-            engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=stop)
-        except RunError as error:
-            message = str(error)
-        result = {"message": message, "seen": seen, "unchanged": same(state(engine), before)}
-        metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=lambda *_: {"a/b": 3.0})
-        return result | {"metric": metrics["a/b"], "moved": not same(state(engine), before)}
+    message = ""
+    try:
+        engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=stop)
+    except RunError as error:
+        message = str(error)
+    result = {"message": message, "seen": seen, "unchanged": same(state(engine), before)}
+    metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=lambda *_: {"a/b": 3.0})
+    return result | {"metric": metrics["a/b"], "moved": not same(state(engine), before)}

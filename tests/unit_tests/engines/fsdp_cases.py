@@ -16,6 +16,7 @@ from mega_rl.config.schema import Config, FsdpConfig, ModelConfig, OptimConfig, 
 from tests.helpers.engines import exported, own_rows, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole
+from tests.unit_tests.engines.engine_cases import inspect_update, same
 
 STEPS = 3
 # Ways to run that must not change a number, by name: fields of a config's areas.
@@ -67,11 +68,6 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
     return {piece.name: piece.data.clone() for piece in found.pieces} | {
         name: torch.tensor(number) for name, number in found.numbers.items()
     }
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether every bit is equal."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def computed(checkpoint: Path, *, head: str = "lm", rows: int | None = None, **more: Any) -> dict[str, Any]:
@@ -216,27 +212,9 @@ def spoiled_case(checkpoint: Path) -> dict[str, Any]:
 
 
 def inspected_case(checkpoint: Path) -> dict[str, Any]:
-    """An `inspect` that compares what it sees with `forward`, and one that stops the update."""
-    from mega_rl.errors import RunError
-
+    """See `inspect_update`."""
     with engine_of(checkpoint) as engine:
-        rows = own_rows(random_experience(), engine)
-        expected, before = engine.forward(rows), state(engine)
-        seen: list[float] = []
-
-        def stop(minibatch: Any, outputs: Any) -> dict[str, float]:
-            seen.append(float((outputs.logprobs - expected.logprobs).abs().max()))
-            seen.append(float((outputs.entropy - expected.entropy).abs().max()))
-            raise RunError("stopped")
-
-        message = ""
-        try:
-            engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=stop)
-        except RunError as error:
-            message = str(error)
-        result = {"message": message, "seen": seen, "unchanged": same(state(engine), before)}
-        metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2, inspect=lambda *_: {"a/b": 3.0})
-        return result | {"metric": metrics["a/b"], "moved": not same(state(engine), before)}
+        return inspect_update(engine, state)
 
 
 def offload_case(checkpoint: Path, *, trainable: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every train layout into real servers of one and two tensor-parallel ranks.
+"""Every train layout, and models under FSDP, into real servers of one and two tensor-parallel ranks.
 
 Servers are started from checkpoint A, and what they answer then is the reference. Each layout sends them B, after which
 answers differ, and A, after which they must be the reference again.
@@ -33,12 +33,14 @@ from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang, wait_u
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
 
-# case -> (ranks, source, parallel, transport of B, transport of A)
-CASES: dict[str, tuple[int, str, ParallelConfig, str, str]] = {
-    "tp2": (2, "dense", ParallelConfig(tp=2), "disk", "auto"),
-    "pp2": (2, "dense", ParallelConfig(pp=2), "auto", "distributed"),
-    "ep2": (2, "mixture", ParallelConfig(ep=2), "distributed", "auto"),
-    "tp2-pp2": (4, "dense", ParallelConfig(tp=2, pp=2), "distributed", "auto"),
+# case -> (ranks, source, how the trainer runs it, transport of B, transport of A)
+CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
+    "tp2": (2, "dense", {"parallel": ParallelConfig(tp=2)}, "disk", "auto"),
+    "pp2": (2, "dense", {"parallel": ParallelConfig(pp=2)}, "auto", "distributed"),
+    "ep2": (2, "mixture", {"parallel": ParallelConfig(ep=2)}, "distributed", "auto"),
+    "fsdp": (2, "dense", {"engine": "fsdp"}, "disk", "auto"),
+    "fsdp of experts": (2, "mixture", {"engine": "fsdp"}, "distributed", "auto"),
+    "tp2-pp2": (4, "dense", {"parallel": ParallelConfig(tp=2, pp=2)}, "distributed", "auto"),
 }
 FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied
 TEMPERATURE = 0.7
@@ -142,14 +144,14 @@ class Joined:
 
 
 def _config(root: Path, case: str, model: str, transport: str, told: Sequence[dict[str, Any]]) -> Any:
-    _, source, parallel, _, _ = CASES[case]
+    _, source, areas, _, _ = CASES[case]
     config = make_config(
         root / f"{source}-{model}",
         rollout=RolloutConfig(temperature=TEMPERATURE),
         sglang=SglangConfig(urls=[one["url"] for one in told], transport=transport, sync_timeout_s=60.0),
     )
     trainer = dataclasses.replace(config.trainer, run_dir=str(root / "run"))
-    return dataclasses.replace(config, parallel=parallel, trainer=trainer)
+    return dataclasses.replace(config, trainer=trainer, **areas)
 
 
 def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
