@@ -72,6 +72,7 @@ def layouts(
 ) -> None:
     """Compare log-probs, loss, every gradient and a step of each layout with one rank, with the engine that trains."""
     asked = _check(model, dtype=dtype, transformer_impl=transformer_impl)
+    allowed = tolerances(dtype, tolerance, experts=asked.moe is not None)
     layers = 1
     if twin:
         from mega_rl.parity.shrink import shrink
@@ -89,7 +90,7 @@ def layouts(
         twin=twin,
         layers=layers,
         settings={"dtype": dtype, "transformer_impl": transformer_impl, "packing": packing, "seed": seed},
-        allowed=tolerances(dtype, tolerance, experts=asked.moe is not None),
+        allowed=allowed,
         timeout_s=timeout_s,
         as_json=as_json,
     )

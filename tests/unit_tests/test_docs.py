@@ -98,6 +98,28 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert anchor in map(slug, headings), target
 
 
+def test_every_document_is_linked() -> None:
+    """From the README, if by way of others."""
+    seen: set[Path] = set()
+    ahead = [ROOT / "README.md"]
+    while ahead:
+        document = ahead.pop()
+        if document in seen or document not in DOCUMENTS:
+            continue
+        seen.add(document)
+        targets = LINK.findall(FENCE.sub("", document.read_text(encoding="utf-8")))
+        ahead += [(document.parent / path).resolve() for path in (t.partition("#")[0] for t in targets) if path]
+    assert set(DOCUMENTS) - seen == set()
+
+
+def test_every_engine_has_a_page_and_a_column() -> None:
+    workers = ROOT / "docs" / "workers"
+    header = re.compile(r"^\| feature \| (.*?) \| \|$", flags=re.MULTILINE)
+    columns = set(header.findall((workers / "model_engine.md").read_text(encoding="utf-8")))
+    assert columns == {" | ".join(engines := FIELDS["engine"].metadata["choices"])}
+    assert [engine for engine in engines if not (workers / f"{engine}_workers.md").is_file()] == []
+
+
 @documents
 def test_modules_and_files_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")

@@ -253,7 +253,6 @@ def test_the_choice(setting: str, device: str, where: Placement, hosts: list[str
         ("shared_memory", weights(experts=True, world_size=2, ep=2), Placement(("a", "b"), colocated=False), ["a"], 1,
          "no whole copy of the model in layout tp1-ep2-dp2"),
         ("distributed", weights("cuda"), TOGETHER, ["a"], 1, "several processes on one GPU"),
-        ("disk", weights(sharded=True), TOGETHER, ["a"], 1, "FSDP"),
     ],
 )  # fmt: skip
 def test_a_transport_that_cannot_reach_the_servers_is_refused(
