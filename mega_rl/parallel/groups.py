@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.errors import UserError
@@ -111,6 +112,7 @@ def destroy() -> None:
     `initialize` may follow. Megatron-Core's own `destroy_model_parallel` only forgets its groups.
     """
     parallel_state.destroy_model_parallel()
+    _clear_sharding_prop_cache()  # it would hand out meshes of these groups, whose names the next ones get
     if dist.is_initialized():
         dist.destroy_process_group()
     # A group's threads and sockets live as long as an object that knows it, and models are full of cycles.

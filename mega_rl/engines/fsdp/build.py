@@ -46,7 +46,7 @@ def build_fsdp_engine(
         freeze(model, config.model.frozen)
     else:
         model.requires_grad_(False)
-    shard(
+    scratch = shard(
         model,
         transformers_model,
         mesh=_mesh(groups, config.fsdp.shard_ranks, device.type),
@@ -68,6 +68,7 @@ def build_fsdp_engine(
         device=device,
         dtype=dtype,
         attention=attention,
+        scratch=scratch,
         clip_grad=config.optim.clip_grad,
         reduce_every_microbatch=config.fsdp.reduce_every_microbatch,
         keep_gathered=not config.fsdp.reshard_after_forward,

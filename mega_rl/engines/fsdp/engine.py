@@ -17,6 +17,7 @@ from mega_rl.converters.export import export_hf
 from mega_rl.converters.save import save_hf
 from mega_rl.converters.sharding import Sharding
 from mega_rl.data.packing import MicroBatch, scatter_back
+from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.fsdp.attention import attention_arguments
 from mega_rl.engines.fsdp.model import fsdp_modules, sharded_parameters
 from mega_rl.engines.fsdp.optimizer import MOMENTS, clip, count_steps, gradient_norm, local, set_steps
@@ -50,6 +51,7 @@ class FSDPEngine:
     device: torch.device
     dtype: torch.dtype  # that layers compute in, and weights leave in
     attention: str  # "eager", "sdpa" or "flash_attention_2"
+    scratch: Scratch | None = None  # that messages arrive in
     clip_grad: float = 1.0
     reduce_every_microbatch: bool = True
     keep_gathered: bool = False  # layers between forward and backward, and from one micro-batch to the next
@@ -176,7 +178,10 @@ class FSDPEngine:
         }
         # With fsdp.cpu_offload all of it is on the host already.
         here = {part: [t for t in found if t.device.type == self.device.type] for part, found in tensors.items()}
-        return self._offload.offload(here, _chosen(parameters=parameters, gradients=gradients, optimizer=optimizer))
+        freed = self.scratch.release() if self.scratch is not None and gradients else 0
+        return freed + self._offload.offload(
+            here, _chosen(parameters=parameters, gradients=gradients, optimizer=optimizer)
+        )
 
     def is_offloaded(self, part: str) -> bool:
         """Whether the memory of "parameters", "gradients" or "optimizer" has been given back."""

@@ -19,7 +19,9 @@ from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
 from mega_rl.converters.sharding import Head
+from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.fsdp.attention import attention_name
+from mega_rl.engines.fsdp.collectives import use_host_collectives
 from mega_rl.errors import UserError
 
 
@@ -93,19 +95,23 @@ def shard(
     dtype: torch.dtype,
     settings: FsdpConfig,
     recompute: bool,
-) -> None:
+) -> Scratch | None:
     """Give the parameters of `model` memory, unset and float32, of which every rank of `mesh` keeps its rows.
 
     Each of `units` is gathered, cast to `dtype`, just before it runs and freed after it. Only one unit is in memory
-    whole at a time, here too. Gradients are sums over the mesh, float32 where they are accumulated and, unless
-    `grad_reduce_in_fp32` is off, while they travel. `recompute`: layers keep nothing but their inputs for the backward.
+    whole at a time, here too. Gradients are sums over the mesh, float32 in a shard and, unless `grad_reduce_in_fp32` is
+    off, while they travel. `recompute`: layers keep nothing but their inputs for the backward. Returns the memory that
+    messages arrive in, where that is ours.
     """
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.cpu_offload else OffloadPolicy()
+    largest = 0
     for unit in [*units(model, hf), model]:
         kind = torch.float32 if isinstance(model, TokenClassifier) and unit is model.score else dtype
         _materialise(unit, hf, device)
         if unit is model:
             hf.tie_weights()
+        whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+        largest = max(largest, sum(parameter.nbytes for parameter in whole))
         sharded = fully_shard(
             unit,
             mesh=mesh,
@@ -122,6 +128,7 @@ def shard(
         for layer in layers(hf):
             # Inside FSDP's hooks: what the backward gathers once serves the second forward and the backward.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return use_host_collectives(fsdp_modules(model), mesh.get_group(mesh.ndim - 1), largest=largest)
 
 
 def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:

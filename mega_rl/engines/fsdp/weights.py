@@ -155,5 +155,11 @@ class _Gatherer:
 
 def _whole(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor; collective for a parameter."""
-    here = source.detach().to(device=device, dtype=dtype)
-    return here.full_tensor() if isinstance(here, DTensor) else here.clone()
+    if not isinstance(source, DTensor):
+        return source.detach().to(device=device, dtype=dtype, copy=True)
+    # Cast before it travels, and not as a DTensor: what torch remembers of such casts may name a group of the past.
+    rows = source.to_local().detach().to(device=device, dtype=dtype)
+    mesh, placements = source.device_mesh, source.placements
+    return DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=source.shape, stride=source.stride()
+    ).full_tensor()
