@@ -226,7 +226,8 @@ def offload_case(checkpoint: Path, *, trainable: bool) -> dict[str, Any]:
         logprobs = engine.forward(own_rows(random_experience(), engine)).logprobs
     with engine_of(checkpoint, trainable=trainable) as engine:
         numel = sum(parameter.to_local().numel() for parameter in engine.parameters)
-        result: dict[str, Any] = {"elements": numel, "given back": engine.offload()}
+        messages = 0 if engine.scratch is None else engine.scratch.nbytes
+        result: dict[str, Any] = {"elements": numel, "given back": engine.offload() - messages}
         result["left"] = sum(p.to_local().untyped_storage().nbytes() for p in engine.parameters)
         try:
             engine.state()
