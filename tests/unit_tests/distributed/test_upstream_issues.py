@@ -97,6 +97,7 @@ def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> 
             layout=ParallelLayout(world_size=2, tp=2, etp=2),
             settings=Config(),
             device_overrides=accelerator.transformer_config_overrides(),
+            attention="sdpa",
         )
 
 
