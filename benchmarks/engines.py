@@ -1,6 +1,6 @@
 """Training steps of both engines against Hugging Face's model under torch's DDP, padded and packed.
 
-    make bench-engines                       # some 7 minutes on two idle cores
+    make bench-engines                       # some 12 minutes on two idle cores
     python benchmarks/engines.py --slowed    # the self-check: a build that is 20 % slower must be found out
 
 One Qwen3-shaped model (4 layers, width 512, vocabulary 32768, tied, fp32, 29 M parameters) trains on rows of lognormal
