@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl.accelerator import Accelerator
@@ -49,7 +51,7 @@ def build_fsdp_engine(
     scratch = shard(
         model,
         transformers_model,
-        mesh=_mesh(groups, config.fsdp.shard_ranks, device.type),
+        mesh=_mesh(groups, config.fsdp.shard_ranks, device.type, timeout_s=config.trainer.timeout_s),
         device=device,
         dtype=dtype,
         settings=config.fsdp,
@@ -77,9 +79,12 @@ def build_fsdp_engine(
     )
 
 
-def _mesh(groups: Groups, shard_ranks: int, device_type: str) -> DeviceMesh:
+def _mesh(groups: Groups, shard_ranks: int, device_type: str, *, timeout_s: float) -> DeviceMesh:
     """All ranks; with `shard_ranks` (0: all) replicas of that many ranks."""
     world = groups.dp.size()
     if shard_ranks in (0, world):
         return DeviceMesh.from_group(groups.dp, device_type)
-    return init_device_mesh(device_type, (world // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type, (world // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():  # made with torch's own deadline
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh
