@@ -84,7 +84,8 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
             thread.start()
             return thread
 
-        killer = kill_soon(1, 0.3) if rank == 0 else None
+        # Well before a quiet machine has all answers: a death after them would be found by the publish below.
+        killer = kill_soon(1, 0.05) if rank == 0 else None
         rough = source.generate(PROMPTS, step=0)
         if killer is not None:
             killer.join()
