@@ -1,4 +1,4 @@
-# Every command does all its set-up. PYTHON names the interpreter of a new environment (3.11 or 3.12).
+# Every command does all its set-up. PYTHON names the interpreter of a new environment (3.11 or newer).
 PYTHON ?= python3
 # What the quickstart trains on: megatron or fsdp.
 ENGINE ?= megatron
@@ -20,8 +20,15 @@ INSTALL_SGLANG = if command -v uv >/dev/null 2>&1; \
 	then uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/sglang -r $(1); \
 	else $(BIN)/python -m pip install -qq --no-deps --target $(VENV)/sglang -r $(1); fi
 
+# Release of Megatron-Core for `make test-newest`: "newest" of those supported, or a version such as 0.18.2.
+MEGATRON ?= newest
+# What reaches Megatron-Core.
+MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines distributed parallel parity \
+	checkpoint/test_layouts.py checkpoint/test_store.py converters/test_load.py converters/test_torch_dist.py \
+	converters/test_model_config.py verify workers/test_models.py)
+
 .DELETE_ON_ERROR:
-.PHONY: setup sglang quickstart test special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity docs
+.PHONY: wheel-check test-newest compare-megatron setup sglang quickstart test test-versions test-swanlab special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity terminal-check docs
 
 setup: $(STAMP)
 	@:
@@ -43,7 +50,7 @@ sglang: $(SGLANG_STAMP)
 	@:
 
 # SGLang on CPUs. Where torch has CUDA, `pip install -e '.[sglang]'` is the way instead.
-$(SGLANG_STAMP): requirements-sglang-cpu.txt | $(STAMP)
+$(SGLANG_STAMP): mega_rl/rollout/sglang/requirements-cpu.txt | $(STAMP)
 	@rm -rf $@ $(VENV)/sglang
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(sys.platform == "linux" and not torch.version.cuda)'; \
 	then echo "SGLang on CPUs is for Linux with a CPU build of torch: not installed"; \
@@ -51,10 +58,40 @@ $(SGLANG_STAMP): requirements-sglang-cpu.txt | $(STAMP)
 	@touch $@
 
 quickstart: setup
-	@$(BIN)/python -m mega_rl.quickstart quickstart --engine $(ENGINE)
+	@$(BIN)/mega-rl quickstart --engine $(ENGINE)
 
 test: setup sglang
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
+wheel-check: setup
+	@$(BIN)/python -m tests.release.wheel_check $(WHEEL_CHECK)
+
+# Into .megatron/, a folder that only these tests see.
+test-newest: setup
+	@folder=$$($(BIN)/python -m tests.upstream.fetch $(MEGATRON)) && \
+		PYTHONPATH="$$folder:$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEGATRON_TESTS)
+
+compare-megatron: setup
+	@$(BIN)/python -m tests.upstream.symbols $$($(BIN)/python -m tests.upstream.fetch all)
+
+# SwanLab wants an older protobuf than TensorBoard and W&B have here, so it gets a folder of its own.
+test-swanlab: setup
+	@$(BIN)/python -m pip install -q --upgrade --target $(VENV)/swanlab 'swanlab>=0.10'
+	@PYTHONPATH=$(VENV)/swanlab OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/metrics/test_trackers.py -k swanlab
+
+# What must hold on every release of a dependency, in an environment of its own, without constraints.txt:
+# make test-versions                                     the newest of everything that pyproject.toml allows
+# make test-versions WITH='transformers==5.17.0'         with some of them given
+# make test-versions WITH="$$(python tests/oldest.py)"     the oldest of everything
+WITH ?=
+VERSIONS_TESTS := tests/unit_tests/test_transformers_contract.py tests/unit_tests/test_versions.py tests/unit_tests/rollout \
+	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/parity tests/unit_tests/models tests/unit_tests/data \
+	tests/unit_tests/assemble tests/unit_tests/workers tests/unit_tests/quickstart
+test-versions:
+	@$(PYTHON) -m venv --clear .versions
+	@.versions/bin/python -m pip install -qq -e '.[dev]' $(WITH)
+	@OMP_NUM_THREADS=1 .versions/bin/python -m pytest $(VERSIONS_TESTS)
 
 # Programs on four ranks by themselves; `make test` runs them, too.
 special-distributed: setup
@@ -89,6 +126,11 @@ bench-engines: setup
 
 campaign-checkpoint: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign
+
+# How long the quickstart leaves a terminal silent; COMMAND measures another.
+COMMAND ?= $(BIN)/mega-rl quickstart --run-dir runs/terminal-check
+terminal-check: setup
+	@$(BIN)/python -m tests.terminal_check --columns 80 --show $(COMMAND)
 
 docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -13,30 +14,48 @@ from typing import Annotated
 
 import typer
 
+from mega_rl import __version__, progress
 from mega_rl.checkpoint import commands as checkpoint
+from mega_rl.config import commands as recipes
+from mega_rl.convert import run_export
 from mega_rl.convert import verbs as convert
+from mega_rl.datafiles import commands as datafiles
 from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.help import Commands
+from mega_rl.metrics import commands as metrics
+from mega_rl.quickstart import commands as quickstart
 from mega_rl.verify import verbs as verify
 
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
 # this found something of its own.
 OTHER_RANKS_WAIT_S = 5.0
+# How gloo ends the collective of a rank whose peer has died.
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
 
-app = typer.Typer(
-    name="mega-rl",
-    help="PPO and GRPO on Megatron-Core.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = Commands(name="mega-rl", help="PPO and GRPO on Megatron-Core.", completion=True)
+app.add_typer(quickstart.app)
+app.add_typer(recipes.app)
 app.add_typer(convert.app)
 app.add_typer(verify.app)
+checkpoint.app.command("export")(run_export.export)
 app.add_typer(checkpoint.app)
+app.add_typer(datafiles.app)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"mega-rl {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
     """PPO and GRPO on Megatron-Core."""
 
 
@@ -44,10 +63,10 @@ def _commands() -> None:
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's, as optim.lr=2e-6."),
+        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Recipe file (YAML), as recipes/quickstart.yaml.")
+        Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
     ] = None,
     nproc_per_node: Annotated[
         int | None, typer.Option("--nproc-per-node", min=1, help="Start this many ranks on this machine with torchrun.")
@@ -58,25 +77,33 @@ def train(
 ) -> None:
     """Train a policy."""
     settings = overrides or []
+    from mega_rl.progress.terminal import show_progress
+
+    show_progress()
     if print_config:
         from mega_rl.config import loader, render
 
         render.print_config(loader.load(config, settings))
         return
 
-    from mega_rl.preflight import preflight
-
+    if nproc_per_node not in (None, 1):
+        logging.getLogger("mega_rl.config").setLevel(logging.WARNING)  # the ranks read the settings again
     if nproc_per_node is not None and "RANK" in os.environ:
         raise UserError(f"--nproc-per-node={nproc_per_node} under a launcher that already started ranks; leave it out")
-    resolved = preflight(config, settings, world_size=nproc_per_node)
+    with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
+        from mega_rl.config.origins import pinned_overrides
+        from mega_rl.preflight import preflight
+
+        resolved = preflight(config, settings, world_size=nproc_per_node)
     if nproc_per_node is not None and nproc_per_node > 1:
-        _become_torchrun(nproc_per_node, config, settings)
+        _become_torchrun(nproc_per_node, config, [*settings, *pinned_overrides(resolved)])
+    if not resolved.metrics.progress_bar:
+        show_progress(live=False)
+    with progress.phase("importing PyTorch and Megatron-Core", announce=True):
+        from mega_rl.accelerator import prepare
 
-    from mega_rl.accelerator import prepare
-
-    configure_logging()
-    accelerator = prepare(resolved.trainer.device)
-    from mega_rl.assemble import run  # after prepare: it brings Megatron-Core in
+        accelerator = prepare(resolved.trainer.device)
+        from mega_rl.assemble import train as run
 
     raise typer.Exit(run(resolved, accelerator))
 
@@ -90,21 +117,17 @@ def doctor() -> None:
         typer.echo(line)
 
 
-def configure_logging() -> None:
-    """Progress of rank 0 and warnings of every rank, on stderr; of other packages only warnings."""
-    rank = os.environ.get("RANK", "0")
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("mega_rl").setLevel(logging.INFO if rank == "0" else logging.WARNING)
+app.command()(metrics.plot)
 
 
 def _become_torchrun(nproc: int, config: Path | None, overrides: Sequence[str]) -> None:
     """Replace this process by torchrun, which then gets the signals and gives the exit code itself."""
     launcher = ["-m", "mega_rl.launch", str(nproc), "mega_rl.cli"]
     recipe = [] if config is None else ["--config", str(config)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    progress.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *launcher, "train", *recipe, *overrides], environment)
+    os.execve(sys.executable, [sys.executable, *launcher, "train", *recipe, *overrides], os.environ)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,13 +150,35 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     except typer.BadParameter as error:
         return _report([f"{error.format_message()}; see {prog_name} --help"])
     except typer.TyperException as error:
-        return _report([f"{error}; see {prog_name} --help"])
+        return _report([f"{_in_words(error)}; see {prog_name} --help"])
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        if not _lost_connection(error):
+            raise
+        return _report([LOST_CONNECTION], code=RunError.exit_code)
+    finally:
+        progress.close()
     return outcome if isinstance(outcome, int) else 0
 
 
+def _in_words(error: typer.TyperException) -> str:
+    """Return an error of the command line; a setting given as an option is shown as it should be."""
+    from mega_rl.config.loader import FIELDS
+
+    option = re.search(r"--([a-z_]+(?:\.\w+)?)", str(error))
+    if option and option[1] in FIELDS:
+        return f"settings have no dashes: write {option[1]}=VALUE"
+    return str(error)
+
+
+def _lost_connection(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another rank is gone: sixty lines of frames would not say more."""
+    return "gloo" in str(error) and any(words in str(error) for words in PEER_IS_GONE)
+
+
 def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
+    progress.close()
     rank = os.environ.get("RANK", "0")
     prefix = "error: "
     if rank != "0":

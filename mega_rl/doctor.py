@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mega_rl
+from mega_rl import versions
+from mega_rl.accelerator import megatron_core
+from mega_rl.accelerator.patches import patches
+from mega_rl.config.checkout import made_by_make
 from mega_rl.rollout.sglang.installation import SGLANG_VERSION, find_sglang, how_to_install
+from mega_rl.versions import installed_version
 
 CORE = (
     "torch",
@@ -43,8 +48,9 @@ OPTIONAL = (
     # The apex of the package index is another project; NVIDIA's has optimizers and comes with its containers.
     Optional("apex (NVIDIA)", "apex.optimizers", "apex", "torch's AdamW and unfused kernels"),
     Optional("flash-attn", "flash_attn", "flash-attn", "torch's scaled_dot_product_attention"),
-    Optional("ray", "ray", "ray", "torchrun or srun start the ranks"),
     Optional("wandb", "wandb", "wandb", "metrics.jsonl and TensorBoard"),
+    Optional("mlflow", "mlflow", "mlflow-skinny", "metrics.jsonl and TensorBoard"),
+    Optional("swanlab", "swanlab", "swanlab", "metrics.jsonl and TensorBoard"),
 )
 
 
@@ -52,7 +58,10 @@ def report() -> Iterator[str]:
     """Lines of the report, section by section."""
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"mega_rl              {mega_rl.__version__}"
-    yield from ("{:<20} {}".format(name, version(name) or "MISSING: run 'make setup'") for name in CORE)
+    yield from map(_core_line, CORE)
+    problem = megatron_core.problem()
+    if problem:
+        yield f"{'':<20} NOT SUPPORTED: {problem}"
     yield ""
     yield from _devices()
     yield ""
@@ -62,12 +71,23 @@ def report() -> Iterator[str]:
     yield from _patches()
 
 
-def version(distribution: str) -> str | None:
-    """Installed version of a distribution; None where it is not installed."""
+def _core_line(name: str) -> str:
+    remark = versions.remark(name)
+    installed = installed_version(name) or f"MISSING: run {how_to_install_package(name)}"
+    return f"{name:<20} {installed}{remark and f'; {remark}'}"
+
+
+def how_to_install_package(name: str) -> str:
+    """Return the command that installs a package which mega_rl requires, in the version that it requires."""
+    if made_by_make():
+        return "'make setup'"
     try:
-        return importlib.metadata.version(distribution)
+        required = importlib.metadata.requires("mega_rl") or []
     except importlib.metadata.PackageNotFoundError:
-        return None
+        required = []
+    specifiers = (text.partition(";")[0].strip() for text in required if "extra ==" not in text)
+    matching = (text for text in specifiers if re.split(r"[^\w-]", text.replace("_", "-"), maxsplit=1)[0] == name)
+    return f'pip install "{next(matching, name)}"'
 
 
 def found(module: str) -> bool:
@@ -80,7 +100,7 @@ def found(module: str) -> bool:
 
 def _optional_line(package: Optional) -> str:
     if found(package.module):
-        return f"{package.name:<20} {version(package.distribution) or 'found'}"
+        return f"{package.name:<20} {installed_version(package.distribution) or 'found'}"
     return f"{package.name:<20} not found; used instead: {package.instead}"
 
 
@@ -113,9 +133,10 @@ def _patches() -> Iterator[str]:
     if torch.cuda.is_available():
         yield "Megatron-Core runs unpatched."
         return
-    from mega_rl.accelerator.cpu import patches
-
-    yield "Changes to Megatron-Core that make it run without CUDA:"
-    for patch in patches():
+    if megatron_core.problem():
+        return
+    release = megatron_core.installed_release()
+    yield f"Changes to Megatron-Core {release.series} that make it run without CUDA:"
+    for patch in patches(release):
         yield f"  {patch.name:<26} {patch.symbol}"
         yield f"  {'':<26} {patch.reason}"

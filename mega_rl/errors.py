@@ -1,8 +1,9 @@
-"""Errors that end a run with one message instead of a traceback."""
+"""Errors that end a run with one message instead of a traceback, and words that their messages share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -30,3 +31,16 @@ class UserErrors(UserError):
         assert problems, "UserErrors needs at least one problem"
         self.problems = tuple(problems)
         super().__init__("\n".join(problems))
+
+
+def no_such(thing: str, path: Path) -> str:
+    """Return "no such file" or the like, with the place that a relative path stands for."""
+    return f"no such {thing}" + ("" if path.is_absolute() else f" (looked for {path.absolute()})")
+
+
+def in_units(nbytes: int) -> str:
+    """Return a number of bytes as people read it: "1.50 GB", "3.20 MB", "12 bytes"."""
+    for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+        if nbytes >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes} bytes"

@@ -6,15 +6,14 @@ The ranks have said what went wrong; forty lines about their processes would bur
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
+from mega_rl import progress
 from mega_rl.errors import UserError
+from mega_rl.progress.terminal import show_progress
 
 # Ranks that are told to stop end their step and save; torchrun's default of 30 s would kill a large model's.
 SHUTDOWN_TIMEOUT_S = 300
@@ -28,8 +27,17 @@ def launch(program: Sequence[str], *, nproc_per_node: int) -> int:
 
     0 when all have ended well; 128 + signal when a signal, to a rank or to this process, which hands it on, ended them.
     """
+    show_progress()
+    with progress.phase(f"starting {nproc_per_node} ranks", announce=True):
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        from mega_rl.accelerator.threads import VARIABLE, threads_per_rank
+    progress.close()  # the line on the terminal is rank 0's from here on
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault(VARIABLE, str(threads_per_rank(nproc_per_node)))  # torchrun would set 1
     options = ["--standalone", f"--nproc-per-node={nproc_per_node}", f"--signals-to-handle={SIGNALS}"]
     options.append(f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}")
     try:
@@ -38,11 +46,19 @@ def launch(program: Sequence[str], *, nproc_per_node: int) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
         if code not in (UserError.exit_code, *STOPPED):
-            sys.stderr.write(f"error: rank {rank} (process {failure.pid}) ended with exit code {failure.exitcode}\n")
+            sys.stderr.write(f"error: rank {rank} (process {failure.pid}) {ending(failure.exitcode)}\n")
         return code
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def ending(exit_code: int) -> str:
+    """Return how a process ended, from its exit code; below 0 it is the signal that killed it."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"was killed by {name}" + (": perhaps the machine is out of memory" if name == "SIGKILL" else "")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ device and brings results back.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tensordict import tensorclass
 from torch import Tensor
+
+Answer = str | bool | list[Any] | dict[str, Any] | None  # a reference answer as its row has it, numbers as strings
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class Prompt:
     index: int  # row number in the data set: 17
     token_ids: tuple[int, ...]  # (3, 11, 4)
     text: str  # what the reward function sees: "3+4="
-    answer: str  # the reference answer: "7"
+    answer: Answer  # the reference answer: "7"; None where the row has none
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
+    row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
 
 
 @tensorclass

@@ -1,4 +1,4 @@
-"""`mega-rl train` as a script: --config recipes/X.yaml key=value ..., with plain python or under torchrun."""
+"""`mega-rl train` as a script: --config X key=value ..., with plain python or under torchrun."""
 
 from __future__ import annotations
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from mega_rl import versions
+from mega_rl.accelerator import megatron_core
 from mega_rl.accelerator.base import Accelerator
+from mega_rl.accelerator.threads import use_threads
 from mega_rl.errors import UserError
 
 __all__ = ["Accelerator", "prepare"]
@@ -14,12 +17,15 @@ def prepare(device: str = "auto") -> Accelerator:
     """The accelerator of this process; "auto" takes CUDA where there is one.
 
     On a CPU this makes Megatron-Core's CUDA assumptions hold (see `mega_rl.accelerator.cpu`), so it must run before the
-    first import of `megatron`. Calling it again gives the same accelerator.
+    first import of `megatron`. Calling it again gives the same accelerator. torch gets this rank's share of the host's
+    cores (see `mega_rl.accelerator.threads`).
 
     Raises:
         UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name, or
-            a package that the CPU needs and does not find.
+            a Megatron-Core that is not supported, or a package that the CPU needs and does not find.
+        UserErrors: releases of packages that are not allowed.
     """
+    versions.require()
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f"trainer.device={device!r}: must be one of auto, cuda, cpu")
     has_cuda = torch.cuda.is_available()
@@ -30,7 +36,12 @@ def prepare(device: str = "auto") -> Accelerator:
             "trainer.device=cpu: CUDA devices are visible, and Megatron-Core would use them; "
             "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
+    use_threads()
+    megatron_core.silence_advice()
     if has_cuda:
+        problem = megatron_core.problem()
+        if problem:
+            raise UserError(problem)
         from mega_rl.accelerator import cuda
 
         return cuda.prepare()

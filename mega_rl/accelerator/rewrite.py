@@ -62,7 +62,10 @@ class RewritingLoader(SourceFileLoader):
 
 
 class RewritingFinder:
-    """sys.meta_path entry that loads `package` and everything below it through `RewritingLoader`."""
+    """sys.meta_path entry that loads `package` and everything below it through `RewritingLoader`.
+
+    `extra_names` are further names to replace in single modules, by the module's name.
+    """
 
     def __init__(
         self,
@@ -71,10 +74,12 @@ class RewritingFinder:
         names: Mapping[str, str],
         literals: Mapping[str, str],
         after_exec: Callable[[ModuleType], None],
+        extra_names: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         assert package not in sys.modules, f"{package} is imported already: its code can no longer be rewritten"
         self._package = package
         self._names = names
+        self._extra_names = extra_names or {}
         self._literals = literals
         self._after_exec = after_exec
 
@@ -90,7 +95,7 @@ class RewritingFinder:
         spec.loader = RewritingLoader(
             fullname,
             spec.loader.path,
-            names=self._names,
+            names={**self._names, **self._extra_names.get(fullname, {})},
             literals=self._literals,
             after_exec=self._after_exec,
         )

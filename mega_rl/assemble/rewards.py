@@ -8,11 +8,13 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.config.schema import Config
+from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.engines.base import ModelEngine
+from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, Scorer
 from mega_rl.workers.reward import FunctionRewards, RewardWorker, TextScorer
-from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
 from mega_rl.workers.reward_service import RewardService
@@ -20,11 +22,13 @@ from mega_rl.workers.reward_service import RewardService
 Decode = Callable[[Sequence[int]], str]
 
 
-def prepare_reward(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TextScorer | TokenRows:
+def prepare_reward(
+    config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode, function: RewardFunction | None = None
+) -> TextScorer | TokenRows:
     """The function or service that scores, or how a reward model gets to read rollouts.
 
     All that can be wrong with the source of rewards is found here, before any model is loaded. `tokenizer` and `decode`
-    are the actor's.
+    are the actor's. function: of a Python program, in place of the one that the config names.
 
     Raises:
         UserError: a function that cannot be called, an address or key that cannot be used.
@@ -33,7 +37,7 @@ def prepare_reward(config: Config, tokenizer: PreTrainedTokenizerBase, decode: D
     if reward.source == "model":
         return _token_rows(config, tokenizer, decode)
     if reward.source == "function":
-        return FunctionRewards(resolve(reward.function))
+        return FunctionRewards(resolve(reward.function, function))
     return HttpRewards(
         RewardService.find(reward.url, reward.key_file),
         batch_size=reward.batch_size,
@@ -41,6 +45,25 @@ def prepare_reward(config: Config, tokenizer: PreTrainedTokenizerBase, decode: D
         timeout_s=reward.timeout_s,
         retries=reward.retries,
     )
+
+
+def reward_columns(config: Config, prepared: TextScorer | TokenRows) -> RewardColumns:
+    """Return the columns of the data that the source of rewards reads.
+
+    Raises:
+        UserError: a reward function takes an answer, and no column has it.
+    """
+    key = config.data.answer_key
+    if isinstance(prepared, HttpRewards):
+        return RewardColumns(answer=bool(key), structured=True)
+    if not isinstance(prepared, FunctionRewards):
+        return RewardColumns(answer=False, structured=True)
+    if prepared.columns.answer and not key:
+        raise UserError(
+            f"data.answer_key is empty, but reward.function={config.reward.function!r} takes an answer: name the "
+            "column, or give that parameter a default"
+        )
+    return prepared.columns
 
 
 def build_reward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -10,7 +11,8 @@ from pathlib import Path
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from mega_rl.config.attention import Role, requested_attention
-from mega_rl.config.rules import is_on_policy
+from mega_rl.config.needs import is_on_policy
+from mega_rl.config.origins import recorded, short_commit
 from mega_rl.config.schema import Config
 from mega_rl.converters.parts import hf_tensors
 from mega_rl.converters.sharding import Sharding
@@ -23,6 +25,8 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Learner, Scored
 from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,8 @@ def check_attention(config: Config, accelerator: Accelerator) -> None:
     ]
     if any(impl == "te" for impl, _ in found):
         check_one_backend({role: requested_attention(config, role) for role in roles})
+    elif accelerator.device.type == "cuda" and config.engine == "megatron" and config.model.transformer_impl == "auto":
+        log.info("Transformer Engine is not installed: Megatron-Core's own layers run instead, which are slower")
 
 
 def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
@@ -134,7 +140,7 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
         facts.append(
             RoleFacts(
                 role=engine.name,
-                model=str(checkpoint_of(config, engine.name)),
+                model=short_commit(str(checkpoint_of(recorded(config), engine.name))),
                 family=sharding.hf.model_type,
                 parameters=sum(prod(tensor.shape) for tensor in hf_tensors(sharding.hf, head=sharding.head).values()),
                 engine=config.engine,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.roles import Roles
 from mega_rl.config.schema import Config
@@ -21,6 +22,7 @@ from mega_rl.rollout.sglang.connect import Connection, connect
 from mega_rl.rollout.sglang.engine import FailedSamples, Sampled, SglangRolloutEngine
 from mega_rl.rollout.sglang.keys import Keys
 from mega_rl.rollout.sglang.pool import JoinedServers, StartedServers, ranks_on_this_host
+from mega_rl.rollout.sglang.results import Progress
 from mega_rl.rollout.sglang.samples import Sampling
 from mega_rl.rollout.sglang.settings import ServerSettings
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
@@ -100,12 +102,8 @@ def build_rollouts(
     checkpoints: CheckpointStore,
     prompts: Callable[[int], Sequence[Prompt]],
     resources: ExitStack,
-    show_progress: Callable[[int, int, float], None] = lambda done, total, tokens_per_second: None,
 ) -> Rollouts:
-    """Source, weight sync and checkpoints of a run; `prompts`: of a step. Waits for the servers; collective.
-
-    show_progress: called with samples done, samples in all and tokens per second of this rank while servers generate.
-    """
+    """Source, weight sync and checkpoints of a run; `prompts`: of a step. Waits for the servers; collective."""
     actor = roles.actor_engine
     if servers is None:
         embedded = _embedded_engine(config, accelerator)
@@ -128,7 +126,7 @@ def build_rollouts(
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
     connection = resources.enter_context(connect(config, servers, actor=actor, world=world, colocated=colocated))
-    engine = _sglang_engine(config, world, connection, show_progress)
+    engine = _sglang_engine(config, world, connection)
     worker = BackgroundRolloutWorker(
         engine=engine,
         data_parallel=actor.data_parallel,
@@ -172,9 +170,7 @@ def _embedded_engine(config: Config, accelerator: Accelerator) -> HFRolloutEngin
     )
 
 
-def _sglang_engine(
-    config: Config, world: GroupRanks, connection: Connection, show_progress: Callable[[int, int, float], None]
-) -> SglangRolloutEngine:
+def _sglang_engine(config: Config, world: GroupRanks, connection: Connection) -> SglangRolloutEngine:
     """The servers as this rank's rollout engine."""
     rollout, sglang = config.rollout, config.sglang
     path = Path(config.model.path)
@@ -197,9 +193,25 @@ def _sglang_engine(
         restarts=sglang.restarts,
         failed=FailedSamples(mask=sglang.failed_samples == "mask", max_share=sglang.max_failed_share),
         token_versions=sglang.partial_rollout,
-        # One that ends early has nothing more to come.
-        progress=lambda now: show_progress(now.done, now.done if now.ended else now.total, now.tokens_per_second),
+        progress=_ShownSamples(),
     )
+
+
+class _ShownSamples:
+    """Shows a generation of servers as a phase of its own, beside what the trainer does meanwhile."""
+
+    def __init__(self) -> None:
+        self._phase: progress.Phase | None = None
+
+    def __call__(self, generation: Progress) -> None:
+        """Take one report; all of a generation come from the same thread."""
+        if self._phase is None:
+            self._phase = progress.begin("samples")
+        note = f"{generation.tokens_per_second:.0f} tok/s"
+        self._phase.report(generation.done, generation.total, note=note)
+        if generation.ended:
+            self._phase.end()
+            self._phase = None
 
 
 def _ahead(

@@ -1,11 +1,7 @@
-"""A Config turned into a trainer with all its parts, and run.
-
-`mega_rl.accelerator.prepare` must have run before this module is imported: what it imports brings Megatron-Core in.
-"""
+"""A Config turned into a trainer with all its parts, and run."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,29 +11,32 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
-from mega_rl.algorithms.kl import KLController
-from mega_rl.assemble.rewards import build_reward, prepare_reward
+from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
+from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_estimator, build_roles, check_attention, role_facts
 from mega_rl.assemble.rollouts import Rollouts, build_rollouts, start_servers
 from mega_rl.checkpoint.export import HfExports
-from mega_rl.checkpoint.random_state import RandomState
-from mega_rl.checkpoint.store import RunCheckpoints
+from mega_rl.config.needs import is_on_policy
+from mega_rl.config.origins import as_record
 from mega_rl.config.render import resolved_yaml
-from mega_rl.config.rules import is_on_policy
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.data.columns import RewardColumns
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
-from mega_rl.metrics.console import GenerationBar
 from mega_rl.metrics.sinks import make_sink
 from mega_rl.metrics.startup import show_startup
+from mega_rl.metrics.summary import show_summary
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
-from mega_rl.protocols import RolloutSource, WeightSync
+from mega_rl.protocols import MetricsSink, RolloutSource
+from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard
@@ -45,6 +44,7 @@ from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.types import Prompt
+from mega_rl.workers.reward_functions import RewardFunction
 from mega_rl.workers.rollout import KnownTokens
 
 log = logging.getLogger(__name__)
@@ -76,13 +76,35 @@ def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
     )
 
 
-def run(config: Config, accelerator: Accelerator) -> int:
+def train(config: Config, accelerator: Accelerator) -> int:
     """Train as `config` says on every rank of this job; returns the exit code (0, or 128 + signal when stopped)."""
+    with running(config, accelerator) as (trainer, stop):
+        done = trainer.fit()
+    if os.environ.get("RANK", "0") == "0":
+        show_summary(Path(config.trainer.run_dir))
+        if stop.exit_code:
+            log.warning("stopped after step %d of %d; the same command goes on from there", done, config.trainer.steps)
+    return stop.exit_code
+
+
+@contextmanager
+def running(
+    config: Config, accelerator: Accelerator, *, reward: RewardFunction | None = None
+) -> Iterator[tuple[PPOTrainer, StopRequest]]:
+    """Yield the trainer of a run with all its parts, and the request that stops it; all of it ends with the block.
+
+    reward: scores responses in place of the function that the config names.
+    """
     with session(config, accelerator) as groups, ExitStack() as resources:
+        check_commits(config.origins, GroupRanks(groups.world))
         stop = StopRequest(GroupRanks(groups.world))
         resources.callback(stop.restore)
-        build_trainer(config, accelerator, groups, stop_requested=stop, resources=resources).fit()
-        return stop.exit_code
+        with progress.phase("preparing the run"):
+            trainer = build_trainer(
+                config, accelerator, groups, stop_requested=stop, resources=resources, reward_function=reward
+            )
+        yield trainer, stop
+        resources.callback(progress.begin("closing files and servers").end)
 
 
 @contextmanager
@@ -90,12 +112,13 @@ def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
     """The process groups of a run, taken down at the end."""
     layout = layout_of(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     with deterministic(config.trainer.deterministic):
-        groups = process_groups.initialize(
-            layout,
-            accelerator=accelerator,
-            timeout_s=config.trainer.timeout_s,
-            optimizer_instances=config.ddp.optimizer_instances,
-        )
+        with progress.phase(f"connecting {layout.world_size} ranks"):
+            groups = process_groups.initialize(
+                layout,
+                accelerator=accelerator,
+                timeout_s=config.trainer.timeout_s,
+                optimizer_instances=config.ddp.optimizer_instances,
+            )
         try:
             process_groups.seed_model_parallel(config.trainer.seed, groups)
             yield groups
@@ -110,25 +133,42 @@ def build_trainer(
     *,
     stop_requested: Callable[[], bool],
     resources: ExitStack,
+    reward_function: RewardFunction | None = None,
 ) -> PPOTrainer:
-    """Every part of a run, connected; `resources` ends what must end with the run: servers, files of metrics."""
+    """Return every part of a run, connected; `resources` ends what must end with it: servers, files of metrics.
+
+    reward_function: in place of the one that the config names.
+    """
     # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
+    world = GroupRanks(groups.world)
+    is_writer = world.rank == 0
     check_attention(config, accelerator)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+    with progress.phase("reading the tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+        check_stop_tokens(config, tokenizer, is_writer=is_writer)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    reward = prepare_reward(config, tokenizer, decode)
-    train, held_out = load_data(config, tokenizer, vocab_size=read_hf_config(config.model.path).vocab_size)
-    world = GroupRanks(groups.world)
+    reward = prepare_reward(config, tokenizer, decode, reward_function)
+    with progress.phase("reading and tokenizing the data", announce=True):
+        train, held_out = load_data(
+            config,
+            tokenizer,
+            vocab_size=read_hf_config(config.model.path).vocab_size,
+            columns=reward_columns(config, reward),
+        )
+    if is_writer and len(train) < config.trainer.prompts_per_step:
+        log.warning(
+            "the data have %d prompts, fewer than trainer.prompts_per_step=%d: a step has some of them more than once",
+            *(len(train), config.trainer.prompts_per_step),
+        )
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(train))
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     servers = start_servers(config, accelerator, world, resources)  # they come up while the models are built
     roles = build_roles(config, accelerator, groups)
 
     actor = roles.actor_engine
-    is_writer = world.rank == 0
     run_dir = Path(config.trainer.run_dir)
     prompts = PromptSampler(
         train,
@@ -139,27 +179,29 @@ def build_trainer(
     checkpoints.add_engine("actor", actor)
     if roles.critic_engine is not None:
         checkpoints.add_engine("critic", roles.critic_engine)
-    generation = GenerationBar()
-    rollouts = build_rollouts(
-        config,
-        accelerator,
-        world,
-        servers,
-        roles,
-        checkpoints=checkpoints,
-        prompts=prompts.batch,
-        show_progress=generation.show,
-        resources=resources,
-    )
+    with progress.phase("preparing the rollout engine"):
+        rollouts = build_rollouts(
+            config,
+            accelerator,
+            world,
+            servers,
+            roles,
+            checkpoints=checkpoints,
+            prompts=prompts.batch,
+            resources=resources,
+        )
     if rollouts.under_way is not None:
         checkpoints.add_rank_state("rollout", rollouts.under_way)
-    start = resume(checkpoints, roles.kl, rollouts.sync)
+    start = resume(checkpoints, roles.kl, rollouts.sync, steps=config.trainer.steps)
+    checkpoints.move_earlier_run(run_dir)
     guard = MismatchGuard(
         limit=config.rollout.logprob_diff_limit,
         ranks=actor.data_parallel,
         current=(lambda: rollouts.sync.weight_version) if config.trainer.async_steps else None,
     )
     if is_writer:
+        if saves_nothing(config):
+            log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
     metrics = make_sink(
@@ -168,9 +210,10 @@ def build_trainer(
         is_writer=is_writer,
         resume_step=start + 1,
         total_steps=config.trainer.steps,
-        generation=generation,
+        settings=as_record(config),
+        has_reference=roles.reference_engine is not None,
     )
-    resources.callback(metrics.close)
+    resources.push(partial(_close_metrics, metrics))
     if is_writer:
         show_startup(role_facts(config, roles))
     return PPOTrainer(
@@ -203,9 +246,15 @@ def build_trainer(
         checkpoints=rollouts.checkpoints,
         export=_exporter(config, roles, rollouts, world),
         decode=decode,
+        render=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
         stop_requested=stop_requested,
         start=start,
     )
+
+
+def _close_metrics(metrics: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
+    """Close the run's sinks; `kind` is of the exception that ends it, where a second Ctrl-C is no failure."""
+    metrics.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
 
 def _known_tokens(source: RolloutSource, roles: Roles, everyone: GroupRanks) -> RolloutSource:
@@ -260,40 +309,10 @@ def minibatch_plan(config: Config) -> MinibatchPlan:
     )
 
 
-def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) -> RunCheckpoints:
-    """Where what learns is saved, and what a checkpoint must agree with to be resumed; without engines yet."""
-    return RunCheckpoints(
-        root=Path(config.trainer.run_dir) / "checkpoints",
-        engines={},
-        ranks=GroupRanks(groups.world),
-        settings=config.checkpoint,
-        identity={
-            "seed": config.trainer.seed,
-            "data": data_fingerprint,
-            "model": config.model.path,
-            "engine": config.engine,
-        },
-        layout=str(groups.layout),
-        config=dataclasses.asdict(config),
-        rank_states={"random": RandomState()},
-    )
-
-
-def resume(checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync) -> int:
-    """Steps done by the checkpoint that everything was restored from; 0 when the run starts afresh."""
-    found = checkpoints.restore()
-    if found is None:
-        return 0
-    kl.restore(found.state["kl"])
-    sync.resume_at(found.state["weight_version"])
-    log.info("resumed after step %d", found.step)
-    return found.step
-
-
 def load_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, columns: RewardColumns
 ) -> tuple[list[Prompt], Sequence[Prompt]]:
-    """(training prompts, held-out prompts)."""
+    """Return (training prompts, held-out prompts), each with the columns that the reward reads."""
     data = config.data
     load = partial(
         load_prompts,
@@ -301,9 +320,12 @@ def load_data(
         prompt_key=data.prompt_key,
         answer_key=data.answer_key,
         chat_template=data.chat_template,
+        chat_template_kwargs=data.chat_template_kwargs,
+        system_prompt=data.system_prompt,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         malformed=data.malformed_rows,
+        reward_columns=columns,
         vocab_size=vocab_size,
     )
     prompts = load(data.train_files)

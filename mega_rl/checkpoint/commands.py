@@ -8,13 +8,9 @@ from typing import Annotated
 import typer
 
 from mega_rl.checkpoint import verbs
+from mega_rl.help import Commands
 
-app = typer.Typer(
-    name="checkpoint",
-    help="List, verify and remove the checkpoints of a run.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or its checkpoints folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -44,7 +40,7 @@ def verify(
 @app.command()
 def prune(
     run: Run,
-    keep: Annotated[int, typer.Option("--keep", help="Newest checkpoints kept.")],
+    keep: Annotated[int, typer.Option("--keep", help="Newest whole checkpoints kept.")],
     keep_interval: Annotated[
         int, typer.Option("--keep-interval", help="Also keep those whose step is a multiple of this.")
     ] = 0,
@@ -54,7 +50,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints, and what torn saves have left; never the newest complete one."""
+    """Remove old checkpoints, and what torn saves have left; never the newest whole one, which is read to be sure."""
     raise typer.Exit(
         verbs.prune(run, keep=keep, keep_interval=keep_interval, keep_best=keep_best, dry_run=dry_run, as_json=as_json)
     )

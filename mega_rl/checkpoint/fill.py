@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.checkpoint.agreement import failures
 from mega_rl.checkpoint.reader import MAX_THREADS, Checkpoint, StoredPiece
 from mega_rl.checkpoint.untrusted import limited
@@ -24,7 +25,7 @@ from mega_rl.types import Box, Piece
 
 _ANOTHER_MODEL = (
     "it is of another model, or of settings with other optimizer state: use the settings that it was saved with, or "
-    "checkpoint.resume=never"
+    "checkpoint.resume=never, which starts anew and keeps what is there in previous/"
 )
 _OF_A_RANK = re.compile(r"rank\d{5,}/")
 HEARD_RANKS = 8  # of those that have problems; what is wrong with a checkpoint is mostly the same on all
@@ -54,8 +55,14 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
     _agree(limited(problems, checkpoint.folder), ranks)
     _agree(_damage(checkpoint, copies), ranks)
     copies.sort(key=_place)
+    advance = progress.counter(sum(copy.target.nbytes for copy in copies), unit="B")
+
+    def read(copy: Copy) -> None:
+        checkpoint.read_into(copy.source, copy.inner, copy.target)
+        advance(copy.target.nbytes)
+
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        for _ in pool.map(lambda copy: checkpoint.read_into(copy.source, copy.inner, copy.target), copies):
+        for _ in pool.map(read, copies):
             pass  # taking each result raises what went wrong
 
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are complete, how one is published, which go, and whose they are. No torch.
+"""Folders of checkpoints: which are complete, how one is published, and which go. No torch.
 
 A save is made under a hidden name and renamed when all of it is on the disk, so `step_000010` is complete or was
 damaged later. Whatever goes is renamed to a hidden name before its first file is removed. At every moment a reader
@@ -7,20 +7,13 @@ finds the same complete checkpoints, or one more.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import json
 import logging
 import os
 import re
-import socket
 import stat
-import weakref
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from mega_rl.checkpoint import disk
 from mega_rl.checkpoint.manifest import (
@@ -32,15 +25,14 @@ from mega_rl.checkpoint.manifest import (
     check_commit,
     commit_text,
     manifest_text,
-    now,
     parse_manifest,
 )
-from mega_rl.checkpoint.untrusted import clipped, decode_json, read_file
+from mega_rl.checkpoint.untrusted import clipped, read_file
 from mega_rl.errors import UserError
 
 log = logging.getLogger(__name__)
 
-LATEST_FILE, LOCK_FILE = "latest", ".lock"
+LATEST_FILE = "latest"
 _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,11})")
 _HIDDEN = re.compile(r"\.(step_[0-9]{6,12})\.(tmp|old|removed)")
 _HIDDEN_REASONS = {
@@ -101,7 +93,7 @@ def damaged(root: Path) -> list[tuple[Path, str]]:
 def begin(root: Path, step: int) -> Path:
     """An empty folder to save in; what saves before have left under way is removed."""
     disk.make_folder(root)
-    for path in _entries(root):
+    for path in entries(root):
         if (match := _HIDDEN.fullmatch(path.name)) and match[2] == "tmp":
             disk.remove_tree(path)
     folder = temporary(root, step)
@@ -132,7 +124,7 @@ def publish(root: Path, step: int, manifest: Manifest) -> Path:
 
 def recover(root: Path) -> None:
     """Gives a checkpoint its name back that a kill has caught between being replaced and being removed."""
-    for path in _entries(root):
+    for path in entries(root):
         match = _HIDDEN.fullmatch(path.name)
         if match and match[2] == "old" and not os.path.lexists(root / match[1]) and not _faults(path):
             disk.rename(path, root / match[1])
@@ -146,16 +138,18 @@ def retire(root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_
     return [path for path, _ in found]
 
 
-def surplus(root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str) -> list[tuple[Path, str]]:
+def surplus(
+    root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str, verified: bool = False
+) -> list[tuple[Path, str]]:
     """(folder, reason) of what is not to be kept now that `newest_step` is the run's newest checkpoint.
 
     Kept are the newest `keep`, those whose step is a multiple of `keep_interval` (0: none), and the one with the
     largest value of the metric `keep_best` ("": none). Later steps are of a history that the run has left. When the
-    newest one lacks shards, all are kept.
+    newest one lacks shards, all are kept, unless the caller has `verified` that one of those kept is whole.
     """
     whole, others = _survey(root)
     newest = final(root, newest_step)
-    if newest not in whole or size_faults(newest):
+    if not verified and (newest not in whole or size_faults(newest)):
         log.warning("%s is not complete: no other checkpoint is removed", newest)
         return []
     past = [folder for folder in whole if step_of(folder) <= newest_step]
@@ -202,91 +196,11 @@ def size_faults(folder: Path) -> list[str]:
     return problems
 
 
-class RunLock:
-    """Holds the right to write under `root`, which is made if it is not there; a context manager.
-
-    The kernel frees it with the process, however that ends, and a file that was left behind does no harm. Raises
-    UserError when another process has it: "`what`: another run (host, pid, since) writes checkpoints there; `fix`".
-    """
-
-    def __init__(self, root: Path, *, what: str = "", fix: str = "choose another trainer.run_dir") -> None:
-        self.path = root / LOCK_FILE
-        self._what, self._fix = what or f"trainer.run_dir={root.parent}", fix
-        self._fd: int | None = None
-        self._made: list[Path] = []  # folders that were not there before
-        # A fork would hold the lock for as long as it lives; its own descriptor is no use to it.
-        own = weakref.WeakMethod(self._close)
-        os.register_at_fork(after_in_child=lambda: (close := own()) and close())
-
-    def __enter__(self) -> RunLock:
-        self.take()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def take(self) -> None:
-        """Takes the lock, and puts right what a kill between two renames has left. Raises UserError."""
-        assert self._fd is None, f"{self.path} is taken twice"
-        root = self.path.parent
-        self._made = [folder for folder in (root, root.parent) if not folder.exists()]
-        disk.make_folder(root)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            while True:
-                self._fd = os.open(self.path, flags, 0o666)
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.path.exists() and os.path.samestat(os.fstat(self._fd), self.path.stat()):
-                    break
-                self._close()  # the holder before has removed the file that was opened here
-                disk.make_folder(root)
-            os.ftruncate(self._fd, 0)
-        except BlockingIOError as error:
-            holder = self._holder()
-            self._close()
-            raise UserError(f"{self._what}: another run{holder} writes checkpoints there; {self._fix}") from error
-        except OSError as error:
-            self._close()
-            reason = "not a regular file" if error.errno in (errno.EINVAL, errno.ELOOP) else error.strerror
-            raise UserError(f"{self._what}: {self.path} cannot be locked ({reason}); {self._fix}") from error
-        record = {"host": socket.gethostname(), "pid": os.getpid(), "since": now()}
-        disk.write_at(self._fd, 0, [memoryview(json.dumps(record).encode())])
-        recover(self.path.parent)
-
-    def release(self) -> None:
-        """Frees the lock. Folders that were made for it and are still empty go, so that a run that never began leaves
-        nothing."""
-        if self._fd is not None:
-            os.ftruncate(self._fd, 0)
-            if self._made and [entry.name for entry in _entries(self.path.parent)] == [LOCK_FILE]:
-                with contextlib.suppress(OSError):  # a folder in which there is something now stays
-                    self.path.unlink()
-                    for folder in self._made:
-                        folder.rmdir()
-        self._close()
-
-    def _close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd = None
-
-    def _holder(self) -> str:
-        """Who holds it, as far as the file tells."""
-        try:
-            raw = decode_json(read_file(self.path, 4096), self.path)
-        except UserError:
-            return ""
-        host, pid, since = (clipped(str(raw.get(key, "unknown"))) for key in ("host", "pid", "since"))
-        return f" (host {host}, pid {pid}, since {since})"
-
-
 def _survey(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     """What `complete` and `torn` tell."""
     whole: list[Path] = []
     others: list[tuple[Path, str]] = []
-    for path in _entries(root):
+    for path in entries(root):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden:
             others.append((path, _HIDDEN_REASONS[hidden[2]]))
@@ -376,7 +290,8 @@ def _best(folders: Sequence[Path], metric: str) -> list[Path]:
     return [max(values)[2]] if values else []
 
 
-def _entries(root: Path) -> list[Path]:
+def entries(root: Path) -> list[Path]:
+    """Return what is in a folder, by name; nothing where there is none. Raises UserError."""
     try:
         return sorted(root.iterdir())
     except FileNotFoundError:

@@ -12,8 +12,11 @@ import torch
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.agreement import first_failure, told
+from mega_rl.checkpoint.changes import changes, in_words
 from mega_rl.checkpoint.fill import fill
+from mega_rl.checkpoint.identity import differences
 from mega_rl.checkpoint.manifest import COMMIT_FILE, Manifest
+from mega_rl.checkpoint.previous import PREVIOUS
 from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.checkpoint.untrusted import ANOTHER
 from mega_rl.config.schema import CheckpointConfig
@@ -37,10 +40,11 @@ def resume(
     ranks: Ranks,
     settings: CheckpointConfig,
     identity: Mapping[str, Any],
+    config: Mapping[str, Any],
     layout: str,
     rank_states: Mapping[str, RankState],
-) -> Manifest | None:
-    """The manifest of the checkpoint that engines and rank states were filled from; None to start afresh; collective.
+) -> tuple[Path, Manifest] | None:
+    """The checkpoint that engines and rank states were filled from; None to start afresh; collective.
 
     Raises:
         UserError: on all ranks; nothing of the engines was touched.
@@ -49,7 +53,7 @@ def resume(
     first: _Damaged | None = None
     for folder in candidates:
         try:
-            manifest = _restore(folder, engines, ranks, identity, layout, rank_states)
+            manifest = _restore(folder, engines, ranks, identity, config, layout, rank_states)
         except _Damaged as error:
             first = first or error
             if not settings.fallback:
@@ -59,7 +63,8 @@ def resume(
             continue
         if ranks.rank == 0:
             log.info("restored %s", folder)
-        return manifest
+            _report_changes(manifest, config)
+        return folder, manifest
     if first is not None:
         raise UserErrors(str(first).split("\n")) from first
     return None
@@ -110,6 +115,7 @@ def _restore(
     engines: Mapping[str, Engine],
     ranks: Ranks,
     identity: Mapping[str, Any],
+    config: Mapping[str, Any],
     layout: str,
     rank_states: Mapping[str, RankState],
 ) -> Manifest:
@@ -125,7 +131,7 @@ def _restore(
     assert checkpoint is not None
     with checkpoint:
         manifest = checkpoint.manifest
-        _check_identity(folder, manifest, identity)
+        _check_identity(folder, manifest, identity, config, ranks)
         _check_engines(folder, manifest, engines)
         same_layout = (manifest.world_size, manifest.layout) == (ranks.size, layout)
         pieces = []
@@ -149,14 +155,36 @@ def _restore(
     return manifest
 
 
-def _check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    found = {"engine": "megatron", **manifest.identity}  # the one that there was before checkpoints said which
-    differing = [key for key, value in identity.items() if found.get(key) != value]
-    if differing:
-        changes = ", ".join(f"{key}: {found.get(key)!r} -> {identity[key]!r}" for key in differing)
-        raise UserError(
-            f"checkpoint {folder} is of another run ({changes}); set checkpoint.resume=never or another trainer.run_dir"
+def _check_identity(
+    folder: Path, manifest: Manifest, identity: Mapping[str, Any], config: Mapping[str, Any], ranks: Ranks
+) -> None:
+    """Raise UserError on all ranks where the checkpoint is of another run; rank 0 looks; collective."""
+    message = None
+    if ranks.rank == 0:
+        differing = differences(manifest.identity, identity, stored_config=manifest.config, config=config)
+        if differing:
+            message = (
+                f"checkpoint {folder} is of another run ({', '.join(differing)}); set checkpoint.resume=never to start "
+                f"anew (what is there is kept, in {PREVIOUS}/) or another trainer.run_dir"
+            )
+    message = first_failure(message, ranks)
+    if message is not None:
+        raise UserError(message)
+
+
+def _report_changes(manifest: Manifest, config: Mapping[str, Any]) -> None:
+    """Log which settings are not those of the checkpoint's run."""
+    changed = changes(manifest.config, config)
+    mattering = [change for change in changed if change.matters]
+    others = [change for change in changed if not change.matters]
+    if mattering:
+        log.warning(
+            "settings differ from the checkpoint's: %s; the run goes on with the new ones, so it is not the run that "
+            "never stopped",
+            in_words(mattering),
         )
+    if others:
+        log.info("settings differ from the checkpoint's: %s", in_words(others))
 
 
 def _check_engines(folder: Path, manifest: Manifest, engines: Mapping[str, Engine]) -> None:
@@ -166,7 +194,8 @@ def _check_engines(folder: Path, manifest: Manifest, engines: Mapping[str, Engin
         what = " and ".join([f"no {name}" for name in missing] + [f"a {name} that this run lacks" for name in surplus])
         raise UserError(
             f"checkpoint {folder} has {what}; it is of a run with other models: "
-            "set checkpoint.resume=never or to another checkpoint"
+            f"set checkpoint.resume=never to start anew (what is there is kept, in {PREVIOUS}/) or to another "
+            "checkpoint"
         )
 
 

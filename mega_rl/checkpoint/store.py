@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import math
@@ -14,12 +15,14 @@ from typing import Any
 
 import torch
 
-from mega_rl import __version__
+from mega_rl import __version__, progress
 from mega_rl.checkpoint import disk, folders
 from mega_rl.checkpoint.agreement import first_failure
 from mega_rl.checkpoint.disk import SaveError
 from mega_rl.checkpoint.job import Job, Publication
+from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.manifest import Manifest
+from mega_rl.checkpoint.previous import begin_history
 from mega_rl.checkpoint.resume import rank_prefix, resume
 from mega_rl.checkpoint.shards import shard_name
 from mega_rl.checkpoint.writing import Beside, Here, Writing
@@ -78,7 +81,8 @@ class RunCheckpoints:
         self._layout = str(layout)
         self._config = dict(config)
         self._rank_states = dict(rank_states)
-        self._lock: folders.RunLock | None = None
+        self._lock: RunLock | None = None
+        self._restored: Path | None = None  # the checkpoint that the run goes on from
         self._writing: Writing = Beside() if settings.async_save else Here()
         self._current: _Save | None = None
         self._failed_saves = 0
@@ -106,7 +110,7 @@ class RunCheckpoints:
 
         def take() -> None:
             if self._ranks.rank == 0:
-                lock = folders.RunLock(self._root)
+                lock = RunLock(self._root)
                 lock.take()
                 self._lock = lock
 
@@ -160,6 +164,7 @@ class RunCheckpoints:
     def finish(self) -> None:
         """Wait for the save under way, within its deadline; collective. Raises RunError like `save`."""
         while self._current is not None:
+            self._report_written(self._current)
             self._look(BEAT_S)
 
     def close(self, *, patience_s: float = CLOSE_S) -> None:
@@ -187,15 +192,35 @@ class RunCheckpoints:
             UserError: on all ranks: the checkpoint asked for is damaged or not complete, or is of a run with another
                 identity or other models.
         """
-        return resume(
+        restored = resume(
             root=self._root,
             engines=self._engines,
             ranks=self._ranks,
             settings=self._settings,
             identity=self._identity,
+            config=self._config,
             layout=self._layout,
             rank_states=self._rank_states,
         )
+        if restored is None:
+            return None
+        self._restored, manifest = restored
+        return manifest
+
+    def move_earlier_run(self, run_dir: Path) -> None:
+        """Move aside what the run folder holds of another history than the one that begins now; collective.
+
+        After `restore`, under the lock. A run that goes on from a checkpoint of its own folder leaves there all but
+        later checkpoints; any other run all that an earlier one has written. Raises UserError on all ranks.
+        """
+
+        def move() -> None:
+            if self._ranks.rank == 0:
+                begin_history(run_dir, self._restored)
+
+        failure = self._failure_of(move)
+        if failure is not None:
+            raise UserError(failure)
 
     def _collect(self) -> tuple[list[Piece], dict[str, dict[str, int | float]]]:
         """The pieces that this rank writes, and the engines' numbers; collective."""
@@ -252,6 +277,13 @@ class RunCheckpoints:
                 f"{self._root}: {needed / 1e9:.3f} GB are needed and {free / 1e9:.3f} GB are free; "
                 "make room, or set checkpoint.keep to less"
             )
+
+    def _report_written(self, save: _Save) -> None:
+        """Report how many bytes of a save are on the disk, on rank 0."""
+        if self._ranks.rank == 0:
+            files = folders.temporary(self._root, save.step).glob("*")
+            with contextlib.suppress(OSError):  # a file, or all of them, may just have been renamed
+                progress.report(sum(file.stat().st_size for file in files), save.nbytes, unit="B")
 
     def _look(self, wait_s: float) -> None:
         """Settle the save under way if it has ended on all ranks, or failed on any; collective."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.folders import RunLock
+from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.manifest import COMMIT_FILE, MANIFEST_FILE
+from mega_rl.checkpoint.previous import CHECKPOINTS, previous_runs
 from mega_rl.errors import UserError, UserErrors
 
 EXIT_DAMAGED = 1
-CHECKPOINTS = "checkpoints"  # of a run folder
 
 
 def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> int:
@@ -28,15 +28,22 @@ def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> i
 
     `metric`: whose value to show; default: the one that the run keeps the best checkpoint by.
     """
-    root = _root_of(run)
-    rows = [_described(folder, metric) for folder in folders.complete(root)]
-    rows += [_unusable(path, why) for path, why in folders.torn(root)]
+    one = run.absolute() if _is_checkpoint(run) else None
+    root = _root_of(run if one is None else one.parent)
+    rows = [_described(folder, metric) for folder in folders.complete(root) if one in (None, folder)]
+    rows += [_unusable(path, why) for path, why in folders.torn(root) if one in (None, path)]
+    earlier = previous_runs(root.parent) if one is None else []
     if as_json:
-        typer.echo(json.dumps({"root": str(root), "checkpoints": rows}))
-    elif not rows:
-        typer.echo(f"{root}: no checkpoints")
-    else:
+        aside = [str(folder) for folder in earlier]
+        typer.echo(json.dumps({"root": str(root), "checkpoints": rows, "previous": aside}))
+        return EXIT_DAMAGED if any(row["state"] == "damaged" for row in rows) else 0
+    if rows:
         _print_table(rows)
+    else:
+        typer.echo(f"{root}: no checkpoints")
+    for folder in earlier:
+        steps = [str(folders.step_of(checkpoint)) for checkpoint in folders.complete(folder / CHECKPOINTS)]
+        typer.echo(f"an earlier run is in {folder}: checkpoints of steps {', '.join(steps) or 'none'}")
     return EXIT_DAMAGED if any(row["state"] == "damaged" for row in rows) else 0
 
 
@@ -74,45 +81,95 @@ def prune(
 ) -> int:
     """Remove checkpoints of a run as training with these settings would, and what torn saves have left.
 
-    The newest complete one always stays. Raises UserError when there is none, or when a run writes there.
+    Reads every byte of what counts as kept: the newest `keep` that are whole stay, and so do damaged ones among them.
+    Raises UserError when none is whole, or when a run writes there.
     """
     root = _root_of(run)
     for name, value, least in (("--keep", keep, 1), ("--keep-interval", keep_interval, 0)):
         if value < least:
             raise UserError(f"{name}={value}: must be at least {least}")
     if dry_run:
-        found = _surplus(root, keep, keep_interval, keep_best)
+        surplus, damaged = _surplus(root, keep, keep_interval, keep_best)
     else:
         with RunLock(root, what=str(run), fix="stop it first, or use --dry-run"):
-            found = _surplus(root, keep, keep_interval, keep_best)
-            folders.remove([path for path, _ in found])
-    kept = [str(folder) for folder in folders.complete(root) if folder not in {path for path, _ in found}]
+            surplus, damaged = _surplus(root, keep, keep_interval, keep_best)
+            folders.remove([path for path, _ in surplus])
+    gone = {path for path, _ in surplus}
+    kept = [str(folder) for folder in folders.complete(root) if folder not in gone and folder not in damaged]
     if as_json:
-        gone = [{"path": str(path), "reason": why} for path, why in found]
-        typer.echo(json.dumps({"removed": gone, "kept": kept, "dry_run": dry_run}))
+        removed = [{"path": str(path), "reason": why} for path, why in surplus]
+        left = [{"path": str(path), "faults": faults} for path, faults in damaged.items()]
+        typer.echo(json.dumps({"removed": removed, "kept": kept, "damaged": left, "dry_run": dry_run}))
         return 0
-    for path, why in found:
+    for path, why in surplus:
         typer.echo(f"{'would remove' if dry_run else 'removed'} {path}: {why}")
+    for path, faults in damaged.items():
+        typer.echo(f"{path}: damaged, not counted and left there: {faults[0]}")
     typer.echo(f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}")
     return 0
 
 
-def _surplus(root: Path, keep: int, keep_interval: int, keep_best: str) -> list[tuple[Path, str]]:
-    whole = folders.complete(root)
-    if not whole:
+def _surplus(
+    root: Path, keep: int, keep_interval: int, keep_best: str
+) -> tuple[list[tuple[Path, str]], dict[Path, list[str]]]:
+    """Return (folder, reason) of what may go, and the faults of damaged ones among the newest; those stay.
+
+    Every byte of the newest is read until `keep` of them are whole. Raises UserError or UserErrors.
+    """
+    complete = folders.complete(root)
+    if not complete:
         raise UserError(f"{root}: holds no complete checkpoint, so nothing is removed; remove folders by hand")
-    missing = folders.size_faults(whole[-1])
-    if missing:
-        raise UserErrors([f"{fault}; the newest checkpoint is damaged, so nothing is removed" for fault in missing])
-    if keep_best and not any(keep_best in folders.read_manifest(folder).metrics for folder in whole):
+    if keep_best and not any(keep_best in _metrics_of(folder) for folder in complete):
         raise UserError(f"--keep-best={keep_best}: no checkpoint has this metric; see mega-rl checkpoint list --json")
-    return folders.surplus(
+    damaged: dict[Path, list[str]] = {}
+    num_whole = 0
+    for folder in reversed(complete):
+        if num_whole == keep:
+            break
+        faults = _verified(folder)["faults"]
+        if faults:
+            damaged[folder] = faults
+        else:
+            num_whole += 1
+    if not num_whole:
+        problems = [fault for faults in damaged.values() for fault in faults[:1]]
+        raise UserErrors([*problems, f"{root}: every checkpoint is damaged, so nothing is removed"])
+    surplus = folders.surplus(
         root,
-        newest_step=folders.step_of(whole[-1]),
-        keep=keep,
+        newest_step=folders.step_of(complete[-1]),
+        keep=keep + len(damaged),
         keep_interval=keep_interval,
         keep_best=keep_best,
+        verified=True,
     )
+    return surplus, damaged
+
+
+def _metrics_of(folder: Path) -> Mapping[str, float]:
+    try:
+        return folders.read_manifest(folder).metrics
+    except UserError:  # damaged, which is found below
+        return {}
+
+
+def checkpoints_of(path: Path) -> list[Path]:
+    """Return the complete checkpoints of a run folder, oldest first, or the one that the path itself is.
+
+    Raises UserError where there is none.
+    """
+    if _is_checkpoint(path):
+        return [path.absolute()]
+    root = _root_of(path)
+    complete = folders.complete(root)
+    if not complete:
+        raise UserError(f"{root}: holds no complete checkpoint")
+    return complete
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a path is one checkpoint, by its name or its files."""
+    files = (MANIFEST_FILE, COMMIT_FILE)
+    return path.is_dir() and (folders.is_step_folder(path) or any(os.path.lexists(path / name) for name in files))
 
 
 def _root_of(run: Path) -> Path:
@@ -126,8 +183,7 @@ def _root_of(run: Path) -> Path:
 
 def _targets(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Checkpoints to verify, and what is ignored beside them with the reason."""
-    files = (MANIFEST_FILE, COMMIT_FILE)
-    if path.is_dir() and (folders.is_step_folder(path) or any(os.path.lexists(path / name) for name in files)):
+    if _is_checkpoint(path):
         return [path.absolute()], []
     root = _root_of(path)
     whole, others = folders.complete(root), folders.torn(root)

@@ -1,4 +1,4 @@
-"""What the rules need to know of a checkpoint, and how they list legal values."""
+"""Facts of a checkpoint that the rules read, and the words that rules share."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def listed(values: Sequence[int]) -> str:
     """The first values, as a line of text."""
     words = [str(value) for value in values[:MAX_LISTED]]
     return ", ".join(words) + (", ..." if len(values) > MAX_LISTED else "")
+
+
+def leave_out(*keys: str) -> str:
+    """Return the advice to drop settings, from a recipe or on a command line."""
+    them = "it" if len(keys) == 1 else "them"
+    return f"leave {them} out (on a command line: {' '.join(f'{key}=null' for key in keys)})"

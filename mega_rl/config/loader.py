@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,48 +14,107 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from mega_rl.config.needs import Unmet, unmet
 from mega_rl.config.recipe import parse_yaml, read_recipe
 from mega_rl.config.schema import Config
 from mega_rl.config.values import BadValue, coerce, shown
 from mega_rl.errors import UserError, UserErrors
 
+logger = logging.getLogger(__name__)
+
 _HINTS: dict[str, type] = get_type_hints(Config)
 SECTIONS: dict[str, type] = {name: hint for name, hint in _HINTS.items() if dataclasses.is_dataclass(hint)}
 FIELDS: dict[str, dataclasses.Field[Any]] = {
-    **{field.name: field for field in dataclasses.fields(Config) if field.name not in SECTIONS},
+    **{field.name: field for field in dataclasses.fields(Config) if field.name not in SECTIONS and field.metadata},
     **{f"{section}.{field.name}": field for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)},
 }
 _TYPES: dict[str, Any] = {
     **_HINTS,
     **{f"{section}.{name}": hint for section, cls in SECTIONS.items() for name, hint in get_type_hints(cls).items()},
 }
+_NULL = "null"  # as an override: the key's default
+_UNSET = object()
 _REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\}")  # ${section.key}
 
 
-def load(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The run's Config: defaults, then the recipe, then `key=value` overrides (the last one of a key wins).
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """An override of one entry of a mapping: section.key.name=value."""
 
-    A value may refer to another as ${section.key}. Raises UserErrors with one line for each mistake.
+    name: str
+    value: Any
+
+    def put_into(self, mapping: object) -> object:
+        """Return the mapping with this entry; what is no mapping is left for its own error."""
+        if mapping is None or mapping is _UNSET:
+            mapping = {}
+        if not isinstance(mapping, dict):
+            return mapping
+        others = {name: value for name, value in mapping.items() if name != self.name}
+        return others if self.value is _UNSET else {**others, self.name: self.value}
+
+
+def load(recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Return the run's Config: defaults, then the recipe, then overrides (the last one of a key wins).
+
+    recipe: a YAML file or the name of a packaged recipe. overrides: `key=value` texts, or a mapping of
+    {"section.key": value} or {"section": {"key": value}}, in which a path or a tuple is a text or a list.
+
+    A value may refer to another as ${section.key}; `key=null`, `~key` and None restore the default. A setting of the
+    recipe that the overrides leave without effect takes its default, and one line of the log names all of these. (One
+    that has no effect in the recipe alone, or was itself given as an override, is left to `mega_rl.config.rules`.)
+    Raises UserErrors with one line for each mistake.
     """
     problems: list[str] = []
-    settings: dict[str, Any] = {}
+    inherited: dict[str, Any] = {}
     if recipe is not None:
         try:
-            settings.update(_recipe_settings(read_recipe(recipe), problems))
+            inherited.update(_recipe_settings(read_recipe(Path(recipe)), problems))
         except UserError as error:
             problems.append(str(error))
-    for override in overrides:
-        try:
-            key, value = _override_setting(override)
-        except UserError as error:
-            problems.append(str(error))
-        else:
-            settings[key] = value
-    values = _resolve(settings, problems)
+    given: dict[str, Any] = {}
+    for key, value in _given_settings(overrides, problems):
+        given[key] = value.put_into(given.get(key, inherited.get(key))) if isinstance(value, _Entry) else value
+    kept = {key: value for key, value in inherited.items() if key not in given}
+    config = _config({**kept, **_without_unset(given)}, problems)
     if problems:
         raise UserErrors(problems)
+    return _set_aside(config, inherited, given) if kept and given else config
+
+
+def _without_unset(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not _UNSET}
+
+
+def _config(settings: Mapping[str, Any], problems: list[str]) -> Config:
+    """Return the Config of some settings, defaults for the others and for those that go to `problems`."""
+    values = _resolve(settings, problems)
     sections: dict[str, Any] = {name: cls(**values.pop(name)) for name, cls in SECTIONS.items()}
     return Config(**sections, **values[""])
+
+
+def _set_aside(config: Config, inherited: Mapping[str, Any], given: Mapping[str, Any]) -> Config:
+    """Return the Config without the recipe's settings (`inherited`) that the overrides (`given`) leave without effect.
+
+    Dropping one may leave another without effect, so this is repeated until nothing changes.
+    """
+    idle_anyway = {entry.key for entry in unmet(_config(inherited, []))}
+    kept = {key: value for key, value in inherited.items() if key not in given}
+    dropped: list[Unmet] = []
+    while idle := [entry for entry in unmet(config) if entry.key in kept and entry.key not in idle_anyway]:
+        dropped += idle
+        for entry in idle:
+            del kept[entry.key]
+        problems: list[str] = []
+        config = _config({**kept, **_without_unset(given)}, problems)
+        if problems:  # a value that refers to one that was dropped
+            raise UserErrors(problems)
+    if dropped:
+        logger.info(
+            "the arguments leave these settings of the recipe without effect, which take their defaults: %s",
+            ", ".join(f"{entry.setting} (needs {entry.need.condition})" for entry in dropped),
+        )
+    return config
 
 
 def nearest_key(key: str) -> str:
@@ -81,7 +142,8 @@ def _recipe_settings(content: Mapping[Any, Any], problems: list[str]) -> Iterato
         elif section not in SECTIONS:
             near = difflib.get_close_matches(str(section), SECTIONS, n=1, cutoff=0.5)
             guess = f"did you mean {near[0]}?" if near and isinstance(entries, dict) else nearest_key(str(section))
-            problems.append(f"{_key_shown(section)}: unknown section; {guess}")
+            kind = "key" if "." in str(section) else "section"
+            problems.append(f"{_key_shown(section)}: unknown {kind}; {guess}")
         elif entries is not None and not isinstance(entries, dict):
             problems.append(f"{section}={shown(entries)}: is a section; give it lines of 'key: value'")
         else:
@@ -97,22 +159,63 @@ def _section_settings(section: str, entries: Mapping[Any, Any], problems: list[s
             problems.append(f"{_key_shown(key)}: unknown key; {nearest_key(key)}")
 
 
+def _given_settings(overrides: Sequence[str] | Mapping[str, Any], problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of each override, _UNSET for null and None; the mistakes go to `problems`."""
+    if isinstance(overrides, Mapping):
+        for key, value in _recipe_settings(_plain_python(overrides), problems):
+            yield key, _UNSET if value is None else value
+        return
+    for override in overrides:
+        try:
+            yield _override_setting(override)
+        except UserError as error:
+            problems.append(str(error))
+
+
+def _plain_python(value: Any) -> Any:
+    """Return a mapping of a Python program as YAML would give it: paths as texts, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain_python(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_python(entry) for entry in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _override_setting(override: str) -> tuple[str, Any]:
-    """Key and value of one `section.key=value`. Raises UserError."""
+    """Return key and value of one `section.key=value`, _UNSET for `section.key=null` and `~section.key`.
+
+    Raises UserError.
+    """
     key, equals, text = override.partition("=")
+    if override.startswith("~") and not equals:
+        key, equals, text = override[1:], "=", _NULL
     if not equals or not key:
         raise UserError(f"override {shown(override)}: needs the form section.key=value")
     if key in SECTIONS:
         raise UserError(f"override {shown(override)}: {key} is a section; set one of its keys, as {key}.key=value")
+    mapping, _, name = key.rpartition(".")
+    if mapping in FIELDS and _is_mapping(mapping):
+        return mapping, _Entry(name, _UNSET if text == _NULL else _parsed(override, text))
     if key not in FIELDS:
         raise UserError(f"{_key_shown(key)}: unknown key; {nearest_key(key)}")
+    if text == _NULL:
+        return key, _UNSET
+    value = _parsed(override, text)
+    if _TYPES[key] is str and not isinstance(value, str):
+        value = text  # a folder named 2026 or ~ is still a name
+    return key, value
+
+
+def _parsed(override: str, text: str) -> Any:
+    """Return the value in an override's text. Raises UserError."""
     try:
-        value = parse_yaml(text)
+        return parse_yaml(text)
     except UserError as error:
         raise UserError(f"override {shown(override)}: {error}") from error
-    if _TYPES[key] is str and not isinstance(value, str):
-        value = text  # a folder named 2026 or null is still a name
-    return key, value
+
+
+def _is_mapping(key: str) -> bool:
+    return getattr(_TYPES[key], "__origin__", None) is dict
 
 
 def _harmless(value: object) -> bool:
@@ -122,7 +225,7 @@ def _harmless(value: object) -> bool:
 
 
 def _flat(value: object) -> bool:
-    """Whether it is a scalar or a list of scalars, the only kinds of setting."""
+    """Return whether it is a scalar or a list of scalars, which may refer to other keys; a mapping stands as it is."""
     entries = value if isinstance(value, list) else [value]
     return not any(isinstance(entry, (dict, list)) for entry in entries)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from mega_rl.config.facts import ModelFacts, divisors, listed
+from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.schema import Config
 
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
@@ -21,7 +21,8 @@ def layout(config: Config, world_size: int) -> Iterator[str]:
     if world_size % size:
         yield (
             f"world size {world_size} is not a multiple of parallel.tp*pp*cp={par.tp}*{par.pp}*{par.cp}={size}; "
-            f"start a multiple of {size} ranks, or choose sizes whose product divides {world_size}"
+            f"start a multiple of {size} ranks (--nproc-per-node {size}), or choose sizes whose product divides "
+            f"{world_size}"
         )
     etp = par.etp or par.tp
     stage = world_size // par.pp
@@ -30,17 +31,13 @@ def layout(config: Config, world_size: int) -> Iterator[str]:
             f"parallel.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline stage "
             f"(world size {world_size} / pp {par.pp}); legal products: {listed(divisors(stage))}"
         )
-    if par.sequence_parallel and par.tp == 1:
-        yield "parallel.sequence_parallel=true needs parallel.tp above 1; there is nothing to shard over with tp=1"
-    if par.vpp > 1 and par.pp == 1:
-        yield f"parallel.vpp={par.vpp} needs parallel.pp above 1; set vpp=1"
     if par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
         # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
         yield f"parallel.vpp={par.vpp} with pp=2 needs parallel.overlap_p2p=true; without it gradients are wrong"
     if par.pipeline and (par.first_stage_layers or par.last_stage_layers):
         yield (
             f"parallel.pipeline={par.pipeline} says how many layers each stage has; "
-            "remove parallel.first_stage_layers and parallel.last_stage_layers"
+            + leave_out("parallel.first_stage_layers", "parallel.last_stage_layers")
         )
 
 
@@ -71,11 +68,11 @@ def _fits_experts(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
     if not facts.num_experts:
         for name in ("ep", "etp"):
             if getattr(par, name) > 1:
-                yield f"parallel.{name}={getattr(par, name)}: {key} has no experts; remove parallel.{name}"
+                yield f"parallel.{name}={getattr(par, name)}: {key} has no experts; {leave_out(f'parallel.{name}')}"
         for entry in dataclasses.fields(config.moe):
             # Of the actor: a dense reference or reward model beside a mixture has nothing to do with them.
             if key == "model.path" and getattr(config.moe, entry.name) != entry.default:
-                yield f"moe.{entry.name} has no effect: {key} has no experts; remove moe.{entry.name}"
+                yield f"moe.{entry.name} has no effect: {key} has no experts; {leave_out(f'moe.{entry.name}')}"
         return
     if facts.num_experts % par.ep:
         yield (
@@ -150,11 +147,6 @@ def data_parallel(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"optim.cpu_offload={optim.cpu_offload:g} with optim.precision_aware=true: the host's Adam has FP32 "
             "moments; use one of the two"
-        )
-    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and optim.distributed_optimizer):
-        yield (
-            "ddp.overlap_param_gather=true needs ddp.overlap_grad_reduce=true and optim.distributed_optimizer=true: "
-            "what is gathered is what the sharded optimizer updated"
         )
     if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
         in_fp32 = str(ddp.grad_reduce_in_fp32).lower()

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from mega_rl.config.packaged import locate
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
 
@@ -56,12 +57,11 @@ def parse_yaml(text: str) -> Any:
         raise UserError(f"not valid YAML: {type(error).__name__}") from error
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Sections and keys of a recipe file. Raises UserError."""
+def read_recipe(recipe: Path) -> dict[str, Any]:
+    """Return sections and keys of a recipe: a file, or the name of a packaged one. Raises UserError."""
+    path = locate(recipe)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"recipe {shown(str(path))} does not exist; see recipes/ for the ones that do") from None
     except UnicodeDecodeError as error:
         raise UserError(f"recipe {path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:

@@ -10,8 +10,9 @@ from typing import Any, TextIO, get_type_hints
 import yaml
 
 from mega_rl.config.loader import FIELDS, SECTIONS
+from mega_rl.config.needs import flat
+from mega_rl.config.origins import recorded
 from mega_rl.config.recipe import parse_yaml
-from mega_rl.config.rules import flat
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range
 
@@ -20,11 +21,16 @@ _INTRO = """# Configuration
 Every key a recipe or a `key=value` argument may set. This page is generated from `mega_rl/config/schema.py` by
 `make docs`.
 
-A run's settings are the defaults below, then the recipe (`--config recipes/X.yaml`), then arguments such as
-`optim.lr=2e-6 data.train_files=[a.jsonl,b.jsonl]`; the last one wins. A value may refer to another as
-`${trainer.prompts_per_step}`. Unknown keys, values out of range and settings without effect are errors, all shown at
-once before anything starts. `mega-rl train --config X --print-config` shows the outcome and marks what differs from the
-defaults.
+A run's settings are the defaults below, then the recipe (`--config`, a file or the name of a packaged recipe), then
+arguments such as `optim.lr=2e-6 data.train_files=[a.jsonl,b.jsonl]`; the last one wins. `key=null` (or `~key`) restores
+a default. A list of one needs no brackets. A value may refer to another as `${trainer.prompts_per_step}`. Paths are
+relative to the working directory, not to the recipe.
+
+Unknown keys, values out of range and settings without effect are errors, all shown at once before anything starts. An
+argument may switch off what the recipe sets: with `engine=fsdp` over a recipe that has `parallel.tp`, or
+`trainer.steps=1` over one with a warm-up, the settings that lose their effect take their defaults, and one line of the
+log names them.
+`mega-rl train --config X --print-config` shows the outcome and marks what differs from the defaults.
 
 Between keys these hold, among others: the world size is a multiple of `tp*pp*cp`, and data parallelism is the quotient;
 `tp` divides the attention heads and the feed-forward size; `pp*vpp` divides the layers; `minibatch_size` divides
@@ -35,8 +41,8 @@ multiple of `pp`.
 
 
 def resolved_yaml(config: Config) -> str:
-    """The whole config as YAML that `load` reads back to an equal Config."""
-    return "\n".join(_section_lines(config, mark_changes=False)) + "\n"
+    """Return the whole config as YAML that `load` reads back to an equal Config; Hub names stand with their commits."""
+    return "\n".join(_section_lines(recorded(config), mark_changes=False)) + "\n"
 
 
 def print_config(config: Config, file: TextIO | None = None) -> None:
@@ -46,7 +52,7 @@ def print_config(config: Config, file: TextIO | None = None) -> None:
 
 def config_markdown() -> str:
     """The text of docs/config.md."""
-    alone = {name: hint for name, hint in get_type_hints(Config).items() if name not in SECTIONS}
+    alone = {name: hint for name, hint in get_type_hints(Config).items() if name in FIELDS}
     lines = [_INTRO, *_table(alone)]
     for section, cls in SECTIONS.items():
         lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]
@@ -86,6 +92,7 @@ def _scalar(value: object) -> str:
 def _row(key: str, hint: Any) -> str:
     field = FIELDS[key]
     kind = str(hint) if not isinstance(hint, type) or hint is list else hint.__name__
+    kind = "mapping" if kind.startswith("dict") else kind
     unit = field.metadata["unit"]
     legal = describe_range(field) + (f" ({unit})" if unit else "")
     cells = (f"`{key}`", kind, f"`{_scalar(flat(Config())[key])}`", legal.strip(), field.metadata["doc"])

@@ -19,11 +19,6 @@ def rollouts(config: Config) -> Iterator[str]:
             "for the policy's own; set algorithm.tis_cap, to 2 for instance"
         )
     if config.rollout.backend != "sglang":
-        if trainer.async_steps:
-            yield (
-                f"trainer.async_steps={trainer.async_steps}: the embedded engine generates in the trainer's own "
-                "processes and cannot run ahead; legal: 0, or rollout.backend=sglang"
-            )
         return
     yield from _addresses(config)
     if sglang.sync_timeout_s >= trainer.timeout_s:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ def setting(
 ) -> Any:
     """Dataclass field with its documentation and range (`min` and `max` inclusive, `above` exclusive)."""
     metadata = {"doc": doc, "unit": unit, "min": min, "max": max, "above": above, "choices": choices}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -35,7 +36,11 @@ ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 class ModelConfig:
     """Which checkpoints the roles start from and how they are built."""
 
-    path: str = setting("", "Hugging Face checkpoint directory of the actor (config.json, safetensors, tokenizer).")
+    path: str = setting(
+        "",
+        "Checkpoint of the actor: a directory in Hugging Face's format (config.json, safetensors, tokenizer), or a "
+        "model of the Hub as org/name or org/name@revision.",
+    )
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
@@ -255,16 +260,26 @@ class AlgorithmConfig:
 class DataConfig:
     """Prompts."""
 
-    train_files: list[str] = setting([], "JSONL or Parquet files of training prompts.")
+    train_files: list[str] = setting(
+        [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
+    )
     val_files: list[str] = setting(
-        [], "JSONL or Parquet files of held-out prompts; empty splits them off the training files."
+        [], "Held-out prompts, named as train_files are; empty splits them off the training files."
     )
     val_size: int = setting(
         0, "Rows split off the training files for validation when val_files is empty.", unit="rows", min=0
     )
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
-    answer_key: str = setting("answer", "Column handed to the reward function as the reference answer.")
+    answer_key: str = setting("answer", "Column handed to the reward as the reference answer; empty: none.")
     chat_template: bool = setting(False, "Apply the tokenizer's chat template to the prompt.")
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "Variables of the chat template, as {enable_thinking: false}, or tools: [...] for templates that take tools. "
+        "An argument sets one as data.chat_template_kwargs.enable_thinking=false.",
+    )
+    system_prompt: str = setting(
+        "", "System message before every conversation that begins with none of its own; empty adds none."
+    )
     max_prompt_tokens: int = setting(1024, "Longest prompt.", unit="tokens", min=1)
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
@@ -363,8 +378,7 @@ class RewardConfig:
 
     source: str = setting(
         "function",
-        "Who scores: a function of strings, a sequence-classification checkpoint on the run's engine, or an HTTP "
-        "service.",
+        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, or an HTTP service.",
         choices=("function", "model", "http"),
     )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
@@ -389,7 +403,7 @@ class CheckpointConfig:
     save_interval: int = setting(
         0, "Save each so many steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
     )
-    save_final: bool = setting(False, "Save after the last step.")
+    save_final: bool = setting(True, "Save after the last step.")
     async_save: bool = setting(
         False, "Copy the state to the host's memory and write it in the background, while training goes on."
     )
@@ -402,7 +416,11 @@ class CheckpointConfig:
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
     keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
     keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric: val/reward_mean.")
-    resume: str = setting("auto", "auto (newest in the run folder, if any), never, or a checkpoint directory.")
+    resume: str = setting(
+        "auto",
+        "auto (newest in the run folder, if any), never, or a checkpoint directory. What an earlier run left in the "
+        "folder and is not resumed is moved to its previous/.",
+    )
     fallback: bool = setting(
         False, "When the newest checkpoint is damaged, resume from the newest one before it that is whole."
     )
@@ -417,7 +435,12 @@ class MetricsConfig:
     """What is written besides metrics.jsonl, which always is."""
 
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
-    progress_bar: bool = setting(True, "Show a progress bar on a terminal.")
+    trackers: list[str] = setting(
+        [], "Experiment trackers that also get metrics, config and rollouts.", choices=("wandb", "mlflow", "swanlab")
+    )
+    project: str = setting("mega_rl", "Project (MLflow: experiment) of the run in trackers.")
+    run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
+    progress_bar: bool = setting(True, "Show a live line on a terminal: step, what is being done, time left.")
     rollout_samples: int = setting(8, "Rollouts dumped as JSONL per dump.", unit="samples", min=0)
     rollout_interval: int = setting(10, "Dump rollouts each so many steps; 0 never.", unit="steps", min=0)
 
@@ -473,3 +496,5 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    # No setting: pinned Hub names of settings that hold the path of a downloaded copy (`mega_rl.config.origins`).
+    origins: Mapping[str, str | list[str]] = dataclasses.field(default_factory=dict)

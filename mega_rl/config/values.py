@@ -33,10 +33,10 @@ def describe_range(field: dataclasses.Field[Any]) -> str:
 def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
     """`value` as the field's type, in range.
 
-    An int given for a float becomes one; nothing else is converted. Raises BadValue.
+    An int given for a float becomes one, and a single item given for a list a list of one. Raises BadValue.
     """
     if isinstance(kind, types.GenericAlias):
-        return _coerce_list(value, kind.__args__[0])
+        return _coerce_mapping(value) if kind.__origin__ is dict else _coerce_list(value, kind.__args__[0], field)
     number_given = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and number_given:
         value = float(value)  # type: ignore[arg-type]
@@ -58,13 +58,39 @@ def _needs(field: dataclasses.Field[Any], kind: type) -> str:
     return f"needs {what}" + (f", {legal}" if legal else "")
 
 
-def _coerce_list(value: object, item: type) -> list[Any]:
+def _coerce_list(value: object, item: type, field: dataclasses.Field[Any]) -> list[Any]:
     words = {str: "texts", int: "whole numbers"}[item]
+    if type(value) is item and value != "" and not (isinstance(value, str) and "," in value):
+        value = [value]
     if not isinstance(value, list):
         raise BadValue(f"needs a list of {words}; write it as [a, b]")
     if any(type(entry) is not item for entry in value):
         raise BadValue(f"needs a list of {words}")
+    if not all(_in_range(entry, field) for entry in value):
+        raise BadValue(f"each must be {describe_range(field)}")
     return list(value)
+
+
+def _coerce_mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadValue("needs a mapping of names to values; write it as {name: value}")
+    for name, entry in value.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise BadValue(f"{shown(name)} is no name; legal: letters, digits and _, as {{enable_thinking: false}}")
+        if not _is_json(entry):
+            raise BadValue(
+                f"the value of {name} must be made of texts, finite numbers, true, false, null, [a, b], {{a: b}}"
+            )
+    return dict(value)
+
+
+def _is_json(value: object) -> bool:
+    """Return whether a value can be written as JSON."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(entry) for name, entry in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _in_range(value: Any, field: dataclasses.Field[Any]) -> bool:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mega_rl import progress
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.errors import in_units
 
 if TYPE_CHECKING:
     from mega_rl.convert.verification import Verification
@@ -29,38 +30,39 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class _Bar:
-    """A progress bar on a terminal, nothing elsewhere."""
+class _Phase:
+    """A conversion as a phase of progress."""
 
-    def __init__(self, bar: Any) -> None:
-        self._bar, self._task = bar, None
+    def __init__(self) -> None:
+        self._phase: progress.Phase | None = None
 
     def start(self, total_bytes: int, label: str) -> None:
-        if self._bar is not None:
-            self._task = self._bar.add_task(label, total=total_bytes)
+        self.end()
+        self._phase = progress.begin(label, total=total_bytes or None, unit="B" if total_bytes else "")
 
     def advance(self, num_bytes: int) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, num_bytes)
+        if self._phase is not None:
+            self._phase.advance(num_bytes)
+            seconds = max(self._phase.elapsed_s, 1e-3)
+            self._phase.note = f"{self._phase.done / seconds / 1e6:,.0f} MB/s"
+
+    def end(self) -> None:
+        if self._phase is not None:
+            self._phase.end()
 
 
 @contextmanager
-def progress_bar(as_json: bool) -> Iterator[_Bar]:
-    if as_json or not sys.stderr.isatty() or not is_main():
-        yield _Bar(None)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def progress_bar() -> Iterator[_Phase]:
+    """Show bytes, speed and time on rank 0's terminal while the block runs, and first that PyTorch is imported."""
+    from mega_rl.progress.terminal import show_progress
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _Bar(bar)
+    show_progress()
+    phase = _Phase()
+    phase.start(0, "importing PyTorch")
+    try:
+        yield phase
+    finally:
+        phase.end()
 
 
 def print_facts(facts: dict[str, Any], as_json: bool) -> None:
@@ -83,7 +85,7 @@ def print_report(target: Path, report: Any, as_json: bool) -> None:
         return
     rate = report.num_bytes / max(report.seconds, 1e-9) / 1e9
     typer.echo(
-        f"{target}: {report.num_tensors:,} tensors in {report.num_files} file(s), {_size(report.num_bytes)}, "
+        f"{target}: {report.num_tensors:,} tensors in {report.num_files} file(s), {in_units(report.num_bytes)}, "
         f"{report.seconds:.1f} s ({rate:.2f} GB/s)"
     )
     for label in ("ignored", "absent", "kept"):
@@ -95,17 +97,20 @@ def print_description(facts: dict[str, Any]) -> None:
         return
     typer.echo(
         f"{facts['family']}: {facts['num_params']:,} elements in {facts['num_tensors']:,} tensors, "
-        f"{_size(facts['nbytes'])}"
+        f"{in_units(facts['nbytes'])}" + (" (by config.json; no weights are here)" if facts["kind"] == "config" else "")
     )
     typer.echo("dtypes: " + ", ".join(f"{name} ({count})" for name, count in facts["dtypes"].items()))
     usual = {field.name: field.default for field in dataclasses.fields(HFConfig)}
     shown = {k: v for k, v in facts["architecture"].items() if k != "family" and v != usual.get(k)}
-    typer.echo("architecture: " + ", ".join(f"{name}={_brief(value)}" for name, value in shown.items()))
+    typer.echo("architecture:")
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        typer.echo(f"  {name:<{width}}  {_brief(value)}")
     typer.echo(f"layout {facts['layout']}, weights of each rank in the checkpoint's type:")
     for stage in facts["stages"]:
         layers = ", ".join(stage["layers"])
         typer.echo(
-            f"  pp_rank {stage['pp_rank']}: layers {layers}: {stage['params']:,} elements, {_size(stage['nbytes'])}"
+            f"  pp_rank {stage['pp_rank']}: layers {layers}: {stage['params']:,} elements, {in_units(stage['nbytes'])}"
         )
     for label in ("missing", "unexpected", "mis_shaped", "ignored"):
         _print_names(label, facts[label])
@@ -114,8 +119,7 @@ def print_description(facts: dict[str, Any]) -> None:
 def _brief(value: Any) -> str:
     """A value on one line: flags of many layers as their number."""
     if isinstance(value, dict):
-        inner = (f"{k}={_brief(v)}" for k, v in value.items() if v is not None)
-        return "(" + ", ".join(inner) + ")"
+        return ", ".join(f"{k} {_brief(v)}" for k, v in value.items() if v is not None)
     if isinstance(value, (tuple, list)) and value and all(isinstance(v, bool) for v in value):
         return f"{sum(value)} of {len(value)}"
     return str(value)
@@ -175,10 +179,6 @@ def _print_names(label: str, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
         typer.echo(f"{label} ({len(names):,}): " + ", ".join(names[:SHOWN]) + more)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def elements(params: Sequence[tuple[str, Any]]) -> int:

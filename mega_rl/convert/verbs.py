@@ -27,6 +27,8 @@ from mega_rl.convert.text import (
     progress_bar,
 )
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.help import Commands
+from mega_rl.hub.arguments import checkpoint, description
 
 if TYPE_CHECKING:
     from mega_rl.converters.sharding import Sharding
@@ -34,12 +36,7 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERS = 1
 
-app = typer.Typer(
-    name="convert",
-    help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = Commands(name="convert", help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.")
 
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
@@ -63,13 +60,19 @@ AllowMissing = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing folder, once the new one is complete.")
 ]
+HfDir = Annotated[
+    Path,
+    typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint: folder, or name on the Hub.", callback=checkpoint),
+]
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Threads; default: one per core, at most 8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Hugging Face or converted checkpoint.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Hugging Face or converted checkpoint.", callback=checkpoint)
+    ],
     tp: Tp = 1,
     pp: Pp = 1,
     vpp: Vpp = 1,
@@ -80,30 +83,35 @@ def inspect(
     mtp: Mtp = "drop",
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint is and what each rank of a layout would hold. Reads headers only."""
+    """Show a checkpoint and what each rank of a layout would hold of it. Reads headers only; config.json is enough."""
     layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
     if not _is_hf(path):
         from mega_rl.converters.checkpoints import open_checkpoint
 
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(path) as opened:
             facts = {
-                "kind": checkpoint.kind,
-                "family": checkpoint.hf.family,
-                "layout": str(checkpoint.sharding.layout),
-                "spec": checkpoint.sharding.spec,
-                "head": checkpoint.sharding.head,
-                "parameters": len(checkpoint.tensors),
-                "elements": sum(math.prod(t.shape) for t in checkpoint.tensors.values()),
+                "kind": opened.kind,
+                "family": opened.hf.family,
+                "layout": str(opened.sharding.layout),
+                "spec": opened.sharding.spec,
+                "head": opened.sharding.head,
+                "parameters": len(opened.tensors),
+                "elements": sum(math.prod(t.shape) for t in opened.tensors.values()),
             }
         print_facts(facts, as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
-    from mega_rl.converters.describe import describe
-    from mega_rl.converters.safetensors_io import CheckpointReader
+    from mega_rl.converters.describe import describe, describe_config
 
-    with CheckpointReader(path) as reader:
-        sharding, found = describe(reader, sharding)
-    facts = {"kind": "hf", "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(found)}
+    kind = "hf"
+    if not any(path.glob("*.safetensors*")):
+        kind, found = "config", describe_config(sharding)
+    else:
+        from mega_rl.converters.safetensors_io import CheckpointReader
+
+        with CheckpointReader(path) as reader:
+            sharding, found = describe(reader, sharding)
+    facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(found)}
     facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k != "raw"}
     if as_json:
         print_facts(facts, True)
@@ -115,7 +123,7 @@ def inspect(
 
 @app.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint.")],
+    source: HfDir,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     tp: Tp = 1,
     pp: Pp = 1,
@@ -143,9 +151,9 @@ def import_(
     _choice("--format", kind, ("torch_dist", "ranks"))
     _choice("--spec", spec, ("te", "local"))
     _sharding(source, layout := _layout(tp, pp, vpp, ep, etp, pp_layout), head=head, mtp=mtp)
-    from mega_rl.converters.offline import import_hf
+    with progress_bar() as progress:
+        from mega_rl.converters.offline import import_hf
 
-    with progress_bar(as_json) as progress:
         report = import_hf(
             source,
             target,
@@ -169,7 +177,8 @@ def export(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help="Checkpoint made by import, or by Megatron-Core.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     reference: Annotated[
-        Path | None, typer.Option("--hf", metavar="HF_DIR", help="Whose config, tokenizer and templates to copy.")
+        Path | None,
+        typer.Option("--hf", metavar="HF_DIR", help="Whose config, tokenizer, templates to copy.", callback=checkpoint),
     ] = None,
     shard_size: Annotated[str, typer.Option("--shard-size", help="Largest file: 5GB, 500MB.")] = "5GB",
     experts: Annotated[
@@ -188,9 +197,9 @@ def export(
         _choice("--experts", experts, ("per_expert", "fused"))
     _choice("--mtp", mtp, ("keep", "drop"))
     shard_bytes = parse_size(shard_size)
-    from mega_rl.converters.offline import export_checkpoint
+    with progress_bar() as progress:
+        from mega_rl.converters.offline import export_checkpoint
 
-    with progress_bar(as_json) as progress:
         report = export_checkpoint(
             source,
             target,
@@ -234,9 +243,9 @@ def reshard(
     if spec is not None:
         _choice("--spec", spec, ("te", "local"))
     layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
-    from mega_rl.converters import offline
+    with progress_bar() as progress:
+        from mega_rl.converters import offline
 
-    with progress_bar(as_json) as progress:
         report = offline.reshard(
             source,
             target,
@@ -255,7 +264,8 @@ def reshard(
 @app.command()
 def plan(
     path: Annotated[
-        Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint, or a folder with a config.json.")
+        Path,
+        typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint; a config.json does.", callback=description),
     ],
     rank: Annotated[int, typer.Option("--rank", min=0, help="Global rank.")] = 0,
     tp: Tp = 1,
@@ -299,10 +309,12 @@ def plan(
 
 @app.command()
 def verify(
-    first: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint.")],
+    first: HfDir,
     second: Annotated[
         Path | None,
-        typer.Argument(metavar="[CKPT]", help="What it must equal; default: itself after import and export."),
+        typer.Argument(
+            metavar="[CKPT]", help="What it must equal; default: itself after a round trip.", callback=checkpoint
+        ),
     ] = None,
     logits: Annotated[
         int,
@@ -320,19 +332,21 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a conversion: every element planned once, names, every bit, and on request logits against transformers."""
-    from mega_rl.convert.verification import verify_checkpoint
-
     layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
     sharding = _sharding(first, layout, head=head, mtp=mtp)
-    with progress_bar(as_json) as progress:
+    with progress_bar() as progress:
+        from mega_rl.convert.verification import verify_checkpoint
+
         report = verify_checkpoint(
             first, second, sharding=sharding, allow_missing=allow_missing or (), progress=progress
         )
     parity = None
     if logits and is_main():
-        from mega_rl.parity.twin import compare_twin
+        with progress_bar() as progress:
+            progress.start(0, "comparing logits with transformers")
+            from mega_rl.parity.twin import compare_twin
 
-        parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
+            parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
     print_verification(report, parity, as_json)
     if not (report.equal and (parity is None or parity.good)):
         raise typer.Exit(EXIT_DIFFERS)
@@ -340,15 +354,15 @@ def verify(
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint of the same model.")],
+    first: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint.", callback=checkpoint)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint of the same model.", callback=checkpoint)],
     allow_missing: AllowMissing = None,
     as_json: Json = False,
 ) -> None:
     """Show which tensors differ between two checkpoints, and by how much."""
-    from mega_rl.convert.verification import compare_checkpoints
+    with progress_bar() as progress:
+        from mega_rl.convert.verification import compare_checkpoints
 
-    with progress_bar(as_json) as progress:
         found = compare_checkpoints(first, second, allow_missing=allow_missing or (), progress=progress)
     print_comparison(found, as_json)
     if not found.equal:
@@ -407,4 +421,4 @@ def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
 
 def _is_hf(path: Path) -> bool:
     """Whether a folder is, or was meant to be, a Hugging Face checkpoint rather than one of ours or Megatron-Core's."""
-    return not ((path / "mega_rl.json").is_file() or (path / ".metadata").is_file())
+    return not any((path / name).is_file() for name in ("mega_rl.json", ".metadata", "COMMIT"))

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.blocks import Copy, matrix_shape
-from mega_rl.converters.compose import Home, Homes, Window, compose, home_faults, invert
-from mega_rl.converters.dist_keys import EXTRA_STATE, FOREIGN_PREFIXES, Slab, possible_slabs, whole_model
-from mega_rl.converters.dist_metadata import METADATA_FILE, Chunk, DistTensor, read_metadata
+from mega_rl.converters.compose import Homes, Window, compose, home_faults, invert
+from mega_rl.converters.dist_keys import EXTRA_STATE, FOREIGN_PREFIXES, whole_model
+from mega_rl.converters.dist_metadata import METADATA_FILE, DistTensor, read_metadata
 from mega_rl.converters.fill import BlockReader, fill
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.manifest import HF_FOLDER, MANIFEST_FILE, Manifest, check_fits, read_manifest
-from mega_rl.converters.parts import EMBEDDING, OUTPUT, as_on_disk, hf_tensors
-from mega_rl.converters.plan import ParamPlan
+from mega_rl.converters.parts import OUTPUT, as_on_disk, hf_tensors
 from mega_rl.converters.rank_files import rank_homes, rank_tensors
 from mega_rl.converters.safetensors_io import CheckpointReader, TensorInfo, read_header
 from mega_rl.converters.sharding import Head, Sharding
-from mega_rl.converters.torch_dist import chunk_info, chunks_by_slab
+from mega_rl.converters.slabs import Slabs
 from mega_rl.errors import UserError, UserErrors
 
 CheckpointKind = Literal["hf", "ranks", "torch_dist"]
+RUN_COMMIT = "COMMIT"  # a file that checkpoints of runs alone have
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -57,7 +57,7 @@ class Checkpoint:
     sharding: Sharding
     tensors: dict[str, Whole]
     files: CheckpointReader  # the tensors as they are stored
-    homes: Homes = field(default_factory=dict)  # of each parameter; empty for Hugging Face checkpoints
+    homes: Homes = field(default_factory=dict)  # of each tensor; empty where each is stored as one
     ignored: tuple[str, ...] = ()  # stored names left aside
     absent: tuple[str, ...] = ()  # parameters of the model that are not stored
     manifest: Manifest | None = None
@@ -77,11 +77,11 @@ class Checkpoint:
 
     def stored(self, copies: Iterable[Copy]) -> tuple[Copy, ...]:
         """Copies that read `tensors`, made to read the stored tensors."""
-        return tuple(copies) if self.kind == "hf" else compose(copies, self.homes)
+        return compose(copies, self.homes) if self.homes else tuple(copies)
 
     def position(self, name: str) -> tuple[str, int]:
         """(file, offset) of the first part of a tensor."""
-        return self.files.position(name if self.kind == "hf" else self.homes[name][0].stored)
+        return self.files.position(self.homes[name][0].stored if self.homes else name)
 
     def read(self, name: str) -> Tensor:
         """A whole tensor or parameter."""
@@ -229,6 +229,8 @@ def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) ->
     config = Path(reference) if reference is not None else None
     if not folder.is_dir():
         raise UserError(f"checkpoint {folder}: no such directory")
+    if (folder / RUN_COMMIT).is_file():
+        raise UserError(f"checkpoint {folder}: is of a run; its weights leave by 'mega-rl checkpoint export RUN OUT'")
     if (folder / MANIFEST_FILE).is_file():
         manifest = read_manifest(folder)
         config = config or folder / HF_FOLDER
@@ -278,10 +280,10 @@ def _open_ranks(folder: Path, sharding: Sharding, manifest: Manifest) -> Checkpo
     if problems:
         raise UserErrors(problems)
     homes = {name: there for name, there in rank_homes(sharding).items() if name not in manifest.absent}
-    return _converted(folder, "ranks", sharding, found, homes, (), manifest.absent, manifest)
+    return assembled(folder, "ranks", sharding, found, homes, (), manifest.absent, manifest)
 
 
-def _converted(
+def assembled(
     folder: Path,
     kind: CheckpointKind,
     sharding: Sharding,
@@ -326,7 +328,7 @@ def _open_dist(folder: Path, config: Path, manifest: Manifest | None) -> Checkpo
     else:
         check_fits(manifest, hf, str(folder / MANIFEST_FILE))
         sharding = manifest.sharding(hf)
-    slabs = _Slabs(folder, sharding, tensors)
+    slabs = Slabs(folder, sharding, tensors)
     absent, problems = [], []
     for plan in whole_model(replace(sharding, padded_vocab=hf.vocab_size), origin="canonical"):
         there = slabs.add(plan)
@@ -340,64 +342,7 @@ def _open_dist(folder: Path, config: Path, manifest: Manifest | None) -> Checkpo
     problems += [f"{folder}: {key} is no part of the {hf.family} model of {config}/config.json" for key in unknown]
     if problems:
         raise UserErrors(problems)
-    return _converted(folder, "torch_dist", sharding, slabs.found, slabs.homes, ignored, tuple(absent), manifest)
-
-
-class _Slabs:
-    """Finds parameters in the tensors of a distributed checkpoint."""
-
-    def __init__(self, folder: Path, sharding: Sharding, tensors: Mapping[str, DistTensor]) -> None:
-        self._folder, self._sharding, self._tensors = folder, sharding, tensors
-        self._chunks: dict[str, Mapping[tuple[int, ...], Sequence[tuple[Chunk, int]]]] = {}
-        self.used: set[str] = set()
-        self.found: dict[str, TensorInfo] = {}
-        self.homes: dict[str, list[Home]] = {}
-        self.problems: list[str] = []
-
-    def add(self, plan: ParamPlan) -> bool:
-        """Finds the chunks of one parameter; False where the checkpoint has no tensor for it."""
-        slabs = possible_slabs(plan, self._sharding.hf)
-        slab = next((slab for slab in slabs if slab.key in self._tensors), None)
-        if slab is None:
-            return False
-        self.used.add(slab.key)
-        tensor = self._tensors[slab.key]
-        if not self._fits(tensor.shape, slab, plan):
-            expected = [*slab.lead, *plan.shape]
-            self.problems.append(
-                f"{self._folder}: {slab.key} has shape {list(tensor.shape)}, config.json asks for {expected}"
-            )
-            return True
-        if slab.key not in self._chunks:
-            self._chunks[slab.key] = chunks_by_slab(tensor, len(slab.lead))
-        for chunk, position in self._chunks[slab.key].get(slab.place, ()):
-            self._add_chunk(plan, slab, tensor, chunk, position)
-        return True
-
-    def _fits(self, shape: tuple[int, ...], slab: Slab, plan: ParamPlan) -> bool:
-        expected = (*slab.lead, *plan.shape)
-        if plan.canonical == EMBEDDING or (plan.canonical == OUTPUT and self._sharding.head == "lm"):
-            return len(shape) == 2 and shape[0] >= expected[0] and shape[1] == expected[1]
-        return shape == expected
-
-    def _add_chunk(self, plan: ParamPlan, slab: Slab, tensor: DistTensor, chunk: Chunk, position: int) -> None:
-        """The home of the part of the parameter that a chunk holds, the chunk's `position`-th."""
-        stored = f"{tensor.key}@{'.'.join(map(str, chunk.offsets))}"
-        row, col = (*chunk.offsets[len(slab.lead) :], 0)[:2]
-        num_rows, num_cols = (*chunk.sizes[len(slab.lead) :], 1)[:2]
-        # What lies below the parameter is padding of the vocabulary.
-        rows = min(num_rows, plan.shape[0] - row)
-        if rows <= 0:
-            return
-        if stored not in self.found:
-            try:
-                info = chunk_info(stored, tensor, chunk, as_vector=len(plan.shape) == 1)
-            except UserError as error:
-                self.problems.append(str(error))
-                return
-            self.found[stored] = info
-        copy = Copy(plan.canonical, row, col, position * num_rows, 0, rows, num_cols)
-        self.homes.setdefault(plan.canonical, []).append(Home(stored, copy))
+    return assembled(folder, "torch_dist", sharding, slabs.found, slabs.homes, ignored, tuple(absent), manifest)
 
 
 def _guess(hf: HFConfig, tensors: Mapping[str, DistTensor]) -> Sharding:

@@ -76,6 +76,29 @@ def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Descrip
     return sharding, description
 
 
+def describe_config(sharding: Sharding) -> Description:
+    """Return the description of the checkpoint that a config.json announces, where there are no weights to read.
+
+    Raises UserErrors when the model cannot be cut this way.
+    """
+    hf, head = sharding.hf, sharding.head
+    prove_complete(sharding)
+    tensors = {name: tensor for name, tensor in hf_tensors(hf, head=head).items() if not tensor.optional}
+    itemsize = 4 if hf.dtype in (None, "float32") else 2
+    sizes = {name: prod(tensor.shape) * (4 if tensor.float32 else itemsize) for name, tensor in tensors.items()}
+    return Description(
+        num_tensors=len(tensors),
+        num_params=sum(prod(tensor.shape) for tensor in tensors.values()),
+        nbytes=sum(sizes.values()),
+        dtypes={hf.dtype or "float32": len(tensors)},
+        missing=(),
+        unexpected=(),
+        ignored=(),
+        mis_shaped=(),
+        stages=tuple(_stage(sharding, pp_rank, itemsize) for pp_rank in range(sharding.layout.pp)),
+    )
+
+
 def rank_plan(sharding: Sharding, at: RankCoordinates) -> dict[int, tuple[ParamPlan, ...]]:
     """Everything that one rank holds, by virtual stage."""
     return {

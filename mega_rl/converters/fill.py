@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.converters.blocks import Copy, matrix_shape
 from mega_rl.errors import UserError
 
@@ -99,7 +100,18 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
                 pieces += (Piece(matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
         pieces.sort(key=lambda piece: (*reader.position(_name(piece.copies[0])), piece.copies[0].src_row))
     buffers = local()
-    in_threads(pieces, lambda piece: written.append(_read(piece, reader, buffers)), threads=threads)
+
+    def nbytes(piece: Piece) -> int:
+        itemsize = reader.tensors[_name(piece.copies[0])].dtype.itemsize
+        return itemsize * sum(copy.rows * copy.cols for copy in piece.copies)
+
+    advance = progress.counter(sum(map(nbytes, pieces)), unit="B")
+
+    def read(piece: Piece) -> None:
+        written.append(_read(piece, reader, buffers))
+        advance(nbytes(piece))
+
+    in_threads(pieces, read, threads=threads)
     return sum(written)
 
 

@@ -18,7 +18,7 @@ from mega_rl.converters.families import FAMILIES, REFUSED, Family
 from mega_rl.converters.fields import MOST_LAYERS, Fields
 from mega_rl.converters.known_keys import HARMLESS, OFF, READ
 from mega_rl.converters.rope_config import read_rope
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError, UserErrors, no_such
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_MTP_LAYERS = 64
@@ -33,7 +33,10 @@ def read_hf_config(path: str | Path) -> HFConfig:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise UserError(f"checkpoint {directory}: no such directory; give a Hugging Face checkpoint directory")
+        raise UserError(
+            f"checkpoint {directory}: {no_such('directory', directory)}; give a checkpoint directory, or a name on the "
+            "Hub as org/name"
+        )
     raw = _read_json(directory / "config.json", required=True)
     generation = _read_json(directory / "generation_config.json", required=False)
     return parse_hf_config(raw, generation=generation, where=str(directory / "config.json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +17,6 @@ from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
-
-logger = logging.getLogger(__name__)
 
 # What must agree for weights of one model to be those of another; how tensors are spelt on disk need not.
 _SAME = (
@@ -64,10 +61,7 @@ def load_ranks(
         fill_all(copies, checkpoint.files, threads=threads)
         plan_s = proved - start + planned_at - opened
         seconds = {"open": opened - proved, "plan": plan_s, "read": perf_counter() - planned_at}
-        report = LoadReport(len(jobs), checkpoint.files.bytes_read, tuple(kept), checkpoint.ignored, seconds)
-    if kept:
-        logger.info("%s: has no weights for %s, which keep their initial values", path, ", ".join(kept))
-    return report
+        return LoadReport(len(jobs), checkpoint.files.bytes_read, tuple(kept), checkpoint.ignored, seconds)
 
 
 def _check_same(checkpoint: Checkpoint, sharding: Sharding) -> None:

@@ -29,7 +29,7 @@ from mega_rl.converters.dist_keys import extra_state_keys, slab_of, whole_model
 from mega_rl.converters.hf_config import DTYPES, read_hf_config
 from mega_rl.converters.load import check_tensors
 from mega_rl.converters.manifest import HF_FOLDER, Kind, manifest_of, storage_layout, write_manifest
-from mega_rl.converters.parts import EMBEDDING, OUTPUT, as_on_disk, ignored_tensors, mtp_tensors
+from mega_rl.converters.parts import EMBEDDING, OUTPUT, as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
 from mega_rl.converters.plan import Origin, ParamPlan
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.rank_files import rank_tensors
@@ -179,6 +179,7 @@ def export_checkpoint(
     overwrite: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
+    opened: Callable[[], Checkpoint] | None = None,
 ) -> Report:
     """Writes rank files or a distributed checkpoint `source` as a Hugging Face checkpoint `target`.
 
@@ -186,13 +187,13 @@ def export_checkpoint(
     copied byte for byte but for keys that must change, which the report names. Experts have the format of the
     reference's, else of the checkpoint that the source was imported from, unless `experts` says otherwise.
     Multi-token prediction layers that the source does not hold are taken from the reference's weights (`mtp` "keep").
-    Errors as in `import_hf`.
+    `opened` opens the source where it is of a kind that `open_checkpoint` does not know. Errors as in `import_hf`.
     """
 
     def prepare() -> _Job:
         cast = parse_dtype(dtype)
-        origin = open_checkpoint(source, reference=reference)
-        if origin.kind == "hf":
+        origin = opened() if opened is not None else open_checkpoint(source, reference=reference)
+        if origin.kind == "hf" and opened is None:
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint already")
         folder = Path(reference) if reference is not None else Path(source) / HF_FOLDER
         files = companions(folder)
@@ -355,6 +356,9 @@ def _kept(hf: HFConfig, mtp: Literal["keep", "drop"], weights: _Weights | None, 
 
 def _hf_outputs(origin: Checkpoint, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
     """Every Hugging Face tensor that the checkpoint has parameters for."""
+    if origin.kind == "hf":  # stored in parts
+        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
+        return [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
     windows = hf_windows(sharding)
     outputs = []
     for name, tensor in hf_wholes(origin, sharding, windows, cast=cast).items():

@@ -23,9 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.safetensors_io import DTYPE_NAMES, INDEX_FILE, IOV_MAX, SINGLE_FILE, advance, as_bytes
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, in_units
 
 SHARD_BYTES = 5 << 30
 # One of these is in every folder that may be overwritten, so that a slip of the pen removes no other folder.
@@ -157,6 +158,7 @@ class CheckpointWriter:
             raise UserError(f"{folder}: there are no tensors to write")
         self.folder = folder
         self._total = sum(spec.nbytes for spec in specs)
+        self._advance = progress.counter(self._total, unit="B")
         require_space(folder, self._total)
         shards = plan_shards(specs, shard_bytes)
         self.files = [
@@ -189,10 +191,12 @@ class CheckpointWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes a whole tensor of any device."""
         self._file_of[name].write(name, tensor)
+        self._advance(tensor.nbytes)
 
     def write_rows(self, name: str, row: int, parts: Sequence[Tensor]) -> None:
         """Writes rows from `row` on, one part [rows_i, columns] after the other."""
         self._file_of[name].write_rows(name, row, parts)
+        self._advance(sum(part.nbytes for part in parts))
 
 
 def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
@@ -330,7 +334,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if not any(target.iterdir()):
         return
     if not overwrite:
-        raise UserError(f"{target}: exists and is not empty; choose another directory or remove it")
+        raise UserError(f"{target}: exists and is not empty; choose another directory, or give --overwrite")
     if not any((target / marker).exists() for marker in MARKERS):
         raise UserError(f"{target}: is no checkpoint (it holds none of {', '.join(MARKERS)}); it is not overwritten")
 
@@ -377,7 +381,7 @@ def require_space(folder: Path, nbytes: int) -> None:
     """Raises UserError when the disk of a folder has less room than `nbytes`."""
     free = _free_bytes(folder)
     if free < nbytes:
-        raise UserError(f"{folder}: {nbytes} bytes are to be written, but its disk has {free} bytes free")
+        raise UserError(f"{folder}: {in_units(nbytes)} are to be written, but its disk has {in_units(free)} free")
 
 
 def sync_folder(folder: Path) -> None:
@@ -402,5 +406,5 @@ def _naming(path: Path) -> Iterator[None]:
     except OSError as error:
         folder = next((p for p in (path, *path.parents) if p.is_dir()), Path("."))
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); its disk has {_free_bytes(folder)} bytes free"
+            f"{path}: cannot be written ({error.strerror}); its disk has {in_units(_free_bytes(folder))} free"
         ) from error

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import jinja2
+
+from mega_rl.data.chat import ChatTemplate
+from mega_rl.data.columns import TEXT_ANSWERS, RewardColumns
 from mega_rl.data.ordering import EPOCH, SPLIT, permutation
-from mega_rl.errors import UserError, UserErrors
-from mega_rl.types import Prompt
+from mega_rl.errors import UserError, UserErrors, no_such
+from mega_rl.types import Answer, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +35,8 @@ class Tokenizer(Protocol):
         """`{"input_ids": [[...], ...]}`, one list of ids per text."""
         ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any:
-        """The conversation as one string (with tokenize=False), ready for the assistant's turn."""
+    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
+        """Return the conversation as one string (with tokenize=False)."""
         ...
 
 
@@ -46,8 +48,9 @@ class _Row:
     index: int  # row number over all files
     text: str  # what the reward function sees
     model_text: str  # what the model sees
-    answer: str
+    answer: Answer
     messages: tuple[tuple[str, str], ...]  # with a chat template alone
+    columns: Mapping[str, Any] | None  # all of them, where the reward reads them
 
 
 class _RowProblem(Exception):
@@ -62,17 +65,22 @@ def load_prompts(
     prompt_key: str = "prompt",
     answer_key: str = "answer",
     chat_template: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    system_prompt: str = "",
     max_prompt_tokens: int,
     overlong: str = "error",
     malformed: str = "error",
+    reward_columns: RewardColumns = TEXT_ANSWERS,
 ) -> list[Prompt]:
     """Every prompt of the files, in file and row order, tokenised.
 
     A prompt is a string, or with `chat_template` also a list of messages {"role", "content"}; an answer is a string or
-    a number. Without a chat template the tokenizer adds its special tokens (such as a beginning-of-sequence token),
-    with one the template has put them already. `Prompt.text` is the string as it stands in the file, or the content of
-    the last message; `Prompt.messages` are all of them, or the string as a user's, with a chat template alone.
-    `Prompt.index` numbers all rows of all files, dropped ones too; blank lines are no rows.
+    a number, or whatever else `reward_columns` allow; without an `answer_key` no row has one. Without a chat template
+    the tokenizer adds its special tokens (such as a beginning-of-sequence token), with one the template has put them
+    already; `chat_template_kwargs` are handed to it, and `system_prompt` comes first in every conversation without a
+    system message. `Prompt.text` is the string as it stands in the file, or the content of the last message;
+    `Prompt.messages` are all of them, or the string as a user's, with a chat template alone. `Prompt.index` numbers all
+    rows of all files, dropped ones too; blank lines are no rows.
 
     Raises UserErrors that names file and line (row in a Parquet file, from 1) of every problem, 20 of them in full:
     unreadable files, rows that cannot be read (`malformed` "drop" drops these instead and logs how many), prompts above
@@ -80,14 +88,15 @@ def load_prompts(
     """
     if not files:
         raise UserError("no prompt files are given: set data.train_files to JSONL or Parquet files")
+    template = ChatTemplate(tokenizer, chat_template_kwargs or {}, system_prompt) if chat_template else None
     fatal: list[str] = []
     bad: list[str] = []
     rows: list[_Row] = []
     index = 0
     for file in map(Path, files):
-        for where, content in _read(file, (prompt_key, answer_key), fatal):
+        for where, content in _read(file, (prompt_key, answer_key), reward_columns, fatal):
             try:
-                rows.append(_parse(content, where, index, prompt_key, answer_key, tokenizer if chat_template else None))
+                rows.append(_parse(content, where, index, prompt_key, answer_key, template, reward_columns))
             except _RowProblem as problem:
                 bad.append(f"{where}: {problem}")
             index += 1
@@ -122,7 +131,9 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     """SHA-256 over the content and order of the prompts (hex): tells a resumed run that its data have changed."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        row = json.dumps([prompt.token_ids, prompt.text, prompt.answer], separators=(",", ":"))
+        columns = [] if prompt.row is None else [prompt.row]
+        content = [prompt.token_ids, prompt.text, prompt.answer, *columns]
+        row = json.dumps(content, separators=(",", ":"), default=repr)  # Parquet has more types than JSON
         digest.update(row.encode() + b"\n")
     return digest.hexdigest()
 
@@ -158,18 +169,18 @@ class PromptSampler:
         return self._order[1][offset]
 
 
-def _read(file: Path, keys: tuple[str, str], fatal: list[str]) -> Iterator[tuple[str, Any]]:
+def _read(file: Path, keys: tuple[str, str], reward: RewardColumns, fatal: list[str]) -> Iterator[tuple[str, Any]]:
     """(place, row) of one file; a row that is no row comes as the _RowProblem. What spoils the file goes to `fatal`."""
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         fatal.append(f"{file}: unknown suffix {file.suffix!r}: prompt files are .jsonl or .parquet")
         return
     if not file.is_file():
-        fatal.append(f"{file}: {'is a folder, not a file' if file.is_dir() else 'no such file'}")
+        fatal.append(f"{file}: {'is a folder, not a file' if file.is_dir() else no_such('file', file)}")
         return
     empty = True
     try:
-        for place in readers[file.suffix](file, keys):
+        for place in readers[file.suffix](file, keys, reward):
             empty = False
             yield place
     except OSError as error:
@@ -188,7 +199,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(reason.split())
 
 
-def _read_jsonl(file: Path, keys: tuple[str, str]) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(file: Path, keys: tuple[str, str], reward: RewardColumns) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -204,8 +215,8 @@ def _read_jsonl(file: Path, keys: tuple[str, str]) -> Iterator[tuple[str, Any]]:
             yield f"{file}:{number}", row
 
 
-def _read_parquet(file: Path, keys: tuple[str, str]) -> Iterator[tuple[str, Any]]:
-    """Only the two columns asked for, row group by row group; streaming, so that nothing is copied to a cache."""
+def _read_parquet(file: Path, keys: tuple[str, str], reward: RewardColumns) -> Iterator[tuple[str, Any]]:
+    """Only the columns that are read, row group by row group; streaming, so that nothing is copied to a cache."""
     import datasets  # takes more than a second to import, and JSONL does without
     import pyarrow
     import pyarrow.parquet
@@ -213,34 +224,39 @@ def _read_parquet(file: Path, keys: tuple[str, str]) -> Iterator[tuple[str, Any]
     try:
         columns = pyarrow.parquet.read_schema(file).names
         missing = [key for key in keys if key not in columns]
-        if missing:
+        if missing and (reward.answer or keys[0] in missing):
             raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(columns)}")
-        stream = datasets.load_dataset(
-            "parquet", data_files=str(file), split="train", streaming=True, columns=list(keys)
-        )
+        read = None if reward.every else [key for key in dict.fromkeys(keys) if key in columns]
+        stream = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True, columns=read)
         for number, row in enumerate(stream, start=1):
             yield f"{file}: row {number}", row
     except (pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError) as error:
         raise UserError(f"{file}: is not a readable Parquet file: {_one_line(error)}") from error
 
 
-def _parse(row: Any, where: str, index: int, prompt_key: str, answer_key: str, templater: Tokenizer | None) -> _Row:
+def _parse(
+    row: Any,
+    where: str,
+    index: int,
+    prompt_key: str,
+    answer_key: str,
+    template: ChatTemplate | None,
+    reward: RewardColumns,
+) -> _Row:
     """The row's prompt and answer. Raises _RowProblem."""
     if isinstance(row, _RowProblem):
         raise row
     if not isinstance(row, dict):
         raise _RowProblem(f"is {_kind(row)}, not an object with {prompt_key!r} and {answer_key!r}")
-    for key in (prompt_key, answer_key):
+    for key in (prompt_key, answer_key) if reward.answer else (prompt_key,):
         if key not in row:
             raise _RowProblem(f"has no {key!r}; its keys are {', '.join(map(repr, row)) or 'none'}")
-    answer = row[answer_key]
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise _RowProblem(f"{answer_key!r} is {_kind(answer)}, not a string or a number")
+    answer = _answer(row.get(answer_key), answer_key, reward)
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         text, messages = prompt, [{"role": "user", "content": prompt}]
     elif isinstance(prompt, list):
-        if templater is None:
+        if template is None:
             raise _RowProblem(f"{prompt_key!r} is a list of messages, which needs data.chat_template=true")
         messages = _messages(prompt, prompt_key)
         text = messages[-1]["content"]
@@ -248,10 +264,35 @@ def _parse(row: Any, where: str, index: int, prompt_key: str, answer_key: str, t
         raise _RowProblem(f"{prompt_key!r} is {_kind(prompt)}, not a string or a list of messages")
     if not text.strip():
         raise _RowProblem(f"{prompt_key!r} is empty")
-    model_text = text if templater is None else _render(messages, templater)
-    _check_unicode((prompt_key, model_text), (answer_key, str(answer)))
-    turns = () if templater is None else tuple((turn["role"], turn["content"]) for turn in messages)
-    return _Row(where=where, index=index, text=text, model_text=model_text, answer=str(answer), messages=turns)
+    messages = [] if template is None else template.complete(messages)
+    model_text = text if template is None else _render(messages, template)
+    _check_unicode((prompt_key, model_text), (answer_key, json.dumps(answer, ensure_ascii=False)))
+    turns = tuple((turn["role"], turn["content"]) for turn in messages)
+    return _Row(
+        where=where,
+        index=index,
+        text=text,
+        model_text=model_text,
+        answer=answer,
+        messages=turns,
+        columns=row if reward.every else None,
+    )
+
+
+def _answer(value: Any, key: str, reward: RewardColumns) -> Answer:
+    """Return a row's answer, a number as a string; None where there is none and none is needed. Raises _RowProblem."""
+    if isinstance(value, str) or (value is None and not reward.answer):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if reward.structured and isinstance(value, (bool, list, dict)):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:  # a date or bytes in a Parquet file
+            raise _RowProblem(f"{key!r} holds something that JSON has no word for: {error}") from error
+        return value
+    legal = "a string, a number, a list or an object" if reward.structured else "a string or a number"
+    raise _RowProblem(f"{key!r} is {_kind(value)}, not {legal}")
 
 
 def _check_unicode(*texts: tuple[str, str]) -> None:
@@ -272,11 +313,9 @@ def _messages(prompt: list[Any], prompt_key: str) -> list[dict[str, str]]:
     return prompt
 
 
-def _render(messages: list[dict[str, str]], templater: Tokenizer) -> str:
-    import jinja2  # only chat templates need it
-
+def _render(messages: list[dict[str, str]], template: ChatTemplate) -> str:
     try:
-        return str(templater.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return template.render(messages)
     except (ValueError, jinja2.TemplateError) as error:
         raise _RowProblem(f"the tokenizer's chat template refuses it: {_one_line(error)}") from error
 
@@ -284,7 +323,8 @@ def _render(messages: list[dict[str, str]], templater: Tokenizer) -> str:
 def _kind(value: Any) -> str:
     """A value's type in JSON's words."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
-    return names.get(type(value), "a list" if isinstance(value, list) else f"of type {type(value).__name__}")
+    names |= {list: "a list", dict: "an object"}
+    return names.get(type(value), f"of type {type(value).__name__}")
 
 
 def _tokenise(
@@ -321,6 +361,7 @@ def _tokenise(
                         text=row.text,
                         answer=row.answer,
                         messages=row.messages,
+                        row=row.columns,
                     )
                 )
     return prompts, long

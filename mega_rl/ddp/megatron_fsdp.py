@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from mega_rl.accelerator.megatron_core import fsdp_gradient_dtypes, fsdp_instance_buffers
 from mega_rl.config.schema import DdpConfig
 from mega_rl.ddp.finalize import finalize_sums
 
@@ -23,10 +24,21 @@ Read = Callable[[], torch.Tensor]
 
 
 class MegatronFsdp(FullyShardedDataParallel):
-    """Upstream's adapter, which needs Transformer Engine to be installed under tensor parallelism."""
+    """Upstream's adapter, which knows of tensor parallelism what its own and Transformer Engine's layers do."""
+
+    def _annotate_tensor_parallelism(self, root_module: torch.nn.Module) -> None:
+        """Say of each parameter how tensor parallelism cuts it; called from 0.18.
+
+        Upstream goes by the names of classes, and knows none of ours: what is cut says so itself.
+        """
+        super()._annotate_tensor_parallelism(root_module)
+        for parameter in root_module.parameters():
+            dim = vars(parameter).get("partition_dim", -1) if vars(parameter).get("tensor_model_parallel") else -1
+            if dim >= 0:
+                vars(parameter).update(_tensor_parallel_mode=("column", "row")[dim])
 
     def _fix_tensor_parallel_attributes(self, module: torch.nn.Module) -> None:
-        """Say of each parameter how tensor parallelism cuts it.
+        """Say of each parameter how tensor parallelism cuts it; called in 0.16.
 
         Dense weights say so themselves (`mark_tensor_parallel`); where Transformer Engine is missing upstream takes
         a mock of one of its classes for the class.
@@ -63,6 +75,7 @@ def shard_chunks(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
         bucket_size=ddp.bucket_size or None,
         gradient_reduce_div_fusion=False,  # an operation that only NCCL knows, and sums divide by nothing
+        **fsdp_gradient_dtypes(in_fp32=ddp.grad_reduce_in_fp32),
     )
     wrapped = [
         MegatronFsdp(config, ddp_config, chunk, disable_bucketing=stage > 0, device=device, pg_collection=collection)
@@ -116,13 +129,13 @@ def finish_gathering(chunk: MegatronFsdp) -> None:
 def parameter_buffers(chunk: MegatronFsdp) -> Iterator[torch.Tensor]:
     """The flat tensors that parameters and FP32 main parameters are views of, on this rank."""
     for group in chunk.param_and_grad_buffer.parameter_groups:
-        yield from _data(group.model_weight_buffer, group.main_weight_buffer, group.hsdp_wbuf)
+        yield from _data(group.model_weight_buffer, group.main_weight_buffer, fsdp_instance_buffers(group)[0])
 
 
 def gradient_buffers(chunk: MegatronFsdp) -> Iterator[torch.Tensor]:
     """The flat tensors that gradients are views of, on this rank."""
     for group in chunk.param_and_grad_buffer.parameter_groups:
-        yield from _data(group.main_grad_buffer, group.hsdp_gbuf)
+        yield from _data(group.main_grad_buffer, fsdp_instance_buffers(group)[1])
 
 
 def _data(*buffers: Any) -> Iterator[torch.Tensor]:

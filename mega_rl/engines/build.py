@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 
+from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.schema import Config, MoeConfig
@@ -74,18 +75,20 @@ def build_engine(
         UserError: the model cannot run as the config asks.
     """
     impl, attention = implementation(name, path=path, config=config, device_type=accelerator.device.type)
+    log.info("%s: building the model of %s", name, path)
     build = build_fsdp_engine if impl == "hf" else partial(_build_megatron_engine, impl=impl)
-    return build(
-        name,
-        path=path,
-        head=head,
-        trainable=trainable,
-        config=config,
-        groups=groups,
-        accelerator=accelerator,
-        attention=attention,
-        batching=_batching(config, groups),
-    )
+    with progress.phase(f"{name}: building the model"):
+        return build(
+            name,
+            path=path,
+            head=head,
+            trainable=trainable,
+            config=config,
+            groups=groups,
+            accelerator=accelerator,
+            attention=attention,
+            batching=_batching(config, groups),
+        )
 
 
 def _build_megatron_engine(
@@ -123,8 +126,9 @@ def _build_megatron_engine(
         device=accelerator.device,
         experts_apart=config.ddp.implementation == "ddp",
     )
-    report = load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
-    log.info("%s: %s (%s spec, %s, %s, %s): %s", name, path, impl, attention, config.model.dtype, layout, report)
+    with progress.phase(f"{name}: reading the weights"):
+        report = load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
+    log.info("%s: read %s", name, report)
     routing: Routing | None = None
     if hf.moe is not None:
         # Choices are the actor's: a critic has other weights, and of a reference nothing is learnt.

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.data.balancing import minimum_microbatches, plan_microbatches
 from mega_rl.data.packing import MicroBatch, pack, pad
 from mega_rl.data.zigzag import cut
@@ -70,8 +71,9 @@ def token_fields(batch: Rollout | Experience) -> list[str]:
 
 
 def to_device(micros: list[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """The micro-batches one after the other on `device`."""
-    for micro in micros:
+    """Yield the micro-batches one after the other on `device`, and report them as progress."""
+    for number, micro in enumerate(micros):
+        progress.report(number, len(micros), unit="micro-batches")
         yield replace(
             micro,
             tokens=micro.tokens.to(device),

@@ -36,7 +36,8 @@ def check_numbers(name: str, numbers: Mapping[str, int | float], *, trains: bool
     if sorted(numbers) != expected:
         raise UserError(
             f"{name}: the checkpoint's numbers of this model are {sorted(numbers)}, must be {expected}: it is "
-            "of another kind of model; set checkpoint.resume=never or to another checkpoint"
+            "of another kind of model; set checkpoint.resume=never (what is there is kept, in previous/) or to another "
+            "checkpoint"
         )
     steps = numbers[STEPS] if trains else 0
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:

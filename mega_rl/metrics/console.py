@@ -1,118 +1,88 @@
-"""What a person at the terminal sees: one line per step, and a progress bar below it."""
+"""What a person at the terminal sees of a step: one line."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from mega_rl.progress.terminal import TIME_WIDTH, standard_error
 from mega_rl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Metric, label and format of the line's columns, in order; a metric that a step has not got is left out.
+SEPARATOR = " | "
+KL = "kl/ref"  # 0 in a run without a reference, and then not shown
+# Metric, form and rank of a column: where a terminal is too narrow for all, those of the highest rank are left out.
 _COLUMNS = (
-    ("reward/mean", "reward", "{:.4f}"),
-    ("val/reward_mean", "val", "{:.4f}"),
-    ("actor/loss", "loss", "{:.4f}"),
-    ("critic/loss", "critic", "{:.4f}"),
-    ("kl/ref", "kl", "{:.4f}"),
-    ("actor/grad_norm", "grad", "{:.3f}"),
-    ("rollout/logprob_diff_max", "diff", "{:.1e}"),
-    ("time/step_s", "time", "{:.2f}s"),
+    ("reward/mean", "reward {:.4f}", 0),
+    ("val/reward_mean", "val {:.4f}", 0),
+    (KL, "kl {:.4f}", 3),
+    ("rollout/response_tokens_mean", "length {:.0f}", 4),
+    ("console/truncated", "truncated {:.0%}", 5),
+    ("actor/entropy", "entropy {:.3f}", 8),
+    ("actor/lr", "lr {:.1e}", 9),
+    ("actor/grad_norm", "grad {:.3f}", 7),
+    ("console/tokens_per_s", "{:.0f} tok/s", 2),
+    ("console/step_s", "{:.2f} s", 1),
+    ("console/beside_s", "+ {:.2f} s val, save", 6),
 )
+# Parts of a step that are no training: they come at intervals and would make the pace of steps look uneven.
+_BESIDE = ("time/validate_s", "time/checkpoint_s")
+LEAST_BESIDE_S = 0.05  # shorter ones are not worth a column
 
 
-def step_line(step: int, metrics: Metrics) -> str:
-    """ "step 12 | reward 0.5312 | loss -0.0021 | ... | time 3.20s | 1240 tok/s"."""
-    columns = [f"{label} {form.format(metrics[name])}" for name, label, form in _COLUMNS if name in metrics]
-    if metrics.get("time/step_s") and "rollout/response_tokens" in metrics:
-        columns.append(f"{metrics['rollout/response_tokens'] / metrics['time/step_s']:.0f} tok/s")
-    return " | ".join([f"step {step}", *columns])
+def step_line(step: int, metrics: Metrics, *, width: int | None = None, without: Sequence[str] = ()) -> str:
+    """Return "step 12 | reward 0.5312 | kl 0.0123 | length 213 | ... | 1240 tok/s | 3.20 s".
 
-
-class GenerationBar:
-    """How far a generation is, as a second bar below the run's, while it lasts; nothing away from a terminal.
-
-    `show` may come from any thread, before there is a bar and after it.
+    Time and tokens per second are without validation and saving, which follow apart. width: of the terminal, for which
+    columns are left out; None keeps all. without: metrics that have no column.
     """
+    numbers = metrics | _derived(metrics)
+    columns = [
+        (rank, form.format(numbers[name])) for name, form, rank in _COLUMNS if name in numbers and name not in without
+    ]
+    while width is not None and columns and len(_joined(step, columns)) > width:
+        columns.remove(max(columns))
+    return _joined(step, columns)
 
-    def __init__(self) -> None:
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
 
-    def attach(self, progress: Progress | None) -> None:
-        """Show in `progress` from now on; None: nowhere."""
-        self._progress, self._task = progress, None
+def _joined(step: int, columns: Sequence[tuple[int, str]]) -> str:
+    return SEPARATOR.join([f"step {step}", *(text for _, text in columns)])
 
-    def show(self, done: int, total: int, tokens_per_second: float) -> None:
-        """done, total: samples of this rank."""
-        progress = self._progress
-        if progress is None:
-            return
-        if self._task is None:
-            self._task = progress.add_task("", total=total)
-        description = f"samples, {tokens_per_second:.0f} tok/s"
-        progress.update(self._task, total=total, completed=done, description=description, visible=done < total)
+
+def _derived(metrics: Metrics) -> Metrics:
+    """Return the numbers that only the line has."""
+    derived: Metrics = {}
+    if "rollout/finished_fraction" in metrics:
+        derived["console/truncated"] = 1.0 - metrics["rollout/finished_fraction"]
+    if metrics.get("time/step_s"):
+        beside = sum(metrics.get(name, 0.0) for name in _BESIDE)
+        derived["console/step_s"] = step_s = max(metrics["time/step_s"] - beside, 0.0)
+        if beside >= LEAST_BESIDE_S:
+            derived["console/beside_s"] = beside
+        if step_s and "rollout/response_tokens" in metrics:
+            derived["console/tokens_per_s"] = metrics["rollout/response_tokens"] / step_s
+    return derived
 
 
 class ConsoleSink:
-    """Logs `step_line`; on a terminal, with a progress bar that stays below the log."""
+    """Logs `step_line`, on a terminal in its width."""
 
-    def __init__(
-        self,
-        *,
-        progress_bar: bool = False,
-        total_steps: int | None = None,
-        console: Console | None = None,
-        generation: GenerationBar | None = None,
-    ) -> None:
-        """total_steps: length of the bar; without it the bar only counts. console: standard error unless given.
-        generation: shows itself below the bar.
-        """
-        self._generation = generation or GenerationBar()
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        self._moved_handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
-        console = console or Console(stderr=True)
-        if progress_bar and console.is_terminal:
-            self._start_bar(console, total_steps)
-
-    def _start_bar(self, console: Console, total_steps: int | None) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console)
-        self._task = self._progress.add_task("", total=total_steps)
-        self._generation.attach(self._progress)
-        before = sys.stderr
-        self._progress.start()
-        # The bar puts its own stream in place of standard error, which keeps it below what is written; handlers that
-        # took hold of the old one would write through the bar.
-        for handler in logging.getLogger().handlers:
-            if type(handler) is logging.StreamHandler and handler.stream is before:
-                handler.setStream(sys.stderr)
-                self._moved_handlers.append((handler, before))
+    def __init__(self, *, has_reference: bool = True, console: Console | None = None) -> None:
+        """has_reference: whether the KL to a reference means something. console: standard error unless given."""
+        self._without = () if has_reference else (KL,)
+        self._console = console or standard_error()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Write the line of a step and move the bar."""
-        logger.info("%s", step_line(step, metrics))
-        if self._progress is not None and self._task is not None:
-            reward = metrics.get("reward/mean")
-            description = "" if reward is None else f"reward {reward:.3f}"
-            self._progress.update(self._task, completed=step, description=description)
+        """Log the line of a step."""
+        width = self._console.width - TIME_WIDTH if self._console.is_terminal else None
+        logger.info("%s", step_line(step, metrics, width=width, without=self._without))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing: rollouts are too long for a line."""
+        """Write nothing: rollouts are too long for a line."""
 
-    def close(self) -> None:
-        """Take the bar away."""
-        for handler, stream in self._moved_handlers:
-            handler.setStream(stream)
-        self._moved_handlers = []
-        self._generation.attach(None)
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+    def close(self, *, failed: bool = False) -> None:
+        """Nothing is open."""

@@ -1,9 +1,12 @@
-"""A picture of a run."""
+"""A picture of a run, or of several."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
+from mega_rl.errors import UserError
 from mega_rl.metrics.records import read_metrics
 
 # Title and the metrics drawn together; a panel without any of its metrics is left out.
@@ -18,6 +21,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Step time, s", ("time/step_s", "time/generate_s", "time/update_actor_s")),
 )
 _NUM_COLUMNS = 2
+_MARKED_STEPS = 40  # curves of fewer have a mark at each step
 
 
 def series(metrics_jsonl: Path) -> dict[str, list[tuple[int, float]]]:
@@ -29,33 +33,60 @@ def series(metrics_jsonl: Path) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def plot_run(metrics_jsonl: Path, png_path: Path) -> Path:
-    """Draw the run's curves (reward, accuracy, losses, KL, ...) over its steps into a PNG; returns its path.
+def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] = ()) -> None:
+    """Draw runs' curves over their steps into a picture, the runs together in each panel.
 
-    Raises ValueError when the file holds none of the metrics that are drawn.
+    files: metrics.jsonl of each run by what the legend calls it. picture: .png, .svg or .pdf. names: metrics that get a
+    panel each; without them the usual panels are drawn (reward, held-out reward, losses, ...).
+
+    Raises:
+        UserError: a file is damaged, or the runs have none of the metrics.
     """
     # Imported here: half a second that only this function needs. The object interface needs no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    points = series(metrics_jsonl)
-    panels = [(title, [name for name in names if name in points]) for title, names in _PANELS]
-    panels = [(title, names) for title, names in panels if names]
+    runs = {label: _series(file) for label, file in files.items()}
+    there = {name for points in runs.values() for name in points}
+    panels = _panels(there, names)
     if not panels:
-        raise ValueError(f"{metrics_jsonl} holds no metric to draw")
-    num_rows = -(-len(panels) // _NUM_COLUMNS)
-    figure = Figure(figsize=(5.5 * _NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
+        raise UserError(f"{', '.join(map(str, files.values()))}: no metric to draw yet")
+    num_columns = min(_NUM_COLUMNS, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    figure = Figure(figsize=(5.5 * num_columns, 2.8 * num_rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for place, (title, names) in enumerate(panels, start=1):
-        axes = figure.add_subplot(num_rows, _NUM_COLUMNS, place)
-        for name in names:
-            steps, values = zip(*points[name], strict=True)
-            axes.plot(steps, values, label=name, marker="." if len(steps) < 40 else None)
+    for place, (title, drawn) in enumerate(panels, start=1):
+        axes = figure.add_subplot(num_rows, num_columns, place)
+        for label, points in runs.items():
+            for name in (name for name in drawn if name in points):
+                steps, values = zip(*points[name], strict=True)
+                words = [word for word in (label * (len(runs) > 1), name * (len(drawn) > 1)) if word]
+                marker = "." if len(steps) < _MARKED_STEPS else None
+                axes.plot(steps, values, label=" ".join(words) or None, marker=marker)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
-        if len(names) > 1:
+        if len(drawn) > 1 or len(runs) > 1:
             axes.legend(fontsize=7)
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path, dpi=110)
-    return png_path
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
+def _series(file: Path) -> dict[str, list[tuple[int, float]]]:
+    try:
+        return series(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+
+
+def _panels(there: Collection[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return (title, metrics) of each panel that has a metric. Raises UserError for a name that no run has."""
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        near = get_close_matches(unknown[0], there, n=1)
+        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(there)[:10])}, ..."
+        raise UserError(f"--metrics: no run has {', '.join(unknown)}; {hint}")
+    if names:
+        return [(name, [name]) for name in names]
+    usual = [(title, [name for name in drawn if name in there]) for title, drawn in _PANELS]
+    return [(title, drawn) for title, drawn in usual if drawn]

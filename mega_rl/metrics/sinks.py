@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, the console, dumped rollouts.
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, trackers, the console, dumped rollouts.
 
 Sinks are told the first step that the run will do. What an earlier run in the same folder wrote from there on is
 removed, so a resumed run's files read as if it had never stopped; a run from step 1 (or 0) on is new and removes all.
@@ -14,9 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mega_rl.config.schema import MetricsConfig
-from mega_rl.metrics.console import ConsoleSink, GenerationBar
+from mega_rl.metrics.console import ConsoleSink
 from mega_rl.metrics.records import decode_step, encode_step, to_json_value
+from mega_rl.metrics.tracker_clients import TrackedRun
+from mega_rl.metrics.trackers import TrackerSink, without_secrets
 from mega_rl.protocols import MetricsSink
 from mega_rl.types import Metrics
 
@@ -36,7 +40,7 @@ class NullSink:
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing."""
 
 
@@ -106,31 +110,56 @@ def _is_record_before(line: str, step: int) -> bool:
 
 
 class TensorBoardSink(NullSink):
-    """Scalars in TensorBoard event files."""
+    """Scalars in TensorBoard event files; the config and sampled rollouts as texts."""
 
-    def __init__(self, directory: Path, *, resume_step: int) -> None:
-        """Raises ImportError without the tensorboard package."""
+    def __init__(self, directory: Path, *, resume_step: int, config_text: str = "") -> None:
+        """config_text: the config as YAML. Raises ImportError without the tensorboard package."""
         from torch.utils.tensorboard import SummaryWriter  # a second of import time that only this sink needs
 
         self._directory = directory
         self._resume_step = resume_step
+        self._config_text = config_text
         self._make_writer = SummaryWriter
         self._writer: Any = None
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Add every metric as a scalar."""
+        writer = self._open()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add the rows as a table in Markdown."""
+        if rows:
+            self._open().add_text("rollouts", _markdown_table(rows), step)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> Any:
         if self._writer is None:
             # TensorBoard hides what earlier event files of the folder hold from the purge step on.
             purge_step = _first_stale_step(self._resume_step)
             self._writer = self._make_writer(str(self._directory), purge_step=purge_step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            if self._config_text:
+                self._writer.add_text("config", f"```yaml\n{self._config_text}```", self._resume_step)
+        elif not self._directory.is_dir():  # the writer's thread would die of it, with a traceback
+            raise FileNotFoundError(f"{self._directory} is gone")
+        return self._writer
 
-    def close(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
+
+def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows with the same keys as a table in Markdown."""
+    columns = list(rows[0])
+
+    def cell(value: object) -> str:
+        return str(value).replace("|", "\\|").replace("\n", "<br>")
+
+    lines = [columns, ["---"] * len(columns), *([cell(row[column]) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class RolloutDump(NullSink):
@@ -177,11 +206,11 @@ class MultiSink:
             except _RUNTIME_FAILURES as error:
                 self._leave_out(sink, error)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close every sink that still works."""
         for sink in tuple(self._sinks):
             try:
-                sink.close()
+                sink.close(failed=failed)
             except _RUNTIME_FAILURES as error:
                 self._leave_out(sink, error)
         self._sinks = []
@@ -199,22 +228,35 @@ def make_sink(
     is_writer: bool,
     resume_step: int,
     total_steps: int | None = None,
-    generation: GenerationBar | None = None,
+    settings: Mapping[str, Any] | None = None,
+    has_reference: bool = True,
 ) -> MetricsSink:
-    """The sink of this rank: everything the config asks for where `is_writer`, nothing elsewhere.
+    """Return the sink of this rank: everything the config asks for where `is_writer`, nothing elsewhere.
 
-    resume_step: the first step that the run will do, 1 when it is new. total_steps: length of the progress bar.
-    generation: what shows how far a generation is.
+    resume_step: the first step that the run will do, 1 when it is new. total_steps: of the run. settings: the whole
+    config, for those that keep it. has_reference: whether the line of a step shows the KL to a reference.
     """
     if not is_writer:
         return NullSink()
+    public = without_secrets(settings or {})
     sinks: list[MetricsSink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
     if config.tensorboard:
         try:
-            sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step))
+            text = yaml.safe_dump(public, sort_keys=False) if public else ""
+            sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_step=resume_step, config_text=text))
         except ImportError:
             logger.warning("metrics.tensorboard=true, but the tensorboard package is not installed: metrics.jsonl only")
     if config.rollout_interval and config.rollout_samples:
         sinks.append(RolloutDump(run_dir / "rollouts", resume_step=resume_step))
-    sinks.append(ConsoleSink(progress_bar=config.progress_bar, total_steps=total_steps, generation=generation))
+    run = TrackedRun(
+        project=config.project,
+        name=config.run_name or run_dir.resolve().name,
+        run_dir=str(run_dir.resolve()),
+        run_id="",
+        trainer_pid=os.getpid(),
+        config=public,
+    )
+    for tracker in dict.fromkeys(config.trackers):
+        sinks.append(TrackerSink(tracker, run, resume_step=resume_step, total_steps=total_steps))
+    sinks.append(ConsoleSink(has_reference=has_reference))
     return MultiSink(sinks)

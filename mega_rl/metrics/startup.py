@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+
+from mega_rl.progress.terminal import standard_error
 
 _NUMBER = "parameters"  # the column that is aligned to the right
 _NOTHING = "-"  # in a cell that has nothing to say
@@ -31,18 +34,47 @@ class RoleFacts:
 
 
 def show_startup(roles: Sequence[RoleFacts], *, console: Console | None = None) -> None:
-    """Print a table of the run's roles: a frame on a terminal, else one line for each role. For one rank only.
+    """Print a table of the run's roles: a frame on a terminal wide enough, else one line for each role.
 
-    A column that says nothing of any role is left out. console: standard error unless given.
+    For one rank only. A column that says nothing of any role is left out. Where a terminal is too narrow, what is the
+    same for all models goes into a line below, and paths get lines of their own. console: standard error unless given.
     """
-    console = console or Console(stderr=True)
+    console = console or standard_error()
     rows = [_TITLES, *(_cells(role) for role in roles)]
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    if console.is_terminal:
+    if not console.is_terminal:
+        lines = list(_aligned(columns))
+    elif _width(columns) <= console.width:
         console.print(_framed(columns))
         return
-    for line in _aligned(columns):
+    else:
+        lines = _narrow(columns)
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    """Return how wide the framed table is."""
+    return 1 + sum(max(map(cell_len, column)) + 3 for column in columns)
+
+
+def _narrow(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the table as lines for a narrow terminal."""
+    models = [row for row in range(1, len(columns[0])) if any(c[row] for c in columns if c[0] == "family")]
+    shared = {
+        title: cells[models[0] - 1]
+        for title, *cells in columns
+        if title not in ("role", "model") and len(models) > 1 and len({cells[row - 1] for row in models}) == 1
+    }
+    kept = [column for column in columns if column[0] != "model" and column[0] not in shared]
+    lines = list(_aligned(kept))
+    paths = next(column for column in columns if column[0] == "model")
+    with_paths = [lines[0]]
+    for line, path in zip(lines[1:], paths[1:], strict=True):
+        with_paths += [line, f"  {path}"]
+    if shared:
+        with_paths.append("all models: " + ", ".join(f"{title} {text}" for title, text in shared.items() if text))
+    return with_paths
 
 
 def _framed(columns: Sequence[Sequence[str]]) -> Table:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mega_rl import progress
 from mega_rl.types import Metrics
 
 
@@ -32,7 +33,10 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as `name`; entering a phase twice in one step adds up. Raises RuntimeError when nested."""
+        """Time the block as `name` and show it as progress; entering a phase twice in one step adds up.
+
+        Raises RuntimeError when nested.
+        """
         if self._running is not None:
             raise RuntimeError(
                 f"phase {name!r} starts inside phase {self._running!r}: phases add up, so they do not nest"
@@ -41,8 +45,9 @@ class PhaseTimer:
         self._running = name
         start = self._clock()
         try:
-            yield
-            self._synchronize()
+            with progress.phase(name.replace("_", " ")):
+                yield
+                self._synchronize()
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
             self._running = None

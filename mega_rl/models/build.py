@@ -207,14 +207,23 @@ def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
     """Say of each sharded weight that it is, and along which dimension.
 
-    Megatron-Core sets these marks only while it initialises a weight, on CPU and GPU alike. Without them the gradient
-    norm takes the shards of ranks above 0 for copies and leaves them out: no error, and too weak a clipping.
+    Megatron-Core 0.16 sets these marks only while it initialises a weight, on CPU and GPU alike. Without them the
+    gradient norm takes the shards of ranks above 0 for copies and leaves them out: no error, and too weak a clipping.
+    Later releases set them always, and are checked.
     """
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1, ExpertRowParallelLinear: 1}
     for module in model.modules():
         dim = dims.get(type(module))
-        if dim is not None and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+        if dim is not None and isinstance(module.weight, Tensor):
+            mark_cut(module.weight, dim=dim)
+
+
+def mark_cut(weight: Tensor, *, dim: int) -> None:
+    """Say of a weight that tensor parallelism cuts it along `dim`, unless Megatron-Core has said so."""
+    if not hasattr(weight, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+    marks = (weight.tensor_model_parallel, weight.partition_dim)  # type: ignore[attr-defined]
+    assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
 
 
 def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:

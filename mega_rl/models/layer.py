@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
@@ -29,15 +28,12 @@ class DecoderLayer(TransformerLayer):
         self,
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
-        layer_number: int = 1,
-        hidden_dropout: float | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        vp_stage: int | None = None,
-        *,
+        *args: Any,
         post_norms: bool,
         rope_theta: float | None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(config, submodules, layer_number, hidden_dropout, pg_collection, vp_stage)
+        super().__init__(config, submodules, *args, **kwargs)  # which differ between Megatron-Core's releases
         if post_norms:
             self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)

@@ -48,8 +48,10 @@ class Router(TopKRouter):
     and its balance loss is scaled for gradients that are divided by a token count at the end.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **place: bool
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **place)  # from 0.18: is_mtp_layer
         self.mixture = 0  # number of this layer among the model's mixtures
         self.router_replay: _Choice | None = None
         self.reset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -18,7 +17,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -28,6 +27,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from mega_rl.accelerator.megatron_core import mtp_layer_field, submodules_of
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig, Mla
 from mega_rl.converters.sharding import Spec
@@ -36,8 +36,7 @@ from mega_rl.models.attention import CoreAttention
 from mega_rl.models.layer import DecoderLayer
 from mega_rl.models.moe import ExpertRowParallelLinear, Router
 from mega_rl.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
-
-log = logging.getLogger(__name__)
+from mega_rl.models.self_attention import JointNormAttention, LatentAttention
 
 CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
@@ -52,8 +51,6 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
         return "local"
     available = device_type == "cuda" and _has_transformer_engine()
     if requested == "auto":
-        if not available:
-            log.info("Transformer Engine not found: layers use the local spec (our core attention, torch RMSNorm)")
         return "te" if available else "local"
     if not available:
         raise UserError(
@@ -89,6 +86,16 @@ def _has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def _has_latent_attention() -> bool:
+    """Return whether Megatron-Core's latent attention can be built of local layers here.
+
+    Without Transformer Engine 0.16 takes a mock of it for the package, and later releases leave out the linear layer
+    that is whole on every rank, which needs nothing of it. A CPU has patches for both.
+    """
+    mocked = multi_latent_attention.HAVE_TE and not _has_transformer_engine()
+    return not mocked and multi_latent_attention.Linear is not None
+
+
 def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
     """What of an architecture only the local spec's modules can do, in words.
 
@@ -118,7 +125,7 @@ def decoder_spec(
         UserError: the layers lack something that the architecture has, or something that they need themselves.
     """
     if impl == "local":
-        if hf.mla is not None and multi_latent_attention.HAVE_TE and not _has_transformer_engine():
+        if hf.mla is not None and not _has_latent_attention():
             raise UserError(
                 f"model_type={hf.model_type}: on a CUDA device Megatron-Core's latent attention needs Transformer "
                 "Engine to be installed, whichever layers are used; pip install mega_rl[gpu]"
@@ -156,7 +163,7 @@ def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection)
                 ModuleSpec(
                     module=MultiTokenPredictionLayer,
                     submodules=MultiTokenPredictionLayerSubmodules(
-                        enorm=norm, hnorm=norm, eh_proj=linear, transformer_layer=layer, layer_norm=norm
+                        enorm=norm, hnorm=norm, eh_proj=linear, layer_norm=norm, **{mtp_layer_field(): layer}
                     ),
                 )
                 for layer in inside
@@ -166,7 +173,7 @@ def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection)
 
 
 def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
-    """One of upstream's Transformer Engine layers with our router; experts are grouped."""
+    """One of upstream's Transformer Engine layers with our router and latent attention; experts are grouped."""
     moe = hf.moe is not None and hf.is_moe(layer)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=hf.moe.num_experts if hf.moe is not None and moe else None,
@@ -174,8 +181,10 @@ def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
         qk_layernorm=hf.qk_norm or hf.mla is not None,
         multi_latent_attention=hf.mla is not None,
     )
+    if hf.mla is not None:
+        spec.submodules.self_attention.module = LatentAttention
     if moe:
-        spec.submodules.mlp.submodules.router = Router
+        submodules_of(spec.submodules.mlp).router = Router
     return spec
 
 
@@ -219,7 +228,7 @@ def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpe
         heads = (hf.num_heads, hf.num_kv_heads)
         norms = [ModuleSpec(module=JointRMSNorm, params={"heads": n, "pg_collection": pg_collection}) for n in heads]
     return ModuleSpec(
-        module=SelfAttention,
+        module=JointNormAttention if hf.qk_norm_joint else SelfAttention,
         params=CAUSAL,
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
@@ -235,7 +244,7 @@ def _latent_attention(mla: Mla) -> ModuleSpec:
     """The down projections are whole on every rank, as under Transformer Engine; upstream's local spec cuts them."""
     norm = ModuleSpec(module=LatentRMSNorm, params={"latent_eps": mla.norm_eps})
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=LatentAttention,
         params=CAUSAL,
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,

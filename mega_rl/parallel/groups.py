@@ -14,17 +14,19 @@ from functools import cache
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from mega_rl.accelerator import Accelerator
+from mega_rl.accelerator import Accelerator, prepare
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+
+prepare()  # before the first import of Megatron-Core
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402
 
 
 @dataclass(frozen=True)

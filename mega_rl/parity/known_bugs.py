@@ -1,9 +1,12 @@
-"""Architectures that a version of transformers computes wrongly, so that parity with it proves nothing."""
+"""Architectures that some releases of transformers compute wrongly, so that parity with them proves nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
+
+from packaging.version import Version
 
 from mega_rl.converters.architecture import HFConfig
 
@@ -12,7 +15,7 @@ from mega_rl.converters.architecture import HFConfig
 class KnownBug:
     """A fault of the reference: whom it concerns, what it is, where it is fixed."""
 
-    seen_in: str  # version of transformers
+    fixed_in: str  # the first release of transformers without it
     concerns: Callable[[HFConfig], bool]
     what: str
 
@@ -24,14 +27,18 @@ def _yarn_with_mscale(hf: HFConfig) -> bool:
 
 KNOWN_BUGS = (
     KnownBug(
-        "5.12.1",
+        "5.15.0",
         _yarn_with_mscale,
-        "transformers leaves yarn's factor mscale^2 out of the softmax scale of deepseek_v2 "
+        "transformers before 5.15 leaves yarn's factor mscale^2 out of the softmax scale of deepseek_v2 "
         "(fixed by huggingface/transformers#47435)",
     ),
 )
 
 
-def known_bug(hf: HFConfig) -> KnownBug | None:
-    """Why transformers' logits of this architecture are wrong; None where they are right as far as we know."""
-    return next((bug for bug in KNOWN_BUGS if bug.concerns(hf)), None)
+def known_bug(hf: HFConfig, *, transformers: str | None = None) -> KnownBug | None:
+    """Return why logits of this architecture are wrong in a release of transformers; None where no fault is known.
+
+    `transformers` defaults to the installed version.
+    """
+    release = Version(transformers or version("transformers"))
+    return next((bug for bug in KNOWN_BUGS if release < Version(bug.fixed_in) and bug.concerns(hf)), None)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
@@ -19,6 +18,9 @@ from mega_rl.converters.sharding import Sharding, Spec
 from mega_rl.models.build import build_chunks, transformer_config
 from mega_rl.parallel.groups import Groups
 from mega_rl.parity.reference import Outputs, hf_logits, recorded
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 __all__ = ["LoadedModel", "Outputs", "hf_logits", "load_model", "megatron_logits"]
 

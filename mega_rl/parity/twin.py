@@ -42,7 +42,7 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     accelerator = prepare("auto")
     from transformers.utils.logging import disable_progress_bar
 
-    from mega_rl.parallel import groups as process_groups  # after prepare: it brings Megatron-Core in
+    from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
     from mega_rl.parity.logits import hf_logits, megatron_logits
 
     disable_progress_bar()
@@ -74,7 +74,7 @@ def judge(twin: Twin, expected: Tensor, found: Tensor, hidden: list[tuple[Tensor
         return Parity(True, gap, None, figures)
     bug = known_bug(twin.hf)
     if bug is not None:
-        return Parity(True, gap, None, f"{figures}: not comparable", (f"transformers {bug.seen_in}: {bug.what}",))
+        return Parity(True, gap, None, f"{figures}: not comparable", (bug.what,))
     details = [
         f"after layer {layer}: cosine {_cosine(a, b):.6f}, max |difference| {float((a - b).abs().max()):.2e}"
         for layer, (a, b) in zip(twin.layers, hidden, strict=True)

@@ -4,7 +4,8 @@ Imports no torch, so that a mistake is answered at once.
 """
 
 from mega_rl.preflight.checkpoints import NOT_SAMPLED, TRAINED
+from mega_rl.preflight.launcher import launched_world_size
 from mega_rl.preflight.rewards import REWARD_FUNCTIONS
-from mega_rl.preflight.run import launched_world_size, preflight
+from mega_rl.preflight.run import check_run, preflight
 
-__all__ = ["NOT_SAMPLED", "REWARD_FUNCTIONS", "TRAINED", "launched_world_size", "preflight"]
+__all__ = ["NOT_SAMPLED", "REWARD_FUNCTIONS", "TRAINED", "check_run", "launched_world_size", "preflight"]

@@ -37,7 +37,7 @@ def checkpoint_paths(config: Config) -> dict[str, str]:
 
 
 def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
-    """Architecture of every checkpoint that could be read, by config key, and what is wrong with them."""
+    """Return the architecture of every checkpoint that could be read, by config key, and why others could not."""
     checkpoints: dict[str, HFConfig] = {}
     problems: list[str] = []
     if not config.model.path:
@@ -49,8 +49,13 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
             problems += [f"{key}: {line}" for line in str(error).splitlines()]
             continue
         problems += [f"{key}: {path}: {problem}" for problem in _untrained(checkpoints[key])]
-        problems += [f"{key}: {problem}" for problem in _weight_files(Path(path))]
     return checkpoints, problems
+
+
+def weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> list[str]:
+    """Return what is wrong with the weight files of the checkpoints."""
+    paths = {key: path for key, path in checkpoint_paths(config).items() if key in checkpoints}
+    return [f"{key}: {problem}" for key, path in paths.items() for problem in _weight_files(Path(path))]
 
 
 def facts_of(checkpoint: HFConfig) -> ModelFacts:
@@ -114,7 +119,10 @@ def _untrained(hf: HFConfig) -> Iterator[str]:
         )
     bug = known_bug(hf)
     if bug is not None:
-        yield f"model_type={hf.family} cannot be trained: rollouts would come from another model, since {bug.what}"
+        yield (
+            f"model_type={hf.family} cannot be trained with the installed transformers: rollouts would come from "
+            f"another model, since {bug.what}; run 'pip install \"transformers>={bug.fixed_in}\"'"
+        )
     if hf.quantization is not None:
         yield f"quantization_config: {hf.quantization} weights can be converted but not trained yet"
 

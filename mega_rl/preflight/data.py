@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mega_rl.config.schema import DataConfig
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, no_such
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -23,10 +23,10 @@ def check_data(data: DataConfig) -> Iterator[str]:
 
 def _data_file(path: Path, data: DataConfig) -> Iterator[str]:
     if path.suffix not in DATA_SUFFIXES:
-        yield f"{path}: unknown kind of file; legal: {', '.join(DATA_SUFFIXES)}"
+        yield f"{path}: unknown kind of file; legal: {', '.join(DATA_SUFFIXES)}, or org/name of the Hub"
         return
     if not path.is_file() or path.stat().st_size == 0:
-        yield f"{path}: " + ("is empty" if path.is_file() else "no such file")
+        yield f"{path}: " + ("is empty" if path.is_file() else no_such("file", path))
         return
     try:
         columns = _parquet_columns(path) if path.suffix == ".parquet" else _first_row_columns(path)

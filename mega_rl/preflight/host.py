@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
+from mega_rl.checkpoint.disk import free_bytes
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.errors import UserError
+from mega_rl.converters.parts import hf_tensors
+from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.installation import require_sglang
 from mega_rl.rollout.sglang.keys import Keys
 
@@ -26,6 +29,12 @@ def check_packages(config: Config) -> Iterator[str]:
             "optim.precision_aware=true: needs Transformer Engine's FusedAdam, which is not installed; "
             "pip install mega_rl[gpu] or set optim.precision_aware=false"
         )
+    for tracker in config.metrics.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            yield (
+                f"metrics.trackers: the client of {tracker} is not installed; pip install 'mega_rl[{tracker}]', or "
+                f"leave {tracker} out"
+            )
     if config.model.transformer_impl != "transformer_engine":
         return
     if importlib.util.find_spec("transformer_engine") is None:
@@ -65,3 +74,41 @@ def check_folders(config: Config) -> Iterator[str]:
         yield f"trainer.run_dir={config.trainer.run_dir!r}: {existing} is a file; name a folder"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"trainer.run_dir={config.trainer.run_dir!r}: {existing} is not writable; name another folder"
+
+
+def check_disk(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield that the disk of the run folder has no room for what the run will save."""
+    needed = _bytes_of_a_save(config, checkpoints)
+    try:
+        free = free_bytes(Path(config.trainer.run_dir).absolute())
+    except RunError:  # `check_folders` says what is wrong with the folder
+        return
+    if free < needed:
+        yield (
+            f"trainer.run_dir={config.trainer.run_dir!r}: what the run saves takes about {needed / 1e9:.3g} GB and its "
+            f"disk has {free / 1e9:.3g} GB free; make room, choose another folder, or save less: "
+            "checkpoint.save_final, save_interval, hf_interval, hf_final"
+        )
+
+
+def _bytes_of_a_save(config: Config, checkpoints: Mapping[str, HFConfig]) -> int:
+    """Return the bytes of one checkpoint, or of the weights alone where only those are saved; 0 without saves.
+
+    A lower bound where weights are frozen, for they have no optimizer state.
+    """
+    settings = config.checkpoint
+    weight = 2 if config.model.dtype == "bf16" else 4
+    trained = ["model.path"]
+    if settings.save_final or settings.save_interval:
+        if not config.model.frozen:
+            # Weights, FP32 main parameters where they are not FP32 themselves, and two moments.
+            weight = 12 if weight == 4 or config.engine == "fsdp" else 14
+        if config.algorithm.advantage == "gae":
+            trained.append("model.critic_path" if config.model.critic_path else "model.path")
+    elif not (settings.hf_final or settings.hf_interval):
+        return 0
+    return sum(weight * _num_parameters(checkpoints[key]) for key in trained if key in checkpoints)
+
+
+def _num_parameters(hf: HFConfig) -> int:
+    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, no_such
 from mega_rl.preflight.checkpoints import tensor_shape
 from mega_rl.workers.reward_service import RewardService
 
@@ -73,13 +73,13 @@ def _function(function: str) -> Iterator[str]:
     """Whether the reward function is there; a user's file is parsed and not run."""
     if function in REWARD_FUNCTIONS:
         return
-    path_text, colon, name = function.rpartition(":")
-    if not colon or not path_text.endswith(".py"):
+    path_text, _, name = function.rpartition(":") if ".py:" in function else (function, "", "")
+    if not path_text.endswith(".py"):
         yield f"reward.function={function!r}: legal: {', '.join(REWARD_FUNCTIONS)} or path/to/file.py:function"
         return
     path = Path(path_text)
     if not path.is_file():
-        yield f"reward.function={function!r}: no such file {path}"
+        yield f"reward.function={function!r}: {path}: {no_such('file', path)}"
         return
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -88,9 +88,16 @@ def _function(function: str) -> Iterator[str]:
         yield f"reward.function={function!r}: {path} is not valid Python{where}"
         return
     names = {name for statement in tree.body for name in _defined(statement)}
-    if name not in names:
-        has = ", ".join(sorted(names)) or "nothing"
+    if name in names:
+        return
+    functions = [entry.name for entry in tree.body if isinstance(entry, ast.FunctionDef) and entry.name[0] != "_"]
+    if name:
+        has = ", ".join(functions or sorted(names)) or "nothing"
         yield f"reward.function={function!r}: {path} defines no {name!r}; it has {has}"
+    else:
+        example = functions[0] if functions else "function"
+        has = ", ".join(functions) or "no function"
+        yield f"reward.function={function!r}: name the function too, as {path}:{example}; {path} has {has}"
 
 
 def _defined(statement: ast.stmt) -> set[str]:

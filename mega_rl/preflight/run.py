@@ -2,44 +2,85 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from mega_rl import versions
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
-from mega_rl.errors import UserError, UserErrors
-from mega_rl.preflight.checkpoints import check_pipeline, facts_of, read_checkpoints
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.errors import UserErrors
+from mega_rl.hub.resolve import HubNames, fetch, hub_names, settings_of, with_fetched
+from mega_rl.preflight.checkpoints import check_pipeline, facts_of, read_checkpoints, weight_files
 from mega_rl.preflight.data import check_data
-from mega_rl.preflight.host import check_folders, check_packages, check_servers
+from mega_rl.preflight.host import check_disk, check_folders, check_packages, check_servers
+from mega_rl.preflight.launcher import launched_world_size, refuse_tasks_of_srun
 from mega_rl.preflight.rewards import check_rewards
 from mega_rl.preflight.tokenizers import check_tokenizers
 
 
-def preflight(recipe: Path | None, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
-    """The Config of a run that can start; `world_size` defaults to the launcher's WORLD_SIZE, else 1.
+def preflight(
+    recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = (), *, world_size: int | None = None
+) -> Config:
+    """Return the Config of a run that can start; arguments as of `mega_rl.config.loader.load` and `check_run`.
 
     Raises UserErrors with every mistake found, one line each.
     """
-    config = load(recipe, overrides)
+    return check_run(load(recipe, overrides), world_size=world_size)
+
+
+def check_run(config: Config, *, world_size: int | None = None, reward_given: bool = False) -> Config:
+    """Check a config against the rules between settings, the files that the run reads, and this machine.
+
+    Return the config to run with: what it names on the Hub has been downloaded.
+
+    world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
+    responses, so the one that the config names is not looked up.
+
+    Raises UserErrors with every mistake found, one line each.
+    """
+    refuse_tasks_of_srun()
+    world_size = launched_world_size() if world_size is None else world_size
+    if names := hub_names(config):
+        config = _downloaded(config, names, world_size)
     checkpoints, problems = read_checkpoints(config)
-    found = check(
-        config,
-        world_size=launched_world_size() if world_size is None else world_size,
-        models={key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()},
-    )
-    found += [*problems, *check_tokenizers(config, checkpoints), *check_pipeline(config, checkpoints)]
-    found += [*check_packages(config), *check_servers(config, checkpoints), *check_data(config.data)]
-    found += [*check_rewards(config, checkpoints), *check_folders(config)]
-    if found:
-        raise UserErrors(found)
+    problems = [*versions.problems(), *_of_models(config, checkpoints, world_size), *problems]
+    problems += weight_files(config, checkpoints)
+    problems += check_data(config.data)
+    problems += [] if reward_given else [*check_rewards(config, checkpoints)]
+    if problems:
+        raise UserErrors(problems)
     return config
 
 
-def launched_world_size() -> int:
-    """Ranks that the launcher started, by its WORLD_SIZE; 1 without a launcher. Raises UserError."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UserError(f"environment variable WORLD_SIZE={text!r}: needs a whole number of at least 1; unset it")
-    return int(text)
+def _of_models(config: Config, checkpoints: Mapping[str, HFConfig], world_size: int) -> list[str]:
+    """Return everything that is wrong but for weights and data."""
+    models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
+    problems = [*check(config, world_size=world_size, models=models), *check_tokenizers(config, checkpoints)]
+    problems += [*check_pipeline(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]
+    return [*problems, *check_folders(config), *check_disk(config, checkpoints)]
+
+
+def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
+    """Return the config with downloaded folders and files for Hub names, the same on all ranks of a node.
+
+    A run that could not start is refused first by its settings, then by the models' descriptions, before weights and
+    data are downloaded.
+    """
+
+    def admit(described: Config) -> None:
+        checkpoints, problems = read_checkpoints(described)
+        if problems := [*_of_models(described, checkpoints, world_size), *problems]:
+            raise UserErrors(problems)
+
+    def download() -> dict[str, Any]:
+        problems = [*versions.problems(), *check(config, world_size=world_size)]
+        if problems := [*problems, *check_packages(config), *check_folders(config)]:
+            raise UserErrors(problems)
+        return settings_of(fetch(config, names, admit=admit))
+
+    from mega_rl.hub.node import once_per_node  # Hub names alone need its packages
+
+    return with_fetched(config, once_per_node(download, what=str(names)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
@@ -29,8 +30,7 @@ def check_tokenizers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Ite
             continue
         yield from (f"{key}: {path}: {problem}" for problem in _fits_model(found[key], key, checkpoints[key]))
     for key in (key for key in (ACTOR, REWARD) if found.get(key) is not None):
-        needs_template = key == ACTOR and config.data.chat_template
-        yield from (f"{key}: {problem}" for problem in _settings(paths[key], needs_template=needs_template))
+        yield from (f"{key}: {problem}" for problem in _settings(paths[key], config.data if key == ACTOR else None))
     actor = found.get(ACTOR)
     for key in ("model.ref_path", "model.critic_path"):
         if actor is not None and key in found:
@@ -49,15 +49,50 @@ def _fits_model(tokenizer: TokenizerIdentity | None, key: str, hf: HFConfig) -> 
         )
 
 
-def _settings(directory: Path, *, needs_template: bool) -> Iterator[str]:
+def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
+    """Yield what is wrong with tokenizer_config.json, and with the chat template for `data` where that uses it."""
     try:
         settings = read_json_object(directory / "tokenizer_config.json")
     except UserError as error:
         yield str(error)
         return
-    has_template = "chat_template" in settings or (directory / "chat_template.jinja").is_file()
-    if needs_template and not has_template:
+    if data is None or not data.chat_template:
+        return
+    template = _template(directory, settings, tools="tools" in data.chat_template_kwargs)
+    if template is None:
         yield f"{directory}: the tokenizer has no chat template; set data.chat_template=false"
+    elif data.chat_template_kwargs:
+        yield from _variables(directory, template, data.chat_template_kwargs)
+
+
+def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> str | None:
+    """Return the chat template that transformers takes, a file before the settings; None where there is none."""
+    file = directory / "additional_chat_templates" / "tool_use.jinja"
+    if not tools or not file.is_file():
+        file = directory / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else settings.get("chat_template")
+    if isinstance(template, list):  # of {"name", "template"}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("tool_use", named.get("default")) if tools else named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _variables(directory: Path, template: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the variables that are set in vain, or that are not the user's to set."""
+    import jinja2
+
+    from mega_rl.data.chat import OWN, template_variables
+
+    try:
+        known = template_variables(template)
+    except jinja2.TemplateSyntaxError:
+        return  # the tokenizer's own reader has the last word, row by row
+    for name in kwargs:
+        if name in OWN:
+            yield f"data.chat_template_kwargs.{name}: is set by the run itself; remove it"
+        elif name not in known:
+            legal = ", ".join(sorted(known)) or "none"
+            yield f"data.chat_template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"
 
 
 def _is_actors(

@@ -1,1 +1,1 @@
-"""The run behind `make quickstart`: a digit task, a tiny model of its own, a warm start and PPO."""
+"""The run behind `mega-rl quickstart`: a digit task, a tiny model of its own, a warm start and PPO."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mega_rl.metrics.plot import plot_run
+from mega_rl.metrics.plot import plot_runs
 from mega_rl.metrics.records import read_metrics
-
-BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,10 @@ class Summary:
     seed: int
 
 
-def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_start_s: float, total_s: float) -> Summary:
-    """Read the run's metrics, write summary.json and curves.png, print the table; returns the summary."""
+def summarize(
+    run_dir: Path, *, layout: str, seed: int, train_s: float, warm_start_s: float, total_s: float
+) -> tuple[Summary, Path]:
+    """Read the run's metrics, write summary.json and curves.png; returns the summary and the picture's path."""
     records = list(read_metrics(run_dir / "metrics.jsonl"))
     accuracy = [(r.step, r.metrics["val/reward_mean"]) for r in records if "val/reward_mean" in r.metrics]
     summary = Summary(
@@ -45,34 +44,17 @@ def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_sta
         seed=seed,
     )
     (run_dir / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
-    plot = plot_run(run_dir / "metrics.jsonl", run_dir / "curves.png")
-    rewards = [r.metrics["reward/mean"] for r in records if "reward/mean" in r.metrics]
-    print_table(summary, rewards=rewards, accuracy=accuracy, run_dir=run_dir, plot=plot)
-    return summary
+    plot = run_dir / "curves.png"
+    plot_runs({str(run_dir): run_dir / "metrics.jsonl"}, plot)
+    return summary, plot
 
 
-def print_table(
-    summary: Summary, *, rewards: list[float], accuracy: list[tuple[int, float]], run_dir: Path, plot: Path
-) -> None:
-    """The table at the end of `make quickstart`."""
-    table = Table(title="PPO", show_header=False, title_justify="left")
+def print_table(summary: Summary, *, plot: Path) -> None:
+    """Print the table that ends `mega-rl quickstart`, below the one of the run itself."""
+    table = Table(title="quickstart", show_header=False, title_justify="left")
     table.add_row("held-out greedy accuracy, before PPO", f"{summary.accuracy_before:.1%}")
     table.add_row("held-out greedy accuracy, after PPO", f"{summary.accuracy_after:.1%}")
-    table.add_row("accuracy by step", "  ".join(f"{step}: {value:.0%}" for step, value in accuracy))
-    table.add_row("reward by step (0 to 1)", sparkline(rewards))
     table.add_row("steps", f"{summary.steps} on {summary.layout}")
     table.add_row("time", f"warm start {summary.warm_start_s:.0f} s, PPO {summary.train_s:.0f} s")
-    table.add_row("numbers", str(run_dir / "metrics.jsonl"))
-    table.add_row("samples", str(run_dir / "rollouts"))
     table.add_row("plot", str(plot))
     Console().print(table)
-
-
-def sparkline(values: list[float], *, width: int = 36) -> str:
-    """Values in [0, 1] as bars, averaged down to `width` characters."""
-    if not values:
-        return ""
-    count = min(width, len(values))
-    edges = [len(values) * i // count for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    return "".join(BARS[min(int(max(mean, 0.0) * len(BARS)), len(BARS) - 1)] for mean in means)

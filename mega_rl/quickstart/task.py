@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from mega_rl.errors import UserError
 
@@ -185,6 +186,7 @@ def write_checkpoint(directory: Path, *, seed: int) -> None:
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    disable_progress_bar()  # of two megabytes
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
 

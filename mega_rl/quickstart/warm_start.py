@@ -1,7 +1,4 @@
-"""A short supervised warm start through the same engine that PPO will use.
-
-`mega_rl.accelerator.prepare` must have run before this module is imported.
-"""
+"""A short supervised warm start through the same engine that PPO will use."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.aggregation import loss_weights
 from mega_rl.algorithms.supervised import nll_loss
@@ -26,6 +24,8 @@ from mega_rl.types import Experience, TokenOutputs
 from mega_rl.workers.rollout import share
 
 log = logging.getLogger(__name__)
+
+LOG_INTERVAL = 100  # steps
 
 Demonstration = tuple[Sequence[int], Sequence[int]]  # token ids of prompt and response, the stop token included
 
@@ -51,13 +51,16 @@ def warm_start(
             "actor", path=source, head="lm", trainable=True, config=config, groups=groups, accelerator=accelerator
         )
         order = permutation(len(demonstrations), key=(config.trainer.seed,))
-        for step in range(steps):
-            chosen = [order[(step * batch_size + i) % len(order)] for i in range(batch_size)]
-            batch = own_share(supervised_batch([demonstrations[i] for i in chosen]), engine)
-            metrics = engine.train_minibatch(batch, supervised_loss, lr=lr * learning_rate_factor(step, steps))
-            if step % 25 == 0 or step == steps - 1:
-                log.info("warm start %d/%d: loss %.3f", step + 1, steps, metrics["sft/loss"])
-        engine.save_hf(output, source=source)
+        with progress.rounds("warm start step", steps) as rounds:
+            for step in range(steps):
+                chosen = [order[(step * batch_size + i) % len(order)] for i in range(batch_size)]
+                batch = own_share(supervised_batch([demonstrations[i] for i in chosen]), engine)
+                metrics = engine.train_minibatch(batch, supervised_loss, lr=lr * learning_rate_factor(step, steps))
+                rounds.advance()
+                if step % LOG_INTERVAL == 0 or step == steps - 1:
+                    log.info("warm start %d/%d: loss %.3f", step + 1, steps, metrics["sft/loss"])
+        with progress.phase(f"saving {output}"):
+            engine.save_hf(output, source=source)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

@@ -1,15 +1,15 @@
-"""The decoding loop that Hugging Face `generate` runs for us."""
+"""The decoding loop of the embedded rollout engine, on a Hugging Face model's forward alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from mega_rl import progress
 from mega_rl.rollout.counter_rng import uniform_at
 from mega_rl.rollout.sampling import Sampler
 
@@ -28,22 +28,24 @@ class Decoded:
 
 
 class DecodingLoop:
-    """Callable for `model.generate(custom_generate=...)`: prefills each prompt once, then samples its rows.
+    """Reads each prompt of a batch once, then samples the rows that continue it.
 
-    transformers' own loop draws V random numbers per row and token from the global generator, which costs more than the
-    model on a CPU and ties a sample to the rows beside it; and it computes finished rows to the end.
+    Of transformers it needs the forward of a model and the cache that the caller made (`make_cache`): tokens, mask and
+    positions are its own, because `generate` changes with the releases. That loop also draws V random numbers per row
+    and token from the global generator, which costs more than the model on a CPU and ties a sample to the other rows of
+    its batch, and it computes finished rows to the end.
     """
 
     def __init__(
         self,
         *,
-        prompt_of_row: Tensor,  # [R] int64, into the batch of prompts that `generate` is given
+        prompt_of_row: Tensor,  # [R] int64, into the prompts that `run` is given
         keys: Tensor,  # [R] int64, random stream of each row
         sampler: Sampler,
         greedy: bool,
         max_new_tokens: int,
         stop_token_ids: Tensor,  # [number of stop ids] int64
-        cache: Cache,
+        cache: Cache,  # empty
     ) -> None:
         self._prompt_of_row = prompt_of_row
         self._keys = keys
@@ -52,12 +54,11 @@ class DecodingLoop:
         self._max_new_tokens = max_new_tokens
         self._stop_token_ids = stop_token_ids
         self._cache = cache
-        self.decoded: Decoded | None = None
 
-    def __call__(self, model: PreTrainedModel, input_ids: Tensor, **model_inputs: Any) -> Tensor:
-        """[R, N] response tokens; everything else is in `decoded`.
+    def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
+        """Return the responses of all rows; a loop runs once, since it fills its cache.
 
-        input_ids, model_inputs["attention_mask"]: [P, L] left-padded prompts, as prepared by `generate`.
+        input_ids: [P, L] int64, left-padded prompts; attention_mask: [P, L] int64, 0 on padding.
         """
         num_rows, device = self._prompt_of_row.shape[0], input_ids.device
         tokens = torch.zeros(num_rows, self._max_new_tokens, dtype=torch.int64, device=device)
@@ -65,8 +66,9 @@ class DecodingLoop:
         lengths = torch.full((num_rows,), self._max_new_tokens, dtype=torch.int64, device=device)
         finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
         rows = torch.arange(num_rows, device=device)  # row of the result that each row of the shrinking batch fills
-        logits, mask, positions = self._prefill(model, input_ids, model_inputs["attention_mask"])
+        logits, mask, positions = self._prefill(model, input_ids, attention_mask)
         for step in range(self._max_new_tokens):
+            progress.note(f"token {step + 1}/{self._max_new_tokens}")
             drawn, logprob = self._choose(logits, rows, step)
             tokens[rows, step], logprobs[rows, step] = drawn, logprob
             newly = self._is_stop(drawn) & ~finished[rows]
@@ -81,8 +83,7 @@ class DecodingLoop:
                 self._cache.batch_select_indices(keep)
                 rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
             logits = self._forward(model, drawn[:, None], mask[:, : input_ids.shape[1] + step + 1], positions + step)
-        self.decoded = Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
-        return tokens
+        return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
 
     def _prefill(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits [R, V] after the prompt, mask [R, L + N], position [R, 1] of the first response token)."""

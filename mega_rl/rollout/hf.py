@@ -1,4 +1,4 @@
-"""Embedded rollout engine: Hugging Face `generate` on the policy's synced weights, in the trainer's own process."""
+"""Embedded rollout engine: a Hugging Face model with the policy's synced weights, in the trainer's own process."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from mega_rl import progress
 from mega_rl.converters.transformers_names import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
@@ -109,7 +103,10 @@ class HFRolloutEngine:
         # Neighbours of like length share a batch: little is padded.
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
         batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
-        decoded = [self._generate_batch(batch, prompts, prompt_index, seed=seed, greedy=greedy) for batch in batches]
+        decoded = []
+        for number, batch in enumerate(batches):
+            progress.report(number * self._batch_size, len(rows), unit="rows")
+            decoded.append(self._generate_batch(batch, prompts, prompt_index, seed=seed, greedy=greedy))
         rollout = self._assemble(rows, decoded, prompts, prompt_index)
         self._check_finite(rollout)
         return rollout
@@ -145,7 +142,7 @@ class HFRolloutEngine:
         place = {prompt: i for i, prompt in enumerate(distinct)}
         indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
         samples = torch.tensor([row.sample for row in rows], dtype=torch.int64, device=self._device)
-        decode = DecodingLoop(
+        loop = DecodingLoop(
             prompt_of_row=torch.tensor([place[row.prompt] for row in rows], device=self._device),
             keys=stream_keys(seed, indices, samples),
             sampler=self._sampler,
@@ -156,16 +153,7 @@ class HFRolloutEngine:
         )
         token_ids = [prompts[prompt].token_ids for prompt in distinct]
         input_ids, attention_mask = _left_padded(token_ids, self._pad_token_id, self._device)
-        cast(Any, self._model).generate(
-            input_ids,
-            attention_mask=attention_mask,
-            generation_config=GenerationConfig(
-                max_new_tokens=self._max_new_tokens, do_sample=False, pad_token_id=self._pad_token_id, eos_token_id=None
-            ),
-            custom_generate=decode,
-        )
-        assert decode.decoded is not None, "generate returned without running the decoding loop"
-        return decode.decoded
+        return loop.run(self._model, input_ids, attention_mask)
 
     def _assemble(
         self,

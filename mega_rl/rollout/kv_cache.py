@@ -68,7 +68,7 @@ def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: i
 
 
 def make_cache(config: PreTrainedConfig) -> Cache:
-    """An empty cache for one call of `generate`; models with other layers than full attention get transformers' own."""
+    """An empty cache for one batch; models with other layers than full attention get transformers' own."""
     layer_types = config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers
     if all(layer_type == "full_attention" for layer_type in layer_types):
         return Cache(layers=[GrowingLayer() for _ in layer_types])

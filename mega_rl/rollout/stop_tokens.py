@@ -1,11 +1,20 @@
-"""Which tokens end a response."""
+"""Which tokens end a response, and whether they are those that the tokenizer and its chat template end with."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformers import GenerationConfig, PreTrainedConfig
+import jinja2
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_ANSWER = "Zq7answer"  # stands for an answer in a rendered turn; no template has it
 
 
 def with_end_of_sequence(model_path: Path, config: PreTrainedConfig, extra: Sequence[int] = ()) -> tuple[int, ...]:
@@ -18,8 +27,77 @@ def with_end_of_sequence(model_path: Path, config: PreTrainedConfig, extra: Sequ
     return tuple(sorted({*_as_list(ids), *extra}))
 
 
+def check_stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, *, is_writer: bool) -> tuple[int, ...]:
+    """Return the ids that end a response, after a look at whether the model's responses are likely to.
+
+    Logs them on the rank that writes, with a warning for each token that ends a sequence or a turn and is not one of
+    them.
+
+    Raises:
+        UserError: no token ends a response.
+    """
+    path = Path(config.model.path)
+    model = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    stop_ids = with_end_of_sequence(path, model, config.rollout.stop_token_ids)
+    endings = dict(_endings(tokenizer, chat_template=config.data.chat_template))
+    if not stop_ids:
+        raise UserError(_nothing_ends(path, tokenizer, endings))
+    if not is_writer:
+        return stop_ids
+    for token_id, what in endings.items():
+        if token_id not in stop_ids:
+            log.warning(
+                "%s ends %s and does not end a response; if the model is to stop there, set rollout.stop_token_ids=%s",
+                *(_named(tokenizer, token_id), what, _setting([*config.rollout.stop_token_ids, token_id])),
+            )
+    log.info("a response ends at %s", " or ".join(_named(tokenizer, token_id) for token_id in stop_ids))
+    return stop_ids
+
+
 def _as_list(ids: int | list[int] | None) -> Iterator[int]:
     if isinstance(ids, int):
         yield ids
     elif ids is not None:
         yield from ids
+
+
+def _endings(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> Iterator[tuple[int, str]]:
+    """Yield (id, what it ends) of the tokens by which a sequence or a turn ends."""
+    closing = _closing_token(tokenizer) if chat_template else None
+    if closing is not None:
+        yield closing, "a turn of the chat template"
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id != closing:
+        yield int(tokenizer.eos_token_id), "a sequence of the tokenizer"
+
+
+def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the first special token after an assistant's answer; None where the template puts none there."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except (ValueError, jinja2.TemplateError):  # a template that refuses such turns says so of the data's
+        return None
+    _, found, rest = rendered.rpartition(_ANSWER)
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if found and rest else []
+    special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+    return next((int(token_id) for token_id in ids if token_id in special), None)
+
+
+def _nothing_ends(path: Path, tokenizer: PreTrainedTokenizerBase, endings: dict[int, str]) -> str:
+    reason = (
+        f"model.path={path}: no token ends a response (eos_token_id is null in config.json and generation_config.json, "
+        "and rollout.stop_token_ids is empty)"
+    )
+    if not endings:
+        return f"{reason}, nor has the tokenizer an eos_token; set rollout.stop_token_ids to the ids that shall end one"
+    names = ", ".join(f"{_named(tokenizer, token_id)} ends {what}" for token_id, what in endings.items())
+    return f"{reason}; {names}: set rollout.stop_token_ids={_setting([*endings])}"
+
+
+def _named(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    """Return "<|im_end|> (id 151645)"."""
+    return f"{tokenizer.convert_ids_to_tokens(token_id)} (id {token_id})"
+
+
+def _setting(ids: Sequence[int]) -> str:
+    return f"[{','.join(map(str, ids))}]"

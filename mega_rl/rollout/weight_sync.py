@@ -8,6 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.protocols import EmbeddedEngine
 from mega_rl.types import Metrics
 
@@ -69,6 +70,7 @@ class EmbeddedWeightSync:
         self._bucket_bytes = bucket_bytes
         self._verify_interval = verify_interval
         self._num_publishes = 0
+        self._num_bytes = 0  # of the last publish
         self._weight_version = 0
         self._receiver_dtypes: dict[str, torch.dtype] = {}
 
@@ -92,6 +94,7 @@ class EmbeddedWeightSync:
         for bucket in buckets(self._export(), max_bytes=self._bucket_bytes):
             self._engine.load_weights(bucket)
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            progress.report(num_bytes, self._num_bytes or None, unit="B")
             num_buckets += 1
             num_tensors += len(bucket)
             if verify:
@@ -101,6 +104,7 @@ class EmbeddedWeightSync:
         self._engine.finish_update(self._weight_version + 1)
         self._weight_version += 1
         self._num_publishes += 1
+        self._num_bytes = num_bytes
         return {
             "rollout/weight_version": float(self._weight_version),
             "sync/bytes": float(num_bytes),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.algorithms.kl import KLController
 from mega_rl.protocols import (
     CheckpointStore,
@@ -22,11 +22,10 @@ from mega_rl.protocols import (
     WeightSync,
 )
 from mega_rl.trainer.experience import AdvantageEstimator, MinibatchPlan, build_experience
+from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.report import experience_metrics, mean_metrics, rollout_metrics, sample_rows
 from mega_rl.types import Metrics, Prompt, Rollout
-
-log = logging.getLogger(__name__)
 
 
 class PromptSource(Protocol):
@@ -82,32 +81,41 @@ class PPOTrainer:
     metrics: MetricsSink
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint after so many steps; collective
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[[Sequence[int]], str]  # without special tokens
+    render: Callable[[Sequence[int]], str]  # with them
     stop_requested: Callable[[], bool]
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:
         """Train from step `start` on; returns the number of steps done in all.
 
-        Stops early, with a checkpoint, when a stop is requested (SIGTERM, SIGUSR1, Ctrl-C).
+        Stops early, with a checkpoint, when a stop is requested (SIGTERM, SIGUSR1, Ctrl-C). Of a run that was finished
+        before, only the Hugging Face checkpoint of `hf_final` is written.
         """
-        self.sync.publish()
+        with self.timer.phase("sync_weights"):
+            self.sync.publish()
         done = self.start
         if self.start == 0 and (before := self._validate(0)):
             self.metrics.log(0, before)
-        for step in range(self.start, self.settings.steps):
-            self.timer.reset()
-            metrics = self.step(step)
-            done = step + 1
-            if done == self.settings.steps or _due(done, self.settings.val_interval):
-                metrics |= self._validate(done)
-            stopping = self.stop_requested()
-            metrics |= self._save_and_export(done, metrics, stopping=stopping)
-            self.metrics.log(done, metrics | self.timer.metrics())
-            if stopping:
-                log.warning("stop requested: ended after step %d of %d", done, self.settings.steps)
-                break
-        self.checkpoints.finish()
+        flat_rewards = FlatRewards()
+        with progress.rounds("step", self.settings.steps, done=done) as steps:
+            for step in range(self.start, self.settings.steps):
+                self.timer.reset()
+                metrics = self.step(step)
+                flat_rewards(metrics)
+                done = step + 1
+                if done == self.settings.steps or _due(done, self.settings.val_interval):
+                    metrics |= self._validate(done)
+                stopping = self.stop_requested()
+                metrics |= self._save_and_export(done, metrics, stopping=stopping)
+                steps.advance()
+                self.metrics.log(done, metrics | self.timer.metrics())
+                if stopping:
+                    break
+        with self.timer.phase("checkpoint"):
+            if self.start >= self.settings.steps and self.settings.hf_final:
+                self.export(self.start)
+            self.checkpoints.finish()
         return done
 
     def step(self, step: int) -> Metrics:
@@ -173,7 +181,10 @@ class PPOTrainer:
 
     def _dump(self, done: int, rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt]) -> None:
         with self.timer.phase("log"):
-            rows = sample_rows(rollout, rewards, prompts, self.decode, count=self.settings.rollout_samples)
+            rows = sample_rows(
+                rollout, rewards, prompts, self.decode,
+                render=self.render, step=done, count=self.settings.rollout_samples,
+            )  # fmt: skip
             self.metrics.dump_rollouts(done, rows)
 
 

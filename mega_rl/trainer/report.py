@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,14 @@ from mega_rl.algorithms.value_loss import explained_variance
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
 
+EQUAL_GROUPS = "reward/equal_groups_fraction"
+
 
 def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: str = "") -> Metrics:
     """Rewards, response lengths and how responses ended, over all ranks; `rewards` is [B].
 
+    `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
+    learns nothing from them. It is there where a prompt has several samples.
     Failed samples are in no number but their own, `rollout/failed_samples`, which is there where samples may fail.
     """
     failures: Metrics = {}
@@ -35,25 +39,47 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
             response.sum(),
             rollout.finished.double().sum(),
             rollout.lengths.double().sum(),
+            *_groups(rollout.prompt_index, rewards),
         ]
     )
-    count, reward, square, tokens, finished, total = ranks.sum(sums).tolist()
+    count, reward, square, tokens, finished, total, groups, equal = ranks.sum(sums).tolist()
     count = max(count, 1.0)
     extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
     highest, lowest, longest = ranks.max(extremes.double()).tolist()
     mean = reward / count
-    return {
-        f"{prefix}reward/mean": mean,
-        f"{prefix}reward/std": max(square / count - mean**2, 0.0) ** 0.5,
-        f"{prefix}reward/max": highest,
-        f"{prefix}reward/min": -lowest,
-        f"{prefix}rollout/sequences": count,
-        f"{prefix}rollout/response_tokens_mean": tokens / count,
-        f"{prefix}rollout/response_tokens_max": longest,
-        f"{prefix}rollout/response_tokens": tokens,
-        f"{prefix}rollout/finished_fraction": finished / count,
-        f"{prefix}rollout/tokens": total,
-    } | failures
+    spread = {f"{prefix}{EQUAL_GROUPS}": equal / groups} if groups else {}
+    return (
+        {
+            f"{prefix}reward/mean": mean,
+            f"{prefix}reward/std": max(square / count - mean**2, 0.0) ** 0.5,
+            f"{prefix}reward/max": highest,
+            f"{prefix}reward/min": -lowest,
+            f"{prefix}rollout/sequences": count,
+            f"{prefix}rollout/response_tokens_mean": tokens / count,
+            f"{prefix}rollout/response_tokens_max": longest,
+            f"{prefix}rollout/response_tokens": tokens,
+            f"{prefix}rollout/finished_fraction": finished / count,
+            f"{prefix}rollout/tokens": total,
+        }
+        | spread
+        | failures
+    )
+
+
+def _groups(prompt_index: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (prompts with several samples, those of them whose rewards are all equal) of this rank, as float64.
+
+    prompt_index: [B] int64, the rows of a prompt are all on this rank; rewards: [B] float64.
+    """
+    _, group, sizes = torch.unique(prompt_index, return_inverse=True, return_counts=True)
+    extremes = [
+        torch.zeros(len(sizes), dtype=torch.float64).scatter_reduce(
+            0, group.cpu(), rewards.cpu(), how, include_self=False
+        )
+        for how in ("amax", "amin")
+    ]
+    several = sizes.cpu() > 1
+    return several.double().sum(), (several & (extremes[0] == extremes[1])).double().sum()
 
 
 def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
@@ -84,18 +110,35 @@ def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
 
 
 def sample_rows(
-    rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt], decode: Any, *, count: int
+    rollout: Rollout,
+    rewards: Tensor,
+    prompts: Sequence[Prompt],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    render: Callable[[Sequence[int]], str],
+    step: int,
+    count: int,
 ) -> list[Mapping[str, Any]]:
-    """The first `count` rollouts of this rank as readable rows."""
+    """Return the first `count` rollouts of this rank as readable rows.
+
+    `prompt` is the user's text; `rendered_prompt` the text of the token ids that the model read, by `render`, which
+    shows special tokens where `decode` leaves them out.
+    """
     rows: list[Mapping[str, Any]] = []
     for row in range(min(count, rewards.numel())):
         prompt = prompts[int(rollout.prompt_index[row])]
         start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
         rows.append(
             {
+                "step": step,
+                "prompt_index": int(rollout.prompt_index[row]),
+                "sample_index": int(rollout.sample_index[row]),
                 "prompt": prompt.text,
+                "rendered_prompt": render(rollout.tokens[row, :start].tolist()),
                 "response": decode(rollout.tokens[row, start:stop].tolist()),
                 "answer": prompt.answer,
+                "prompt_tokens": start,
+                "response_tokens": stop - start,
                 "reward": float(rewards[row]),
                 "finished": bool(rollout.finished[row]),
                 "weight_version": int(rollout.weight_version[row]),

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import threading
 from types import FrameType
 
 import torch
 
+from mega_rl import progress
 from mega_rl.protocols import Ranks
+
+log = logging.getLogger(__name__)
 
 # SIGUSR1 is what Slurm sends ahead of time, `--signal=B:USR1@120`.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+INTERRUPTED = b"\r\x1b[2Kinterrupted: ended at once, without a checkpoint of the step in progress\n"
 
 
 class StopRequest:
     """Remembers the last of `SIGNALS`, so that the step in progress can end; a second SIGINT interrupts at once.
 
     Ranks get their signals at different times, or only one does, so `__call__` asks all of them: either every rank
-    stops after this step or none does. Collective over `ranks`.
+    stops after this step or none does. Collective over `ranks`. Outside the main thread, where Python sets no handlers,
+    there is never a request.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._received = 0  # by this rank
         self._agreed = 0  # by all: what the last question found anywhere
-        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self._previous = {number: signal.signal(number, self._remember) for number in numbers}
 
     def __call__(self) -> bool:
         """Whether any rank has been asked to stop."""
@@ -44,5 +54,18 @@ class StopRequest:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._received and number == signal.SIGINT:
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, INTERRUPTED)  # past sys.stderr, which this thread may be writing to
             raise KeyboardInterrupt
+        if not self._received:
+            # The signal may have come while this thread writes a line; another one waits for its end.
+            threading.Thread(target=_answer, args=(number,), name="answer to a signal", daemon=True).start()
         self._received = number
+
+
+def _answer(number: int) -> None:
+    """Say on rank 0 what the signal leads to; the other ranks' information is not shown."""
+    steps = next((phase for phase in progress.active() if phase.rounds), None)
+    doing = "the first step" if steps is None else f"step {steps.done + 1:.0f}"
+    again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+    log.info("%s: finishing %s, then saving%s", signal.Signals(number).name, doing, again)

@@ -1,8 +1,7 @@
 """What each rank of a verification does: measure layouts one after the other, and compare them with one rank.
 
 The ranks run the engine that trains, with the loss that trains. Gradients are read where the optimizer reads them, and
-leave under Hugging Face's names by the way that weights leave. `mega_rl.accelerator.prepare` must have run before this
-module is imported.
+leave under Hugging Face's names by the way that weights leave.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import FixedKL
 from mega_rl.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
@@ -57,9 +57,11 @@ def measure(plan: Plan, accelerator: Accelerator) -> None:
     """Answers for every layout of the plan, left in its folder by rank 0; collective over the world."""
     for layout in plan.layouts:
         if layout == REFERENCE:
-            write_reference(plan, accelerator)
+            with progress.phase("reference"):
+                write_reference(plan, accelerator)
         else:
-            found = compare(plan, layout, accelerator)
+            with progress.phase(layout.title):
+                found = compare(plan, layout, accelerator)
             if os.environ.get("RANK", "0") == "0":
                 part = plan.answer(layout).with_suffix(".part")
                 part.write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -71,10 +73,12 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
     tensors: dict[str, Tensor] = {}
     with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0, distributed_optimizer=False)) as engine:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
-        logprobs = engine.forward(batch).logprobs
+        with progress.phase("log-probs"):
+            logprobs = engine.forward(batch).logprobs
         assert logprobs is not None
         batch = with_old_logprobs(batch, logprobs, seed=plan.seed)
-        metrics = engine.train_minibatch(batch, policy_loss(), lr=0.0)
+        with progress.phase("gradients"):
+            metrics = engine.train_minibatch(batch, policy_loss(), lr=0.0)
         tensors |= {GRADIENT + name: kept(gradient) for name, gradient in exported_gradients(engine)}
     numel = sum(tensor.numel() for tensor in tensors.values())
     facts = {
@@ -101,8 +105,10 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> Found:
     with safe_open(plan.reference_tensors, framework="pt") as reference:
         with engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0, distributed_optimizer=False)) as engine:
             rows = own_rows(reference_batch(plan, engine, reference), *place(engine))
-            logprobs = whole(engine.forward(rows).logprobs, engine)
-            metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
+            with progress.phase("log-probs"):
+                logprobs = whole(engine.forward(rows).logprobs, engine)
+            with progress.phase("gradients"):
+                metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
             copies = disagreements(engine, facts["typical"])
             gradients = [
                 TensorError(name, distance(kept(found), reference.get_tensor(GRADIENT + name), facts["typical"]))
@@ -167,7 +173,8 @@ def engine_of(plan: Plan, layout: Layout, accelerator: Accelerator, optim: Optim
 
 def train(engine: ModelEngine, batch: Experience, plan: Plan) -> list[float]:
     """The plan's steps, all on one batch; returns their gradient norms."""
-    steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
+    with progress.phase("optimizer steps"):
+        steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
     return [metrics["grad_norm"] for metrics in steps]
 
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,8 +42,11 @@ def run_ranks(
     logs: Path,
     timeout_s: float,
     use_gpus: bool,
+    watch: Callable[[], None] = lambda: None,
 ) -> None:
     """Run `python -m module arguments` on that many ranks; their output goes to files of the folder `logs`.
+
+    watch: called every POLL_S seconds while they run.
 
     Raises RanksFailed as soon as one fails, or at the deadline; no rank is alive when this returns, whichever way.
     """
@@ -62,7 +65,7 @@ def run_ranks(
                             start_new_session=True,  # so that a kill reaches what a rank has started
                         )
                     )
-            first = _wait(processes, timeout_s=timeout_s)
+            first = _wait(processes, timeout_s=timeout_s, watch=watch)
             waiting = [rank for rank, process in enumerate(processes) if process.poll() is None]
         finally:
             _kill(processes)
@@ -101,7 +104,9 @@ def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping
     return environment
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> int | None:
+def _wait(
+    processes: list[subprocess.Popen[bytes]], *, timeout_s: float, watch: Callable[[], None] = lambda: None
+) -> int | None:
     """The first rank seen to fail, None if none has; returns when all have ended, a moment after a failure, or late."""
     deadline = time.monotonic() + timeout_s
     first = None
@@ -113,6 +118,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> int 
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         if None not in codes:
             break
+        watch()
         time.sleep(POLL_S)
     return first
 

@@ -47,6 +47,11 @@ class Plan:
         """What one rank computes besides."""
         return Path(self.folder) / "reference.json"
 
+    @property
+    def phase(self) -> Path:
+        """What rank 0 is doing, in words."""
+        return Path(self.folder) / "phase"
+
     def answer(self, layout: Layout) -> Path:
         """What was found of a layout."""
         return Path(self.folder) / f"{layout.name}.json"

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
 
-from mega_rl.accelerator import prepare
+from mega_rl import progress
 from mega_rl.errors import UserError
 from mega_rl.verify.plan import Plan
+
+
+class _PhaseFile:
+    """Writes the phases in progress to a file that the command reads: its terminal is not this process's."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def changed(self, phases: tuple[progress.Phase, ...]) -> None:
+        """Replace the text: a reader finds the one before or this one."""
+        if phases:
+            part = self._path.with_suffix(".part")
+            part.write_text(": ".join(phase.name for phase in phases), encoding="utf-8")
+            part.rename(self._path)
+
+    def close(self) -> None:
+        """Leave the last text."""
 
 
 def main(path: str) -> int:
@@ -17,9 +35,14 @@ def main(path: str) -> int:
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
     plan = Plan.read(Path(path))
+    if os.environ.get("RANK", "0") == "0":
+        progress.listen(_PhaseFile(plan.phase))
     try:
-        accelerator = prepare("auto")
-        from mega_rl.verify.case import measure  # after prepare: it brings Megatron-Core in
+        with progress.phase("importing PyTorch and Megatron-Core"):
+            from mega_rl.accelerator import prepare
+
+            accelerator = prepare("auto")
+            from mega_rl.verify.case import measure  # imports Megatron-Core
 
         measure(plan, accelerator)
     except UserError as error:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
+from mega_rl import progress
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import RunError, UserError
@@ -18,6 +20,8 @@ from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REFERENCE, Found, Plan
 from mega_rl.verify.tolerances import Tolerances
+
+log = logging.getLogger(__name__)
 
 RANK = "mega_rl.verify.rank"
 # A twin with the checkpoint's own weights has its widths; above so many elements it gets random weights and few widths.
@@ -80,23 +84,28 @@ def verify(
     tolerances: Tolerances,
     timeout_s: float,
     on_gpus: bool,
-    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Verdict]:
-    """A verdict on each layout, in their order; `tell` hears of each step.
+    """Return a verdict on each layout, in their order.
 
     Raises RunError when one rank alone cannot compute the model, UserError when it refuses to.
     """
-    launch = _Launcher(plan, timeout_s=timeout_s, on_gpus=on_gpus, tell=tell)
-    tell("1 rank: reference")
-    failure = launch((REFERENCE,))
-    if failure is not None:
-        kind = UserError if failure.blamed == UserError.exit_code else RunError
-        raise kind(f"one rank cannot compute {plan.model}: {failure}")
+    with progress.rounds("case", len(layouts) + 1) as cases:  # the reference is one
+        launch = _Launcher(plan, timeout_s=timeout_s, on_gpus=on_gpus, cases=cases)
+        log.info("1 rank: reference")
+        failure = launch((REFERENCE,))
+        if failure is not None:
+            kind = UserError if failure.blamed == UserError.exit_code else RunError
+            raise kind(f"one rank cannot compute {plan.model}: {failure}")
+        return _verdicts(plan, layouts, launch, tolerances)
+
+
+def _verdicts(plan: Plan, layouts: Sequence[Layout], launch: _Launcher, tolerances: Tolerances) -> list[Verdict]:
+    """Measure the layouts, those of one world size in one launch."""
     verdicts: dict[str, Verdict] = {}
     for ranks, group in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
         pending = list(group)
         while pending:
-            tell(f"{ranks} rank{'s' * (ranks > 1)}: {', '.join(layout.name for layout in pending)}")
+            log.info("%d rank%s: %s", ranks, "s" * (ranks > 1), ", ".join(layout.name for layout in pending))
             failure = launch(tuple(pending))
             done = [layout for layout in pending if plan.answer(layout).exists()]
             for layout in done:
@@ -114,24 +123,38 @@ class _Launcher:
     plan: Plan
     timeout_s: float
     on_gpus: bool
-    tell: Callable[[str], None]
+    cases: progress.Phase
 
     def __call__(self, layouts: tuple[Layout, ...]) -> RanksFailed | None:
         """Measures these layouts in one launch; what made it fail, if anything did."""
         folder = Path(self.plan.folder)
         path = folder / "plan.json"
-        replace(self.plan, layouts=layouts).write(path)
-        try:
-            run_ranks(
-                RANK,
-                [str(path)],
-                ranks=layouts[0].ranks,
-                logs=folder,
-                timeout_s=self.timeout_s,
-                use_gpus=self.on_gpus,
-            )
-        except RanksFailed as failure:
-            return failure
+        plan = replace(self.plan, layouts=layouts)
+        plan.write(path)
+        plan.phase.unlink(missing_ok=True)
+        before = self.cases.done
+        with progress.phase(f"starting {layouts[0].ranks} ranks") as phase:
+
+            def watch() -> None:
+                if plan.phase.exists():
+                    phase.name = plan.phase.read_text(encoding="utf-8") or phase.name
+                self.cases.report(before + sum(plan.answer(layout).exists() for layout in layouts))
+
+            try:
+                run_ranks(
+                    RANK,
+                    [str(path)],
+                    ranks=layouts[0].ranks,
+                    logs=folder,
+                    timeout_s=self.timeout_s,
+                    use_gpus=self.on_gpus,
+                    watch=watch,
+                )
+            except RanksFailed as failure:
+                return failure
+            finally:
+                measured = sum(layout == REFERENCE or plan.answer(layout).exists() for layout in layouts)
+                self.cases.report(before + measured)
         return None
 
 

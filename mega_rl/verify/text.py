@@ -16,20 +16,13 @@ from mega_rl.verify.tolerances import Tolerances
 if TYPE_CHECKING:
     from mega_rl.verify.run import Verdict
 
-COLUMNS = (
-    "layout",
-    "ranks",
-    "log-prob error",
-    "loss",
-    "grad-norm error",
-    "worst gradient",
-    "worst weight after a step",
-    "verdict",
-)
+NUMBERS = ("layout", "ranks", "log-prob error", "loss", "grad-norm error")
+WORST = ("worst gradient", "worst weight after a step")
+WIDE = 140  # columns of a terminal that has room for the names of tensors
 
 
 def print_verdicts(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolerances: Tolerances) -> None:
-    """The table, and below it what is wrong."""
+    """Print the table, and below it what is wrong; on a narrow terminal the worst tensors are below it, too."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -37,10 +30,17 @@ def print_verdicts(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], to
     console = Console(soft_wrap=True)
     for name, value in header.items():
         console.print(f"{name}: {value}", markup=False, highlight=False)
-    table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
+    sheet = Console(width=None if console.is_terminal else 200)
+    wide = sheet.width >= WIDE
+    table = Table(*NUMBERS, *(WORST if wide else ()), "verdict", box=box.SIMPLE_HEAD)
     for verdict in verdicts:
-        table.add_row(verdict.layout.title, str(verdict.layout.ranks), *_cells(verdict.found), _word(verdict))
-    Console(width=None if console.is_terminal else 200).print(table)
+        cells = _cells(verdict.found)
+        worst = cells[-len(WORST) :] if wide else ()
+        table.add_row(verdict.layout.title, str(verdict.layout.ranks), *cells[: -len(WORST)], *worst, _word(verdict))
+    sheet.print(table)
+    for verdict in () if wide else verdicts:
+        for name, cell in zip(WORST, _cells(verdict.found)[-len(WORST) :], strict=True):
+            console.print(f"{verdict.layout.title}: {name}: {cell}", markup=False, highlight=False)
     allowed = ", ".join(f"{name} {value:g}" for name, value in asdict(tolerances).items())
     console.print(f"tolerances: {allowed}", markup=False, highlight=False)
     for verdict in verdicts:

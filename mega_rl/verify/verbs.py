@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from mega_rl import progress
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import UserError
+from mega_rl.help import Commands
+from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import ALL, Layout, fsdp, resolve_all, stages
 from mega_rl.verify.text import print_json, print_verdicts
 from mega_rl.verify.tolerances import Tolerances, tolerances
 
+log = logging.getLogger(__name__)
+
 EXIT_DIFFERS = 1
 
-app = typer.Typer(
-    name="verify",
-    help="Check that parallel layouts and engines compute what one rank computes.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = Commands(name="verify", help="Check that parallel layouts and engines compute what one rank computes.")
 
 
 @app.callback()
@@ -33,7 +35,12 @@ def _commands() -> None:
 
 
 Model = Annotated[
-    Path, typer.Option("--model", metavar="HF_DIR", help="Hugging Face checkpoint; with --twin a config.json does.")
+    Path,
+    typer.Option(
+        "--model",
+        metavar="HF_DIR",
+        help="Hugging Face checkpoint (folder, or name on the Hub); with --twin a config.json does.",
+    ),
 ]
 Twin = Annotated[
     bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
@@ -71,11 +78,12 @@ def layouts(
     as_json: AsJson = False,
 ) -> None:
     """Compare log-probs, loss, every gradient and a step of each layout with one rank, with the engine that trains."""
-    asked = _check(model, dtype=dtype, transformer_impl=transformer_impl)
+    model, asked = _check(model, twin=twin, dtype=dtype, transformer_impl=transformer_impl)
     allowed = tolerances(dtype, tolerance, experts=asked.moe is not None)
     layers = 1
     if twin:
-        from mega_rl.parity.shrink import shrink
+        with _importing():
+            from mega_rl.parity.shrink import shrink
 
         layers = stages(names)
         small = shrink(asked, where=str(model / "config.json"), multiple=layers).hf
@@ -111,7 +119,7 @@ def engines(
     as_json: AsJson = False,
 ) -> None:
     """Compare log-probs, loss, every gradient and the weights after some steps of both engines, on one batch."""
-    asked = _check(model, dtype=dtype, transformer_impl=transformer_impl)
+    model, asked = _check(model, twin=twin, dtype=dtype, transformer_impl=transformer_impl)
     _verify(
         model,
         [fsdp(ranks) for ranks in sorted({1, nproc})],
@@ -127,13 +135,22 @@ def engines(
     )
 
 
-def _check(model: Path, *, dtype: str, transformer_impl: str) -> HFConfig:
-    """The model's architecture, when nothing is wrong with what is asked of it."""
+def _check(model: Path, *, twin: bool, dtype: str, transformer_impl: str) -> tuple[Path, HFConfig]:
+    """Return the model's folder, downloaded for a name on the Hub, and its architecture. Raises UserError."""
+    from mega_rl.progress.terminal import show_progress
+
+    show_progress()
+    log.info("verifying %s", model)
     _choice("--dtype", dtype, ("fp32", "bf16"))
     _choice("--transformer-impl", transformer_impl, ("auto", "local", "transformer_engine"))
     if "RANK" in os.environ:
         raise UserError("verify starts its ranks itself; call it without torchrun")
-    return read_hf_config(model)
+    folder = checkpoint_folder(model, label="--model", weights=not twin)
+    return folder, read_hf_config(folder)
+
+
+def _importing() -> AbstractContextManager[object]:
+    return progress.phase("importing PyTorch")
 
 
 def _verify(
@@ -148,19 +165,20 @@ def _verify(
     as_json: bool,
 ) -> None:
     """Measures the layouts, prints what was found and ends with its exit code; `settings` are fields of a plan."""
-    from mega_rl.verify.plan import Plan
-    from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
+    with _importing():
+        from mega_rl.verify.plan import Plan
+        from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
 
-    on_gpus = use_gpus(wanted)
+        on_gpus = use_gpus(wanted)
     with working_folder() as folder:
-        made = prepare_model(model, Path(folder), twin=twin, multiple=layers, seed=settings["seed"])
+        with progress.phase("making the twin" if twin else "reading the model"):
+            made = prepare_model(model, Path(folder), twin=twin, multiple=layers, seed=settings["seed"])
         verdicts = verify(
             Plan(model=str(made.path), folder=folder, layouts=(), timeout_s=timeout_s, **settings),
             wanted,
             tolerances=allowed,
             timeout_s=timeout_s,
             on_gpus=on_gpus,
-            tell=lambda text: typer.echo(text, err=True),
         )
     shown = {name: settings[name] for name in ("dtype", "packing", "steps") if name in settings}
     header = {"model": made.description, "device": "cuda" if on_gpus else "cpu", **shown}

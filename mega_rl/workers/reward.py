@@ -10,10 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import RunError
 from mega_rl.parallel.together import raise_together
 from mega_rl.protocols import Ranks
 from mega_rl.types import Prompt, Rollout
+from mega_rl.workers.reward_calls import plan_call
 
 SHOWN_CHARACTERS = 200  # of a prompt or response in an error
 
@@ -74,10 +76,15 @@ class RewardWorker:
 
 
 class FunctionRewards:
-    """A function of (prompt, response, answer), called for one response after the other."""
+    """A function, called for one response after the other as `mega_rl.workers.reward_calls` says."""
 
-    def __init__(self, function: Callable[[str, str, str], object]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._call = plan_call(function)
+
+    @property
+    def columns(self) -> RewardColumns:
+        """Columns of the data that the function reads."""
+        return self._call.columns
 
     def score_texts(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
         """See `TextScorer`; stops at the first response that has no score."""
@@ -85,7 +92,7 @@ class FunctionRewards:
 
     def _score_one(self, prompt: Prompt, response: str) -> float:
         try:
-            value = self._function(prompt.text, response, prompt.answer)
+            value = self._call(prompt, response)
             number = float(value) if isinstance(value, numbers.Real) else None
         except Exception as error:  # the user's code may raise anything; the cause is kept
             place = traceback.extract_tb(error.__traceback__)[-1]

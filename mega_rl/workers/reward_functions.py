@@ -1,6 +1,6 @@
 """Reward functions: built-in ones, and a user's own from a file.
 
-A reward function takes strings (prompt, response, answer) and returns a number.
+`mega_rl.workers.reward_calls` says how they are called.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mega_rl.errors import UserError
+from mega_rl.workers.reward_calls import plan_call
 
-RewardFunction = Callable[[str, str, str], float]
+RewardFunction = Callable[..., float]
 
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
 
@@ -79,12 +81,17 @@ def _boxed(answer: str) -> str:
 BUILTINS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
 
 
-def resolve(spec: str) -> RewardFunction:
-    """The reward function that `reward.function` names: a built-in name, or `path/to/file.py:function`.
+def resolve(spec: str, given: RewardFunction | None = None) -> RewardFunction:
+    """Return the reward function that `reward.function` names: a built-in name, or `path/to/file.py:function`.
+
+    given: the function itself, of a Python program; its name is then in `spec`.
 
     Raises UserError for an unknown name, a missing file, a file that fails to import, a missing or uncallable function,
-    and one that does not take (prompt, response, answer).
+    and one that cannot be called as `mega_rl.workers.reward_calls` does.
     """
+    if given is not None:
+        _check_signature(given, spec)
+        return given
     if spec in BUILTINS:
         return BUILTINS[spec]
     path, colon, name = spec.rpartition(":")
@@ -119,15 +126,36 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names) or "none"
 
 
+# Modules that reward files imported from their own folders: the next file may have others of the same names.
+_neighbours: set[str] = set()
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let imports find the modules of a folder, after everything installed and until the block ends."""
+    for name in _neighbours:
+        sys.modules.pop(name, None)
+    _neighbours.clear()
+    before, entry = set(sys.modules), str(folder.resolve())
+    sys.path.append(entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+        files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
+        _neighbours.update(name for name, file in files.items() if folder.resolve() in Path(file).parents)
+
+
 def _load(file: Path, spec: str) -> Any:
-    """The module in `file`, as a new module of its own name. It is the user's own code and runs as such."""
+    """Return the module in `file`, as a new module of its own name. It is the user's own code and runs as such."""
     module_spec = importlib.util.spec_from_file_location(f"mega_rl_reward_{file.stem}", file)
     assert module_spec is not None, f"{file} ends in .py"
     assert module_spec.loader is not None, f"{file} ends in .py"
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up
     try:
-        module_spec.loader.exec_module(module)
+        with _importable(file.parent):
+            sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up
+            module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
         del sys.modules[module_spec.name]
         raise UserError(f"reward.function={spec!r}: {file} fails to import: {type(error).__name__}: {error}") from error
@@ -138,15 +166,8 @@ def _check_signature(function: Any, spec: str) -> None:
     if not callable(function):
         raise UserError(f"reward.function={spec!r}: is of type {type(function).__name__}, not a function")
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function written in C need not have one
-        return
-    try:
-        signature.bind("prompt", "response", "answer")
+        plan_call(function)
     except TypeError as error:
-        raise UserError(
-            f"reward.function={spec!r}: has the signature {signature}, but is called as (prompt, response, answer): "
-            f"{error}"
-        ) from error
+        raise UserError(f"reward.function={spec!r}: {error}") from error
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UserError(f"reward.function={spec!r}: is asynchronous or a generator; it must return a number itself")

@@ -7,7 +7,7 @@ import json
 import random
 import ssl
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 import httpx
@@ -86,7 +86,7 @@ class HttpRewards:
             failures: list[str] = []
             try:
                 content = await asyncio.wait_for(self._answer(client, batch, failures), self._timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 what = f"no answer to try {len(failures) + 1} of {self._tries} in reward.timeout_s={self._timeout_s:g}"
                 raise self._failure(what, batch, failures) from None
         return self._scores(content, batch)
@@ -198,5 +198,5 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
     except (TypeError, ValueError):
         return 0.0
     if date.tzinfo is None:
-        date = date.replace(tzinfo=timezone.utc)
-    return max(0.0, (date - datetime.now(timezone.utc)).total_seconds())
+        date = date.replace(tzinfo=UTC)
+    return max(0.0, (date - datetime.now(UTC)).total_seconds())

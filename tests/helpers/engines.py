@@ -130,7 +130,7 @@ def _checkpoints(engine: Any, folder: Path) -> Any:
         engines={"actor": engine},
         ranks=GroupRanks(engine.groups.world),
         settings=CheckpointConfig(on_error="stop"),
-        identity={},
+        identity={"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"},
         layout=engine.groups.layout,
         config={},
         rank_states={},

@@ -142,7 +142,7 @@ async def right(exchange: Exchange) -> None:
         began = time.monotonic()
         try:
             await asyncio.wait_for(exchange.aborted.wait(), seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             pass
         else:
             had = int((time.monotonic() - began) / server.seconds_per_token)

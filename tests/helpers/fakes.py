@@ -174,7 +174,7 @@ class FakeSink:
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.dumps[step] = rows
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class FakeStore:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,16 @@ from types import ModuleType
 
 import pytest
 
-from mega_rl import cli, doctor
+import mega_rl
+from mega_rl import cli, doctor, versions
+from mega_rl.config import checkout, packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[2]
+LOGGED = re.compile(r"\d\d:\d\d:\d\d ")  # a line of the log, whatever it says
 GOOD = ("model.path=m", "data.train_files=[d.jsonl]")
 
 
@@ -44,7 +48,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         reached.append(config)
         return 0
 
-    assemble.run = run  # type: ignore[attr-defined]
+    assemble.train = run  # type: ignore[attr-defined]
     monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device: device)
     monkeypatch.setitem(sys.modules, "mega_rl.assemble", assemble)
     return reached
@@ -57,7 +61,11 @@ BAD_CONFIGS: list[tuple[str, str]] = [
     ("parallel.tp=0", "parallel.tp=0: must be at least 1 (ranks)"),
     ("model.dtype=fp16", "model.dtype='fp16': must be one of bf16, fp32"),
     ("nonsense", "override 'nonsense': needs the form section.key=value"),
-    ("--config nope.yaml", "recipe 'nope.yaml' does not exist; see recipes/ for the ones that do"),
+    (
+        "--config nope.yaml",
+        "recipe 'nope.yaml' does not exist, as a file or as a packaged recipe; packaged recipes: "
+        + ", ".join(packaged.names()),
+    ),
     (
         "--config bad.yaml",
         "recipe bad.yaml: line 2: not valid YAML: expected the node content, but found '<stream end>'",
@@ -70,11 +78,12 @@ BAD_CONFIGS: list[tuple[str, str]] = [
     (
         "parallel.tp=2",
         "world size 1 is not a multiple of parallel.tp*pp*cp=2*1*1=2; "
-        "start a multiple of 2 ranks, or choose sizes whose product divides 1",
+        "start a multiple of 2 ranks (--nproc-per-node 2), or choose sizes whose product divides 1",
     ),
     (
         "parallel.sequence_parallel=true",
-        "parallel.sequence_parallel=true needs parallel.tp above 1; there is nothing to shard over with tp=1",
+        "parallel.sequence_parallel=true has no effect: it needs parallel.tp above 1; set that or leave it out (on a "
+        "command line: parallel.sequence_parallel=null)",
     ),
     (
         "trainer.minibatch_size=48",
@@ -97,12 +106,20 @@ BAD_CONFIGS: list[tuple[str, str]] = [
     (
         "algorithm.kl_control=adaptive",
         "algorithm.kl_control=adaptive has no effect: it needs algorithm.kl_placement=reward or loss; "
-        "set that or remove algorithm.kl_control",
+        "set that or leave it out (on a command line: algorithm.kl_control=null)",
     ),
     ("algorithm.dual_clip=0.5", "algorithm.dual_clip=0.5: legal: 0 (off) or above 1"),
-    ("optim.warmup_steps=500", "optim.warmup_steps=500 must be below trainer.steps=100"),
-    ("trainer.val_interval=5", "trainer.val_interval=5 needs validation prompts; set data.val_files or data.val_size"),
-    ("data.train_files=[x.jsonl]", "data.train_files: x.jsonl: no such file"),
+    (
+        "optim.warmup_steps=500",
+        "optim.warmup_steps=500 does not end within the run: it needs trainer.steps above it; set that or leave it "
+        "out (on a command line: optim.warmup_steps=null)",
+    ),
+    (
+        "trainer.val_interval=5",
+        "trainer.val_interval=5 has no prompts to validate on: it needs data.val_files or data.val_size; set that or "
+        "leave it out (on a command line: trainer.val_interval=null)",
+    ),
+    ("data.train_files=[x.jsonl]", "data.train_files: x.jsonl: no such file (looked for FOLDER/x.jsonl)"),
     (
         "reward.function=exactmatch",
         "reward.function='exactmatch': legal: exact_match, math_verify or path/to/file.py:function",
@@ -116,14 +133,14 @@ BAD_CONFIGS: list[tuple[str, str]] = [
 
 def assert_one_line(code: int, out: str, err: str, line: str) -> None:
     assert code == 2
-    assert err == f"error: {line}\n"
+    assert [said for said in err.splitlines() if not LOGGED.match(said)] == [f"error: {line}"]
     assert out == ""
 
 
 @pytest.mark.parametrize(("arguments", "line"), BAD_CONFIGS)
 def test_bad_configs(arguments: str, line: str, capfd: pytest.CaptureFixture[str], runs: list[Config]) -> None:
     code = cli.main(["train", *GOOD, *arguments.split()])
-    assert_one_line(code, *capfd.readouterr(), line)
+    assert_one_line(code, *capfd.readouterr(), line.replace("FOLDER", str(Path.cwd())))
     assert not runs
 
 
@@ -151,6 +168,7 @@ def test_bad_configs_of_a_whole_process(program: Sequence[str], case: int) -> No
 def test_mistakes_are_shown_together(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "parallel.tp=3", "algorithm.dual_clip=1"]) == 2
     lines = capfd.readouterr().err.splitlines()
+    lines = [line for line in lines if not LOGGED.match(line)]
     assert len(lines) == 4
     assert all(line.startswith("error: ") for line in lines)
 
@@ -176,7 +194,8 @@ def test_answers_without_torch() -> None:
     code = """
     import sys
     from mega_rl import cli
-    commands = ["--help"], ["train", "optim.lr=x"], ["train", "model.path=m"], ["train", "--print-config"]
+    commands = [["--help"], ["train", "optim.lr=x"], ["train", "model.path=m"], ["train", "--print-config"]]
+    commands += [["--version"], ["recipes"], ["quickstart", "--help"]]
     codes = [cli.main(command) for command in commands]
     heavy = {"torch", "transformers", "datasets", "numpy", "megatron", "tensordict"} & set(sys.modules)
     print(codes, heavy, file=sys.stderr)
@@ -188,7 +207,7 @@ def test_answers_without_torch() -> None:
         check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.stderr.splitlines()[-1] == "[0, 2, 2, 0] set()"
+    assert done.stderr.splitlines()[-1] == "[0, 2, 2, 0, 0, 0, 0] set()"
 
 
 def test_help(capfd: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +216,11 @@ def test_help(capfd: pytest.CaptureFixture[str]) -> None:
         assert "train" in capfd.readouterr().out
     assert cli.main(["train", "--help"]) == 0
     assert "--nproc-per-node" in capfd.readouterr().out
+
+
+def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capfd.readouterr().out == f"mega-rl {mega_rl.__version__}\n"
 
 
 def test_print_config_marks_differences(capfd: pytest.CaptureFixture[str]) -> None:
@@ -225,13 +249,12 @@ def test_more_ranks_become_torchrun(runs: list[Config], monkeypatch: pytest.Monk
     Path("r.yaml").write_text("trainer:\n  steps: 3\n")
     with pytest.raises(SystemExit):
         cli.main(["train", "--config", "r.yaml", "--nproc-per-node", "2", *GOOD, "parallel.tp=2"])
-    ((path, arguments, environment),) = started
+    ((path, arguments, _),) = started
     assert path == sys.executable
     assert arguments[1:] == [
         *("-m", "mega_rl.launch", "2", "mega_rl.cli"),
         *("train", "--config", "r.yaml", *GOOD, "parallel.tp=2"),
     ]
-    assert environment["OMP_NUM_THREADS"] == "1"
     assert not runs
 
 
@@ -251,7 +274,7 @@ def test_torchrun_inside_a_launcher_is_refused(
 
 
 def test_the_exit_code_is_the_runs(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", lambda config, accelerator: 143)
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", lambda config, accelerator: 143)
     assert cli.main(["train", *GOOD]) == 143
 
 
@@ -261,7 +284,7 @@ def test_a_mistake_found_in_the_run_is_one_line(
     def run(config: Config, accelerator: object) -> int:
         raise UserError("row 3:\nmalformed")
 
-    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", run)
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
     assert_one_line(cli.main(["train", *GOOD]), *capfd.readouterr(), "row 3: malformed")
 
 
@@ -269,7 +292,7 @@ def test_our_own_bugs_keep_their_traceback(runs: list[Config], monkeypatch: pyte
     def run(config: Config, accelerator: object) -> int:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", run)
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["train", *GOOD])
 
@@ -278,9 +301,47 @@ def test_ctrl_c(runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pyte
     def run(config: Config, accelerator: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "run", run)
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
     assert cli.main(["train", *GOOD]) == 130
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_rank_whose_peer_has_died_says_so_in_one_line(
+    runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config, accelerator: object) -> int:
+        raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4711")
+
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
+    assert cli.main(["train", *GOOD]) == 1
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert err.endswith(f"error: {cli.LOST_CONNECTION}\n")
+
+
+@pytest.mark.parametrize("command", ["verify", "convert", "checkpoint"])
+def test_a_group_of_commands_alone_shows_its_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command]) == 0
+    alone = capfd.readouterr().out
+    assert cli.main([command, "-h"]) == 0
+    assert capfd.readouterr().out == alone
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["verify"], ["convert"], ["convert", "import"], ["checkpoint"]])
+def test_help_cuts_nothing_off(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([*command, "--help"]) == 0
+    out = capfd.readouterr().out
+    assert ".." not in out.replace("]...", "").replace("}...", "").replace(",...", "")
+    assert "list[" not in out
+
+
+def test_completion_for_the_shell(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--show-completion", "bash"])
+    assert "_MEGA_RL_COMPLETE" in capfd.readouterr().out
 
 
 def test_other_ranks_speak_only_when_nobody_ended_them(
@@ -324,7 +385,7 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("installation", "said"),
     [
-        (None, "not found; used instead: the embedded Hugging Face rollout engine ('make sglang'"),
+        (None, "not found; used instead: the embedded Hugging Face rollout engine ("),
         (Installation("0.5.20", None), "0.5.20, beside the rest"),
         (Installation("0.5.20", Path("/v/sglang")), "0.5.20, for CPUs, in /v/sglang"),
         (Installation("0.5.9", None), "0.5.9, beside the rest; mega_rl works with 0.5.20 only"),
@@ -337,6 +398,39 @@ def test_doctor_tells_which_sglang(
     assert any(line.startswith("sglang ") and said in line for line in doctor.report())
 
 
+@pytest.mark.parametrize("from_checkout", [True, False])
+def test_doctor_names_commands_of_the_installation_that_is_there(
+    from_checkout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "made_by_make", lambda: from_checkout)
+    monkeypatch.setattr("mega_rl.rollout.sglang.installation.made_by_make", lambda: from_checkout)
+    monkeypatch.setattr(doctor, "find_sglang", lambda: None)
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torch>=2.13", "wandb; extra == 'wandb'"])
+    lines = {line.split("  ")[0]: line for line in doctor.report()}
+    advice = {True: ("'make setup'", "'make setup'"), False: ('pip install "torch>=2.13"', 'pip install "psutil"')}
+    torch, psutil = advice[from_checkout]
+    assert lines["torch"].endswith(f"MISSING: run {torch}")
+    assert lines["psutil"].endswith(f"MISSING: run {psutil}")
+    assert ("'make sglang'" in lines["sglang"]) == from_checkout
+    assert ("requirements-cpu.txt' installs it on a CPU" in lines["sglang"]) != from_checkout
+    assert "srun" not in "\n".join(lines.values())
+
+
+def test_advice_names_make_only_in_the_environment_of_the_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkout, "SOURCES", tmp_path)
+    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
+    (tmp_path / ".venv").mkdir()
+    assert not checkout.made_by_make(), "no Makefile"
+    (tmp_path / "Makefile").touch()
+    assert checkout.made_by_make()
+    (tmp_path / "another").mkdir()
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "another"))
+    assert not checkout.made_by_make(), "make would install into the environment that is not used"
+
+
 def test_doctor_tells_found_from_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex_of_someone_else").mkdir()
     (tmp_path / "apex_of_someone_else/__init__.py").write_text("raise AttributeError('not for this Python')\n")
@@ -344,4 +438,9 @@ def test_doctor_tells_found_from_missing(tmp_path: Path, monkeypatch: pytest.Mon
     assert not doctor.found("apex_of_someone_else.optimizers")
     assert not doctor.found("no_such_package.optimizers")
     assert doctor.found("importlib.metadata")
-    assert doctor.version("no-such-distribution") is None
+    assert versions.installed_version("no-such-distribution") is None
+
+
+def test_a_setting_with_dashes_is_shown_without(capfd: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["train", *GOOD, "--optim.lr=2"])
+    assert_one_line(code, *capfd.readouterr(), "settings have no dashes: write optim.lr=VALUE; see mega-rl --help")

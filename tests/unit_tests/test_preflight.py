@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.preflight import REWARD_FUNCTIONS, launched_world_size, preflight
+from mega_rl.parity import known_bugs
+from mega_rl.preflight import REWARD_FUNCTIONS, host, launched_world_size, preflight
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
 
@@ -23,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working directory with a checkpoint m and a data file d.jsonl."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(host, "free_bytes", lambda path: 10**15)
     write_checkpoint(tmp_path / "m", qwen3_config())
     write_prompts(tmp_path / "d.jsonl")
     return tmp_path
@@ -196,16 +198,23 @@ def test_no_chat_template() -> None:
             "model.path: m: model_type=gpt_oss can be converted (mega-rl convert) but not trained yet: the embedded "
             "rollout engine has no attention sinks; ",
         ),
-        (
-            {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": {**YARN, **MSCALE}},
-            "model.path: m: model_type=deepseek_v2 cannot be trained: rollouts would come from another model",
-        ),
     ],
 )
 def test_what_converts_but_does_not_train_yet(config: dict[str, object], line: str) -> None:
     """What no rollout engine samples from rightly is refused before a run starts."""
     Path("m/config.json").write_text(json.dumps(config))
     assert any(problem.startswith(line) for problem in problems()), problems()
+
+
+def test_a_fault_of_transformers_is_refused_with_the_release_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": {**YARN, **MSCALE}}
+    Path("m/config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(known_bugs, "version", lambda name: {"transformers": "5.12.1"}[name])
+    (line,) = [problem for problem in problems() if "deepseek_v2" in problem]
+    assert line.startswith("model.path: m: model_type=deepseek_v2 cannot be trained with the installed transformers: ")
+    assert line.endswith("run 'pip install \"transformers>=5.15.0\"'")
+    monkeypatch.setattr(known_bugs, "version", lambda name: {"transformers": "5.15.0"}[name])
+    assert not any("deepseek_v2" in problem for problem in problems()), problems()
 
 
 @pytest.mark.parametrize(
@@ -253,11 +262,9 @@ def test_reference_and_critic_are_checked_too() -> None:
     lines = problems(
         "model.ref_path=r", "algorithm.kl_placement=loss", "model.critic_path=c", "parallel.pp=2", world_size=2
     )
-    assert [line.split(";")[0] for line in lines[:2]] == [
-        "parallel.pp*vpp=2*1=2 does not divide the 7 layers of model.ref_path",
-        "model.ref_path: r: holds neither model.safetensors nor model.safetensors.index.json",
-    ]
-    assert lines[2].startswith("model.critic_path: ")
+    assert lines[0].startswith("parallel.pp*vpp=2*1=2 does not divide the 7 layers of model.ref_path;")
+    assert lines[1].startswith("model.critic_path: ")
+    assert lines[2].startswith("model.ref_path: r: holds neither model.safetensors nor model.safetensors.index.json;")
     assert lines[3:] == []  # the vocabulary is smaller, but holds every token of the tokenizer, which is the same
 
 
@@ -333,9 +340,9 @@ def test_data_files() -> None:
     pq.write_table(pa.table({"q": ["1"]}), "other.parquet")
     files = "[no.jsonl,empty.jsonl,text.txt,other.jsonl,broken.parquet,other.parquet]"
     expected = [
-        "no.jsonl: no such file",
+        f"no.jsonl: no such file (looked for {Path.cwd()}/no.jsonl)",
         "empty.jsonl: is empty",
-        "text.txt: unknown kind of file; legal: .jsonl, .parquet",
+        "text.txt: unknown kind of file; legal: .jsonl, .parquet, or org/name of the Hub",
         "other.jsonl: has no column 'prompt' (data.prompt_key); it has answer, question",
         "broken.parquet: not a readable Parquet file; write it again",
         "other.parquet: has no column 'prompt' (data.prompt_key); it has q",
@@ -354,10 +361,11 @@ def test_reward_functions() -> None:
         assert preflight(None, [*BASE, f"reward.function=reward.py:{name}"])
     bad = {
         "exact": "legal: exact_match, math_verify or path/to/file.py:function",
-        "reward.py": "legal: exact_match, math_verify or path/to/file.py:function",
-        "no.py:score": "no such file no.py",
+        "reward.py": "name the function too, as reward.py:score; reward.py has score",
+        "reward.py:": "name the function too, as reward.py:score; reward.py has score",
+        "no.py:score": f"no.py: no such file (looked for {Path.cwd()}/no.py)",
         "broken.py:f": "broken.py is not valid Python in line 2",
-        "reward.py:inner": "reward.py defines no 'inner'; it has limit, math, p, score",
+        "reward.py:inner": "reward.py defines no 'inner'; it has score",
     }
     for function, why in bad.items():
         assert problems(f"reward.function='{function}'") == [f"reward.function={function!r}: {why}"]
@@ -517,7 +525,7 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.prefix", "/nowhere")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sglang" else object())
     (line,) = problems("rollout.backend=sglang")
-    assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20, which is not installed; 'make sglang'")
+    assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20, which is not installed; ")
     Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
     Path("keys.json").chmod(0o600)
     preflight(None, [*BASE, *JOINED])  # servers to join do not
@@ -544,3 +552,31 @@ def test_sglang_does_not_tie_every_family(tied: bool, backend: str, refused: boo
     except UserErrors as error:
         found = error.problems
     assert any("layer weights of its own" in line for line in found) == refused
+
+
+def test_a_disk_without_room_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 bytes for each of Qwen3-0.6B's 596,049,920 parameters in FP32, of actor and critic; 2 for bf16 weights."""
+    monkeypatch.setattr(host, "free_bytes", lambda path: 10**9)
+    (line,) = problems("algorithm.advantage=gae", "model.dtype=fp32")
+    assert line.startswith(
+        "trainer.run_dir='runs/default': what the run saves takes about 14.3 GB and its disk has 1 GB"
+    )
+    assert "about 8.34 GB" in problems("algorithm.advantage=grpo", "rollout.n=2", "model.dtype=bf16")[0]
+    weights = ("checkpoint.save_final=false", "checkpoint.hf_final=true", "model.dtype=bf16")
+    assert "about 1.19 GB" in problems(*weights)[0]
+    assert preflight(None, [*BASE, "checkpoint.save_final=false"])
+
+
+def test_variables_of_the_chat_template_are_its_own() -> None:
+    Path("m/chat_template.jinja").write_text("{% if enable_thinking %}think{% endif %}{{ messages }}{{ tools }}")
+    kwargs = "data.chat_template_kwargs"
+    assert preflight(None, [*BASE, "data.chat_template=true", f"{kwargs}={{enable_thinking: false, tools: []}}"])
+    lines = problems("data.chat_template=true", f"{kwargs}.thinking=false", f"{kwargs}.messages=[]")
+    assert lines == [
+        f"model.path: {kwargs}.thinking: the chat template in m reads no thinking; legal: enable_thinking, tools",
+        f"model.path: {kwargs}.messages: is set by the run itself; remove it",
+    ]
+    lines = problems("data.system_prompt=short", f"{kwargs}.enable_thinking=false")
+    assert [line.split(":")[0] for line in lines] == [
+        f"{kwargs}={{'enable_thinking'", "data.system_prompt=short has no effect",
+    ]  # fmt: skip

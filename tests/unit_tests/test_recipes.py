@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.config.loader import load
+from mega_rl.config.rules import check
 from mega_rl.errors import UserErrors
-from mega_rl.preflight import preflight
+from mega_rl.preflight import host, preflight
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[2] / "mega_rl" / "recipes"
 REAL_MODELS = [
     ("gsm8k_qwen3_0.6b_1gpu", "0.6b", 1),
     ("gsm8k_qwen3_8b_8gpu", "8b", 8),
@@ -23,6 +25,7 @@ REAL_MODELS = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with the data the recipes name."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(host, "free_bytes", lambda path: 10**15)
     write_prompts(tmp_path / "data/gsm8k/train.jsonl")
     write_prompts(tmp_path / "data/gsm8k/test.jsonl")
 
@@ -30,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "size", "world_size"), REAL_MODELS)
 def test_recipe_holds_for_its_model_and_world(name: str, size: str, world_size: int) -> None:
     recipe = RECIPES / f"{name}.yaml"
-    write_checkpoint(Path(f"models/Qwen3-{size.upper()}"), qwen3_config(size))
+    write_checkpoint(Path(f"Qwen/Qwen3-{size.upper()}"), qwen3_config(size))
     config = preflight(recipe, world_size=world_size)
     assert str(world_size) + "gpu" in name
     assert config.model.path in recipe.read_text()
@@ -39,10 +42,19 @@ def test_recipe_holds_for_its_model_and_world(name: str, size: str, world_size: 
 def test_the_64_gpu_recipe_needs_its_layout() -> None:
     """The rules bite: the same recipe on the wrong model or world is refused."""
     recipe = RECIPES / "gsm8k_qwen3_32b_64gpu.yaml"
-    write_checkpoint(Path("models/Qwen3-32B"), qwen3_config("8b"))
+    write_checkpoint(Path("Qwen/Qwen3-32B"), qwen3_config("8b"))
     with pytest.raises(UserErrors) as caught:
         preflight(recipe, world_size=16)
     assert [line.split(" ")[0] for line in caught.value.problems] == ["world", "parallel.pp*vpp=4*2=8"]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_one_step_of_any_recipe_is_a_smoke_run(path: Path) -> None:
+    """A warm-up longer than the run goes, so the one step trains the actor at the full rate."""
+    config = load(path, ["trainer.steps=1"])
+    ranks = config.parallel.tp * config.parallel.pp
+    assert check(config, world_size=ranks) == []
+    assert (config.optim.warmup_steps, config.algorithm.critic_warmup_steps) == (0, 0)
 
 
 def test_every_recipe_is_known_here_or_has_its_own_test() -> None:

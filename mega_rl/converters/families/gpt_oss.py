@@ -89,6 +89,7 @@ GPT_OSS = Family(
     },
     fixed={
         "attention_bias": ((True,), "the experts have biases, and Megatron-Core has all or none"),
+        "swiglu_alpha": ((1.702,), "the code has the slope 1.702 built in"),
         "swiglu_limit": ((7.0, 7), "the code has the limit 7 built in"),
     },
     keys=("experts_per_token", "initial_context_length"),

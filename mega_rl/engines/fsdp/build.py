@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role
 from mega_rl.config.schema import Config
@@ -58,8 +59,9 @@ def build_fsdp_engine(
         recompute=trainable and config.model.recompute == "full",
     )
     sharding = Sharding(hf, groups.layout, spec="hf", head=head)
-    bytes_read = load(model, path, sharding=sharding)
-    log.info("%s: %s (FSDP2 over %s ranks, %s): read %d bytes", name, path, groups.dp.size(), attention, bytes_read)
+    with progress.phase(f"{name}: reading the weights"):
+        report = load(model, path, sharding=sharding)
+    log.info("%s: read %s", name, report)
     return FSDPEngine(
         name=name,
         model=model,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mega_rl.converters.blocks import Copy, matrix_shape
 from mega_rl.converters.fill import fill_all
-from mega_rl.converters.load import check_tensors
+from mega_rl.converters.load import LoadReport, check_tensors
 from mega_rl.converters.parts import as_on_disk
 from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.sharding import Sharding
@@ -22,8 +22,6 @@ from mega_rl.converters.transformers_names import DiskTensor, disk_tensors
 from mega_rl.ddp.access import Whole
 from mega_rl.engines.fsdp.model import TokenClassifier, sharded_parameters
 from mega_rl.types import Box
-
-log = logging.getLogger(__name__)
 
 EXPERT_TENSORS = 2  # of a layer: gate and up projection, down projection; exported expert by expert
 FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
@@ -54,8 +52,8 @@ def disk_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def load(model: nn.Module, path: Path, *, sharding: Sharding) -> int:
-    """Copy this rank's rows of a checkpoint into the shards; returns the bytes read. No collectives.
+def load(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
+    """Copy this rank's rows of a checkpoint into the shards; returns what it did. No collectives.
 
     A head that the checkpoint does not have starts at zero.
 
@@ -64,9 +62,12 @@ def load(model: nn.Module, path: Path, *, sharding: Sharding) -> int:
             or of another shape.
     """
     model_type = sharding.hf.model_type
+    start = perf_counter()
+    kept: list[str] = []
     with CheckpointReader(path) as reader:
+        opened = perf_counter()
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
-        _, absent = check_tensors(reader, hf, sharding.head)
+        ignored, absent = check_tensors(reader, hf, sharding.head)
         renamed = {TokenClassifier.HEAD: hf.value_head}
         jobs: list[tuple[Tensor, list[Copy]]] = []
         with torch.no_grad():
@@ -78,7 +79,7 @@ def load(model: nn.Module, path: Path, *, sharding: Sharding) -> int:
                 ]
                 if any(tensor.name in absent for tensor in disk):
                     local.zero_()
-                    log.info("%s: has no weights for %s, which start at zero", path, name)
+                    kept.append(name)
                 elif local.numel():
                     jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
             for name, buffer in disk_buffers(model).items():
@@ -87,7 +88,8 @@ def load(model: nn.Module, path: Path, *, sharding: Sharding) -> int:
         written = fill_all(jobs, reader)
         expected = sum(target.numel() for target, _ in jobs)
         assert written == expected, f"{written} elements were written, the shards have {expected}"
-        return reader.bytes_read
+        seconds = {"open": opened - start, "read": perf_counter() - opened}
+        return LoadReport(len(jobs), reader.bytes_read, tuple(kept), ignored, seconds)
 
 
 def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:

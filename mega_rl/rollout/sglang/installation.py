@@ -13,9 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega_rl.config.checkout import made_by_make
 from mega_rl.errors import UserError
 
 SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
+CPU_REQUIREMENTS = Path(__file__).parent / "requirements-cpu.txt"
 FOLDER = "sglang"  # below the environment's prefix
 
 
@@ -65,6 +67,8 @@ def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installat
 
 
 def how_to_install(device: str = "") -> str:
-    """In words, for `device` as in `require_sglang`."""
-    on_cpu, on_cuda = "'make sglang' installs it on a CPU", "'pip install mega_rl[sglang]' does so on a GPU machine"
+    """Return the command in words, for `device` as in `require_sglang`."""
+    pip = f"pip install --no-deps --target {Path(sys.prefix) / FOLDER} -r {CPU_REQUIREMENTS}"
+    on_cpu = f"'{'make sglang' if made_by_make() else pip}' installs it on a CPU"
+    on_cuda = "'pip install mega_rl[sglang]' does so on a GPU machine"
     return {"cpu": on_cpu, "cuda": on_cuda}.get(device, f"{on_cpu}, {on_cuda}")

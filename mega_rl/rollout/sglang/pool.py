@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from mega_rl import progress
 from mega_rl.errors import RunError
 from mega_rl.parallel.waiting import Messages, result_of
 from mega_rl.rollout.sglang.control import Control, ServerError
@@ -61,6 +62,7 @@ class StartedServers:
         settings: of this host's servers; every host has as many. Their numbers go on from host to host.
         """
         self._ranks = ranks
+        self._timeout_s = max(own.start_timeout_s for own in settings)
         self._leaders = range(0, ranks.size, ranks_per_host)
         self._owner = [leader for leader in self._leaders for _ in settings]
         first = ranks.rank // ranks_per_host * len(settings)
@@ -74,6 +76,7 @@ class StartedServers:
             }
             for server in self._own.values():
                 server.start()
+                log.info("starting SGLang server %d, log in %s", server.index, server.log_file)
 
     def owner(self, index: int) -> int | None:
         """The first rank of the server's host."""
@@ -83,7 +86,8 @@ class StartedServers:
         """Until all servers of all hosts generate; collective. Raises ServerStartError or RunError on all ranks."""
         found: list[dict[str, Any]] = []
         for leader in self._leaders:
-            found += result_of(self._ranks, partial(self._wait, self._own), source=leader)
+            with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
+                found += result_of(self._ranks, partial(self._wait, self._own), source=leader)
         self.endpoints = [_endpoint(one) for one in found]
 
     def bring_back(self, lost: Sequence[int]) -> None:
@@ -136,7 +140,10 @@ class JoinedServers:
 
         Raises RunError on all ranks.
         """
-        self.tp = result_of(self._ranks, self._sizes)
+        urls = ", ".join(endpoint.url for endpoint in self.endpoints)
+        log.info("waiting for SGLang servers %s, at most %g s", urls, self._timeout_s)
+        with progress.phase(f"waiting for SGLang servers {urls}", deadline_s=self._timeout_s):
+            self.tp = result_of(self._ranks, self._sizes)
 
     def _sizes(self) -> list[int]:
         """The servers' tensor-parallel ranks, by their own word."""

@@ -13,9 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from mega_rl.errors import RunError
 from mega_rl.rollout.sglang import group, launcher

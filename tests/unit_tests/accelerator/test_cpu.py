@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.accelerator import cpu, prepare, standin
+from mega_rl.accelerator import cpu, megatron_core, no_triton, patches, prepare, standin
 from mega_rl.accelerator.rewrite import rewrite_code
 from mega_rl.errors import UserError
 from tests.helpers.distributed import run_ranks
@@ -23,39 +21,44 @@ from tests.helpers.distributed import run_ranks
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for machines without CUDA")
 
 
-def megatron_folder() -> Path:
-    distribution = importlib.metadata.distribution("megatron-core")
-    return Path(str(distribution.locate_file("megatron")))
+def upstream() -> Path:
+    """The folder "megatron" that the tests import."""
+    folder = megatron_core.megatron_folder()
+    assert folder is not None
+    return folder
 
 
-def upstream_source(symbol: str) -> str:
-    """Source text of "module:qualified.name", read from the file without importing it."""
-    module, _, qualified = symbol.partition(":")
-    path = megatron_folder().parent.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    text = path.read_text(encoding="utf-8")
-    body: list[ast.stmt] = ast.parse(text).body
-    node: ast.AST | None = None
-    for name in qualified.split("."):
-        found = [item for item in body if isinstance(item, (ast.FunctionDef, ast.ClassDef)) and item.name == name]
-        assert found, f"{symbol}: upstream has no {name} any more"
-        node = found[-1]
-        body = node.body
-    source = ast.get_source_segment(text, node) if node else None
-    assert source
-    return source
+def test_upstream_is_what_the_patches_were_written_for() -> None:
+    release = megatron_core.installed_release()
+    assert patches.changed_sources(upstream(), release) == [], "are these patches still needed and right?"
 
 
-@pytest.mark.parametrize("patch", cpu.patches(), ids=lambda patch: patch.name)
-def test_upstream_is_what_the_patch_was_written_for(patch: cpu.Patch) -> None:
-    digest = hashlib.sha256(upstream_source(patch.symbol).encode()).hexdigest()
-    assert digest == patch.sha256, f"{patch.symbol} changed: is {patch.name} still needed and right? ({digest})"
-    assert patch.reason
-    assert patch.seen_in == cpu.MEGATRON_CORE_VERSION
+def test_every_patch_says_why_and_for_which_releases() -> None:
+    known = {release.series for release in megatron_core.RELEASES}
+    for patch in patches.patches():
+        assert patch.reason
+        assert set(patch.sources) <= known, patch.name
+
+
+def test_a_changed_source_is_noticed(tmp_path: Path) -> None:
+    """Of a version that nobody has compared, the symbols that differ are named, and a missing file is one."""
+    folder, release = tmp_path / "megatron", megatron_core.installed_release()
+    names = {patch.module for patch in patches.patches(release)}
+    for name in names:
+        source = upstream().parent.joinpath(*name.split(".")).with_suffix(".py")
+        copy = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    assert patches.changed_sources(folder, release) == []
+    jit = folder / "core" / "jit.py"
+    jit.write_text(jit.read_text(encoding="utf-8").replace("def enable_jit_fuser():", "def enable_jit_fuser(how=1):"))
+    (folder / "core" / "utils.py").unlink()
+    changed = ["megatron.core.jit:enable_jit_fuser", "megatron.core.utils:local_multi_tensor_l2_norm"]
+    assert patches.changed_sources(folder, release) == changed
 
 
 def test_every_standin_name_and_literal_is_used_upstream() -> None:
-    text = "\n".join(path.read_text(encoding="utf-8") for path in megatron_folder().rglob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in upstream().rglob("*.py"))
     for name in standin.NAMES:
         pattern = rf"torch\.cuda\.{name}\b|from torch\.cuda import [^\n]*\b{name}\b"
         assert re.search(pattern, text), f"upstream no longer uses torch.cuda.{name}: drop it"
@@ -66,10 +69,10 @@ def test_every_standin_name_and_literal_is_used_upstream() -> None:
     assert not re.search(r"[(,]\s*cuda\s*=[^=]", text), "a keyword named cuda would be rewritten with the literals"
 
 
-def test_only_cpu_py_assigns_to_foreign_modules() -> None:
+def test_only_the_accelerator_assigns_to_foreign_modules() -> None:
     package = Path(cpu.__file__).parent.parent
     for path in package.rglob("*.py"):
-        if path.name != "cpu.py":
+        if path.relative_to(package).as_posix() not in ("accelerator/cpu.py", "accelerator/patches.py"):
             text = path.read_text(encoding="utf-8")
             assert not re.search(r"^\s*(torch|megatron|transformers|dist)(\.\w+)+ = ", text, re.MULTILINE), path
             assert "sys.meta_path.insert" not in text, path
@@ -91,6 +94,17 @@ def test_rewriting_reaches_nested_code_and_leaves_docstrings() -> None:
     assert inner(Thing()) == "cuda:x"
 
 
+def test_names_of_single_modules() -> None:
+    """A module that imports Triton without need gets the stand-in, whose kernels say that they cannot run."""
+    names = no_triton.install()
+    assert set(names) == set(no_triton.NEED)
+    source = "import triton\nimport triton.language as tl\n@triton.jit\ndef kernel(n: tl.constexpr): ...\n"
+    namespace: dict[str, Any] = {}
+    exec(rewrite_code(compile(source, "<text>", "exec"), names[no_triton.NEED[0]], {}), namespace)
+    with pytest.raises(RuntimeError, match="kernel is a Triton kernel, and Triton is not installed"):
+        namespace["kernel"][(1,)](3)
+
+
 def test_unknown_device_is_refused() -> None:
     with pytest.raises(UserError, match=r"trainer\.device='tpu': must be one of auto, cuda, cpu"):
         prepare("tpu")
@@ -110,21 +124,21 @@ def test_cpu_is_refused_next_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_megatron_and_a_missing_psutil_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     original = importlib.util.find_spec
-    monkeypatch.setattr(cpu, "version", lambda name: "0.17.0")
+    monkeypatch.setattr(megatron_core, "installed_version", lambda: "0.17.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else original(name, *a))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as error:
         cpu.prepare.__wrapped__()
-    assert "megatron-core 0.17.0: running on a CPU needs exactly 0.16.1" in str(error.value)
+    assert "megatron-core 0.17.1: mega_rl runs with 0.16.1, 0.18 (from 0.18.0) and 0.19 (from" in str(error.value)
     assert "pip install psutil" in str(error.value)
 
 
 @needs_no_cuda
-def test_megatron_first_is_our_bug() -> None:
+def test_megatron_imported_first_is_refused() -> None:
     code = "import megatron\nfrom mega_rl.accelerator import prepare\nprepare('cpu')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert "before the first import of megatron" in done.stderr
+    assert "UserError: megatron was imported before mega_rl" in done.stderr
 
 
 def feel_nothing(rank: int) -> dict[str, object]:

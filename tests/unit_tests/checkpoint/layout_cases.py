@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from mega_rl.config.schema import DdpConfig, OptimConfig, ParallelConfig
+from mega_rl.types import Piece
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -130,7 +131,7 @@ def save(engine: Any, folder: Path) -> dict[str, Any]:
         folders.begin(folder, 1)
     torch.distributed.barrier()
     state = engine.state()
-    owned = [piece for piece in state.pieces if piece.owned]
+    owned = [piece for piece in named_pieces(engine) if piece.owned]
     specs = [PieceSpec(p.name, DTYPE_NAMES[p.data.dtype], p.box.offset, p.box.shape) for p in owned]
     data = [memoryview(owned[i].data.contiguous().reshape(-1).view(torch.uint8).numpy()) for i in order(specs)]
     record = write_shard(folders.temporary(folder, 1) / shard_name(rank), specs, data)
@@ -165,8 +166,19 @@ def load(engine: Any, folder: Path) -> None:
     from mega_rl.parallel.comm import GroupRanks
 
     with Checkpoint.open(folders.final(folder, 1)) as checkpoint:
-        fill(checkpoint, engine.state().pieces, ranks=GroupRanks(engine.groups.world))
+        fill(checkpoint, named_pieces(engine), ranks=GroupRanks(engine.groups.world))
         engine.restored(checkpoint.manifest.numbers["engine"])
+
+
+def role_of(head: str) -> str:
+    """The model of a run that has this head."""
+    return "critic" if head == "value" else "actor"
+
+
+def named_pieces(engine: Any) -> list[Piece]:
+    """Its pieces, named as those of a run's model."""
+    role = role_of(engine.sharding.head)
+    return [dataclasses.replace(piece, name=f"{role}/{piece.name}") for piece in engine.state().pieces]
 
 
 def contents(engine: Any) -> Parts:
@@ -175,16 +187,16 @@ def contents(engine: Any) -> Parts:
     The optimizer's tensors are put where its main parameters are and travel to the exporter as a step's result would:
     by way of the model's weights. Those of a bf16 model have eight bits, so what has 24 goes in three parts.
     """
-    found = _checksums("weights", exported(engine))
+    found = checksums("weights", exported(engine))
     bf16 = engine.config.params_dtype == torch.bfloat16
     for name in (*MOMENTS, *(["main"] if bf16 else [])):
         for part in range(3 if bf16 else 1):
             with _in_place_of_weights(engine, name, part if bf16 else None):
-                found |= _checksums(f"{name} {part}", exported(engine))
+                found |= checksums(f"{name} {part}", exported(engine))
     return found
 
 
-def _checksums(kind: str, tensors: dict[str, torch.Tensor]) -> Parts:
+def checksums(kind: str, tensors: dict[str, torch.Tensor]) -> Parts:
     return {
         f"{kind} {name}": xxhash.xxh3_64_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         for name, tensor in tensors.items()

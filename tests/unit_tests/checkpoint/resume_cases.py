@@ -37,6 +37,7 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
         config,
         "checkpoint",
         save_interval=0 if run.source else SAVED,
+        save_final=False,
         async_save=run.background,
         hf_final=run.hf_final,
         on_error="stop",

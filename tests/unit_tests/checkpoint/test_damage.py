@@ -20,6 +20,7 @@ import torch
 
 import mega_rl.checkpoint
 from mega_rl.checkpoint import folders, verbs
+from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint import written
@@ -520,7 +521,7 @@ def use_everything(folder: Path) -> None:
         lambda: folders.torn(root),
         lambda: verbs.list_checkpoints(root, as_json=True),
         lambda: verbs.verify_checkpoints(root, as_json=True),
-        lambda: folders.RunLock(root).__enter__().release(),  # type: ignore[func-returns-value]
+        lambda: RunLock(root).__enter__().release(),  # type: ignore[func-returns-value]
         lambda: folders.retire(root, newest_step=10, keep=1, keep_interval=0, keep_best="a"),
     ]
     for use in uses:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from mega_rl.checkpoint import disk, folders
-from mega_rl.checkpoint.folders import RunLock, complete, retire, torn
+from mega_rl.checkpoint.folders import complete, retire, torn
+from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards
@@ -282,7 +283,7 @@ def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
         assert message.startswith(f"trainer.run_dir={root.parent}: another run (host {socket.gethostname()}, pid ")
         assert f"pid {os.getpid()}, since {record['since']}" in message
         assert "choose another trainer.run_dir" in message
-        code = "import sys; from pathlib import Path; from mega_rl.checkpoint.folders import RunLock\n"
+        code = "import sys; from pathlib import Path; from mega_rl.checkpoint.lock import RunLock\n"
         code += "try: RunLock(Path(sys.argv[1])).take()\nexcept ValueError as error: print(error)"
         other = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
         assert other.stdout.strip() == message
@@ -321,7 +322,7 @@ def test_a_killed_process_frees_the_lock_though_its_fork_lives_on(root: Path) ->
     code = """
 import os, sys, time
 from pathlib import Path
-from mega_rl.checkpoint.folders import RunLock
+from mega_rl.checkpoint.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.take()
 child = os.fork()

@@ -16,10 +16,21 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file
 
+from mega_rl import cli
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.checkpoint.layout_cases import CIRCLES, LAYOUTS, STEPS, run_circles, run_pairs
+from tests.unit_tests.checkpoint.layout_cases import (
+    CIRCLES,
+    LAYOUTS,
+    STEPS,
+    Case,
+    checksums,
+    role_of,
+    run_circles,
+    run_pairs,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -70,6 +81,33 @@ def test_the_same_layout_goes_on_bit_for_bit(layouts: list[dict[str, Any]], layo
     for found in layouts:
         assert found[name]["norm"] == found["saved"][layout]["norm"]
         assert found[name]["same after"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_leaves_as_a_hugging_face_checkpoint(
+    layouts: list[dict[str, Any]], root: Path, layout: str, tmp_path: Path
+) -> None:
+    """`mega-rl checkpoint export` gives every bit of what the engine's own exporter gave."""
+    check_export(root / "layouts" / layout, LAYOUTS[layout], layouts[0]["saved"][layout]["held"], root, tmp_path)
+
+
+@pytest.mark.parametrize("circle", CHOSEN)
+def test_every_model_leaves_as_a_hugging_face_checkpoint(
+    circles: list[dict[str, Any]], root: Path, circle: str, tmp_path: Path
+) -> None:
+    """Other families, dtypes and implementations of data parallelism; a critic by its role."""
+    for name, case in CHOSEN[circle].items():
+        held = circles[0][circle]["saved"][name]["held"]
+        check_export(root / circle / name, case, held, root, tmp_path / name)
+
+
+def check_export(folder: Path, case: Case, held: dict[str, str], root: Path, out: Path) -> None:
+    options = ["--hf", str(root / "models" / case.model), "--role", role_of(case.head), "--overwrite"]
+    options += ["--dtype", {"fp32": "float32", "bf16": "bfloat16"}[case.dtype]]
+    assert cli.main(["checkpoint", "export", str(folder), str(out), *options]) == 0
+    expected = {name: checksum for name, checksum in held.items() if name.startswith("weights ")}
+    assert checksums("weights", load_file(out / "model.safetensors")) == expected
+    assert (out / "config.json").exists()
 
 
 @pytest.mark.parametrize("circle", CHOSEN)

@@ -150,7 +150,7 @@ def test_an_engine_goes_on_from_its_own_checkpoints_only(folder: Path, runs: dic
     first, second = run_ranks(2, refused_all, str(folder), wanted)
     assert first == second
     for name, (_, difference) in OTHER_ENGINE.items():
-        assert f"is of another run ({difference}); set checkpoint.resume=never" in first[name]
+        assert f"is of another run ({difference}); set checkpoint.resume=never to start anew" in first[name]
         assert len(first[name].splitlines()) == 1
 
 

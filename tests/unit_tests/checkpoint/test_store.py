@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     store(tmp_path).save(1, {})
     message = refusal(store(tmp_path, identity={"seed": 8, "data": "abc", "model": "m"}))
     assert "(seed: 7 -> 8, model: None -> 'm')" in message
-    assert "set checkpoint.resume=never or another trainer.run_dir" in message
+    assert "set checkpoint.resume=never to start anew (what is there is kept, in previous/)" in message
     assert "abc" not in message
 
 

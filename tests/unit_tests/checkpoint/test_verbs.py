@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl import cli
 from mega_rl.checkpoint import folders, verbs
+from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint.written import save
 
@@ -108,22 +110,44 @@ def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_prune_is_refused_while_a_run_writes(run: Path) -> None:
-    with folders.RunLock(run / "checkpoints"):
+    with RunLock(run / "checkpoints"):
         with pytest.raises(UserError, match=f"{run}: another run .*pid {os.getpid()}.*stop it first"):
             verbs.prune(run, keep=1)
         assert verbs.prune(run, keep=1, dry_run=True) == 0
     assert steps(run) == [10, 20, 30]
 
 
-def test_prune_removes_nothing_that_may_be_the_last(run: Path) -> None:
-    os.truncate(run / "checkpoints" / "step_000030" / "shard_00000.safetensors", 50)
-    with pytest.raises(UserError, match=r"shard_00000.safetensors: 50 bytes, expected"):
+@pytest.mark.parametrize("how", ["truncated", "one bit"])
+def test_prune_counts_whole_checkpoints_only(run: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged newest one does not cost the whole one before it."""
+    if how == "truncated":
+        os.truncate(run / "checkpoints" / "step_000030" / "shard_00000.safetensors", 50)
+    else:
+        damage(run, 30)
+    for dry_run in (True, False):
+        assert verbs.prune(run, keep=1, dry_run=dry_run) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == f"{'would keep' if dry_run else 'kept'} {run / 'checkpoints' / 'step_000020'}"
+        assert any("step_000030: damaged, not counted and left there: " in line for line in lines)
+    assert steps(run) == [20, 30]
+
+
+def test_prune_removes_nothing_where_nothing_is_whole(run: Path) -> None:
+    for step in (10, 20, 30):
+        damage(run, step)
+    with pytest.raises(UserError, match="every checkpoint is damaged, so nothing is removed"):
         verbs.prune(run, keep=1)
+    assert steps(run) == [10, 20, 30]
     for step in (10, 20, 30):
         (run / "checkpoints" / f"step_{step:06d}" / "COMMIT").unlink()
     with pytest.raises(UserError, match="no complete checkpoint"):
         verbs.prune(run, keep=1)
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
+
+
+def test_list_of_one_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verbs.list_checkpoints(run / "checkpoints" / "step_000020", as_json=True)
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == [20]
 
 
 @pytest.mark.parametrize(
@@ -155,3 +179,39 @@ def test_a_path_without_checkpoints(tmp_path: Path) -> None:
         verbs.verify_checkpoints(tmp_path / "new")
     with pytest.raises(UserError, match="no such folder"):
         verbs.verify_checkpoints(tmp_path / "nothing" / "step_000010")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["checkpoint", "export", "run", "out", "--step", "15"],
+            "--step=15: run has no complete checkpoint",
+        ),
+        (["checkpoint", "export", "run", "out", "--role", "judge"], "--role=judge: must be one of actor, critic"),
+        (
+            ["checkpoint", "export", "run", "out"],
+            "is not here; name a folder with its config.json",
+        ),
+        (["checkpoint", "export", "nothing", "out"], "nothing: no such folder"),
+        (
+            ["convert", "export", "run/checkpoints/step_000010", "out"],
+            "is of a run; its weights leave by 'mega-rl checkpoint export RUN OUT'",
+        ),
+        (
+            ["convert", "inspect", "run/checkpoints/step_000010"],
+            "is of a run; its weights leave by 'mega-rl checkpoint export RUN OUT'",
+        ),
+    ],
+)
+def test_mistakes_in_export(
+    arguments: list[str],
+    message: str,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(run.parent)
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (run.parent / "out").exists()

@@ -4,7 +4,8 @@ import pytest
 
 from mega_rl.config.facts import ModelFacts
 from mega_rl.config.loader import load
-from mega_rl.config.rules import check, is_on_policy
+from mega_rl.config.needs import is_on_policy
+from mega_rl.config.rules import check
 
 FACTS = ModelFacts(
     num_layers=4,
@@ -45,7 +46,10 @@ def test_runs(overrides: tuple[str, ...]) -> None:
     [
         (("sglang.tp=2",), "sglang.tp=2 has no effect: it needs rollout.backend=sglang"),
         ((SGLANG, "rollout.batch_size=8"), "rollout.batch_size=8 has no effect: it needs rollout.backend=hf"),
-        (("trainer.async_steps=1", "algorithm.tis_cap=2"), "legal: 0, or rollout.backend=sglang"),
+        (
+            ("trainer.async_steps=1", "algorithm.tis_cap=2"),
+            "cannot run ahead: it needs rollout.backend=sglang",
+        ),
         ((SGLANG, "trainer.async_steps=1"), "with algorithm.tis_cap=0: samples of old weights would pass for"),
         ((SGLANG, "sglang.tp=5"), "sglang.tp=5 does not divide the 12 attention heads of model.path; legal: 1, 2, 3"),
         ((SGLANG, "sglang.urls=[http://a:1]"), "sglang.keys_file is empty with sglang.urls"),

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.config.facts import ModelFacts
+from mega_rl.config.facts import ModelFacts, leave_out
 from mega_rl.config.loader import FIELDS, load
-from mega_rl.config.rules import check, flat
+from mega_rl.config.needs import flat
+from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 
 FACTS = ModelFacts(
@@ -59,14 +60,20 @@ RULES = [
         3,
         "parallel.tp=2",
         "world size 3 is not a multiple of parallel.tp*pp*cp=2*1*1=2; "
-        "start a multiple of 2 ranks, or choose sizes whose product divides 3",
+        "start a multiple of 2 ranks (--nproc-per-node 2), or choose sizes whose product divides 3",
     ),
     (
         1,
         "parallel.sequence_parallel=true",
-        "parallel.sequence_parallel=true needs parallel.tp above 1; there is nothing to shard over with tp=1",
+        "parallel.sequence_parallel=true has no effect: it needs parallel.tp above 1; set that or leave it out (on a "
+        "command line: parallel.sequence_parallel=null)",
     ),
-    (1, "parallel.vpp=2", "parallel.vpp=2 needs parallel.pp above 1; set vpp=1"),
+    (
+        1,
+        "parallel.vpp=2",
+        "parallel.vpp=2 has no effect: it needs parallel.pp above 1; set that or leave it out (on a command line: "
+        "parallel.vpp=null)",
+    ),
     (
         2,
         "parallel.pp=2 parallel.vpp=3",
@@ -75,8 +82,8 @@ RULES = [
     (
         4,
         "parallel.pp=4 parallel.overlap_p2p=true",
-        "parallel.overlap_p2p=true has no effect: it needs parallel.vpp above 1; "
-        "set that or remove parallel.overlap_p2p",
+        "parallel.overlap_p2p=true has no effect: it needs parallel.vpp above 1; set that or leave it out (on a "
+        "command line: parallel.overlap_p2p=null)",
     ),
     (
         1,
@@ -105,7 +112,7 @@ RULES = [
         2,
         "parallel.pp=2 parallel.pipeline=Ett|ttL parallel.first_stage_layers=2",
         "parallel.pipeline=Ett|ttL says how many layers each stage has; "
-        "remove parallel.first_stage_layers and parallel.last_stage_layers",
+        "leave them out (on a command line: parallel.first_stage_layers=null parallel.last_stage_layers=null)",
     ),
     (
         1,
@@ -116,8 +123,9 @@ RULES = [
     (
         2,
         "ddp.overlap_param_gather=true",
-        "ddp.overlap_param_gather=true needs ddp.overlap_grad_reduce=true and optim.distributed_optimizer=true: "
-        "what is gathered is what the sharded optimizer updated",
+        "ddp.overlap_param_gather=true cannot work: it needs ddp.overlap_grad_reduce=true and "
+        "optim.distributed_optimizer=true, whose updates are gathered; set that or leave it out (on a command line: "
+        "ddp.overlap_param_gather=null)",
     ),
     (
         2,
@@ -152,16 +160,23 @@ RULES = [
         "optim.precision_aware=true optim.cpu_offload=1",
         "optim.cpu_offload=1 with optim.precision_aware=true: the host's Adam has FP32 moments; use one of the two",
     ),
-    (1, "optim.warmup_steps=100", "optim.warmup_steps=100 must be below trainer.steps=100"),
+    (
+        1,
+        "optim.warmup_steps=100",
+        "optim.warmup_steps=100 does not end within the run: it needs trainer.steps above it; set that or leave it "
+        "out (on a command line: optim.warmup_steps=null)",
+    ),
     (
         1,
         "algorithm.critic_warmup_steps=100",
-        "algorithm.critic_warmup_steps=100 must be below trainer.steps=100; the actor would never train",
+        "algorithm.critic_warmup_steps=100 does not end within the run: it needs trainer.steps above it, or the actor "
+        "never trains; set that or leave it out (on a command line: algorithm.critic_warmup_steps=null)",
     ),
     (
         1,
         "trainer.val_interval=5",
-        "trainer.val_interval=5 needs validation prompts; set data.val_files or data.val_size",
+        "trainer.val_interval=5 has no prompts to validate on: it needs data.val_files or data.val_size; set that or "
+        "leave it out (on a command line: trainer.val_interval=null)",
     ),
     (
         1,
@@ -254,7 +269,7 @@ def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> No
     (line,) = broken(*overrides.split())
     value = str(flat(config)[key])
     value = {"True": "true", "False": "false"}.get(value, value)
-    assert line == f"{key}={value} has no effect: it needs {needs}; set that or remove {key}"
+    assert line == f"{key}={value} has no effect: it needs {needs}; set that or {leave_out(key)}"
 
 
 def test_kv_heads_may_divide_tp_or_the_other_way_round_but_not_neither() -> None:
@@ -373,8 +388,9 @@ def test_experts_with_biases_are_not_cut() -> None:
 
 def test_settings_of_experts_have_no_effect_on_a_dense_model() -> None:
     assert broken("parallel.ep=2", "moe.dispatcher=allgather", world_size=2) == [
-        "parallel.ep=2: model.path has no experts; remove parallel.ep",
-        "moe.dispatcher has no effect: model.path has no experts; remove moe.dispatcher",
+        "parallel.ep=2: model.path has no experts; leave it out (on a command line: parallel.ep=null)",
+        "moe.dispatcher has no effect: model.path has no experts; leave it out (on a command line: "
+        "moe.dispatcher=null)",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,18 @@ def test_inspect(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "qwen3_moe" in out
     assert "layers 0-2" in out
-    assert "moe=(layers=4 of 4, num_experts=4" in out
+    assert re.search(r"^  moe +layers 4 of 4, num_experts 4, ", out, flags=re.MULTILINE)
+    assert max(map(len, out.splitlines())) < 300
+
+
+def test_inspect_of_a_config_alone(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text((models / "qwen3_moe" / "config.json").read_text())
+    alone, whole = facts(capsys, "inspect", tmp_path), facts(capsys, "inspect", models / "qwen3_moe")
+    for same in ("num_params", "num_tensors", "nbytes", "stages", "architecture"):
+        assert alone[same] == whole[same]
+    code, out, _ = run(capsys, "inspect", tmp_path)
+    assert code == 0
+    assert "(by config.json; no weights are here)" in out
 
 
 def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,7 +271,7 @@ def test_gemma3_wrapped_as_its_image_model_is() -> None:
 
 
 def test_gpt_oss_and_olmoe_and_glm4() -> None:
-    hf = tiny("gpt_oss")
+    hf = tiny("gpt_oss", swiglu_alpha=1.702)
     assert (hf.activation, hf.sinks, hf.linear_bias, hf.qkv_bias, hf.fused_experts) == (
         "swiglu_clamped",
         True,
@@ -338,6 +338,7 @@ def test_yarn() -> None:
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "unquantised"]),
         ("gpt_oss", {"attention_bias": False}, ["attention_bias=false", "experts have biases"]),
         ("gpt_oss", {"swiglu_limit": 5.0}, ["swiglu_limit=5.0", "7"]),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0", "1.702"]),
         ("gpt_oss", {"num_experts_per_tok": 1}, ["num_experts_per_tok=1", "normalised"]),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, ["layer_types", "full_attention"]),
         ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "list of 4"]),

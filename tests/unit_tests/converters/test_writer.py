@@ -226,7 +226,7 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"bytes are to be written, but its disk has \d+ bytes free"):
+    with pytest.raises(UserError, match=r"1,152,921,504\.61 GB are to be written, but its disk has [\d.,]+ [GM]B free"):
         CheckpointWriter(tmp_path, [TensorSpec("a", torch.uint8, (1 << 60,))])
     assert list(tmp_path.iterdir()) == []
 
@@ -244,7 +244,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, after: int, monkeypatch: pytest.Mo
         return os.pwrite(fd, buffers[0][:100], offset)
 
     monkeypatch.setattr(safetensors_writer.os, "pwritev", failing)
-    message = r"model\.safetensors.*No space left on device.* \d+ bytes free"
+    message = r"model\.safetensors.*No space left on device.* [\d.,]+ [GM]B free"
     specs = [TensorSpec("a", torch.float32, (1000,))]
     with (
         pytest.raises(UserError, match=message),

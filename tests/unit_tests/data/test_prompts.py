@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mega_rl.data.columns import RewardColumns
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
@@ -312,3 +313,48 @@ def test_fingerprint() -> None:
     a = [Prompt(index=0, token_ids=(1,), text="ab", answer="c")]
     b = [Prompt(index=0, token_ids=(1,), text="a", answer="bc")]
     assert fingerprint(a) != fingerprint(b)
+
+
+def test_answers_of_code_tasks(tmp_path: Path) -> None:
+    """Lists and objects reach a reward that takes them; any other one names the row."""
+    answers = [{"tests": ["f(1) == 2"], "time_s": 1.5}, ["a", "b"], True, "x", 3]
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answer": answer} for answer in answers])
+    prompts = load(file, reward_columns=RewardColumns(structured=True))
+    assert [prompt.answer for prompt in prompts] == [*answers[:4], "3"]
+    with pytest.raises(UserErrors) as error:
+        load(file)
+    assert problems(error)[0] == f"{file}:1: 'answer' is an object, not a string or a number"
+
+
+def test_answers_that_no_reward_reads_may_be_missing(tmp_path: Path) -> None:
+    file = jsonl(
+        tmp_path / "a.jsonl", [{"prompt": "p"}, {"prompt": "q", "answer": None}, {"prompt": "r", "answer": "7"}]
+    )
+    columns = RewardColumns(answer=False)
+    assert [prompt.answer for prompt in load(file, reward_columns=columns)] == [None, None, "7"]
+    assert [prompt.answer for prompt in load(file, reward_columns=columns, answer_key="")] == [None] * 3
+    with pytest.raises(UserErrors, match="has no 'answer'"):
+        load(file)
+
+
+def test_every_column_of_a_row(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": "p", "answer": "7", "difficulty": 3, "tags": ["x"]}]
+    table = tmp_path / "a.parquet"
+    pq.write_table(pa.table({key: [rows[0][key]] for key in rows[0]}), table)
+    for file in (jsonl(tmp_path / "a.jsonl", rows), table):
+        (prompt,) = load(file, reward_columns=RewardColumns(every=True))
+        assert prompt.row == rows[0]
+        assert load(file)[0].row is None
+    assert fingerprint([prompt]) != fingerprint(load(table))
+
+
+def test_a_parquet_file_without_answers(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
+    (prompt,) = load(tmp_path / "a.parquet", reward_columns=RewardColumns(answer=False))
+    assert prompt.answer is None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mega_rl.accelerator.megatron_core import installed_release
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.errors import UserError
@@ -101,17 +102,23 @@ def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> 
         )
 
 
+def mended_in(series: str) -> bool:
+    """Whether the release under test is the one in which a fault was mended, or a later one."""
+    return installed_release().series >= series
+
+
 def test_shards_that_are_not_initialised(ranks: list[dict[str, Any]]) -> None:
-    """Upstream marks shards while it initialises them only: else the gradient norm leaves most of them out."""
+    """0.16 marks shards while it initialises them only: else the gradient norm leaves most of them out."""
     wrong = ranks[0]["shards unmarked"]["wrong"]
-    assert wrong["grad_norm"] > 0.01
+    assert (wrong["grad_norm"] <= FP32.grad_norm) if mended_in("0.18") else (wrong["grad_norm"] > 0.01)
     assert max(wrong["gradients"].values()) <= FP32.gradient
 
 
 def test_experts_that_are_whole_under_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
-    """With tp above etp and ep=1 upstream adds up nothing over the ranks that hold the same expert."""
+    """With tp above etp and ep=1 upstream adds up nothing over the ranks that hold the same expert, before 0.19."""
     wrong = gradients(ranks, "experts unmarked", "wrong")
-    assert {name for name, error in wrong.items() if error > 0.01} == {n for n in wrong if ".experts." in n}
+    expected = set() if mended_in("0.19") else {name for name in wrong if ".experts." in name}
+    assert {name for name, error in wrong.items() if error > 0.01} == expected
 
 
 def test_strided_tensors_on_gloo(ranks: list[dict[str, Any]]) -> None:

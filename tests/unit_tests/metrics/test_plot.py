@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.metrics.plot import plot_run, series
+from mega_rl.cli import main
+from mega_rl.errors import UserError
+from mega_rl.metrics.plot import plot_runs, series
 from mega_rl.metrics.sinks import JsonlSink
 
 
@@ -28,13 +30,53 @@ def test_series_are_by_metric_in_step_order(tmp_path: Path) -> None:
 
 def test_plot_is_a_png_also_with_values_that_are_no_numbers(tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=4)
-    png = plot_run(tmp_path / "metrics.jsonl", tmp_path / "plots" / "run.png")
-    data = png.read_bytes()
+    picture = tmp_path / "plots" / "run.png"
+    plot_runs({"": tmp_path / "metrics.jsonl"}, picture)
+    data = picture.read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     JsonlSink(tmp_path / "metrics.jsonl", resume_step=1).log(1, {"sync/bytes": 1.0})
-    with pytest.raises(ValueError, match="no metric to draw"):
-        plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png")
+    with pytest.raises(UserError, match="no metric to draw"):
+        plot_runs({"": tmp_path / "metrics.jsonl"}, tmp_path / "run.png")
+
+
+def test_the_command_draws_runs_together_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name / "metrics.jsonl", steps=3)
+    out = tmp_path / "both.svg"
+    arguments = ["plot", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out), "--metrics", "reward/mean"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert out.read_text().count("<svg") == 1
+    assert main(["plot", str(tmp_path / "one")]) == 0
+    assert (tmp_path / "one" / "curves.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["empty"], "empty: has no metrics.jsonl; give the folder of a run (trainer.run_dir)"),
+        (["nowhere"], "nowhere: no such file or folder; give the folder of a run (trainer.run_dir)"),
+        (["run", "--metrics", "reward/men"], "--metrics: no run has reward/men; did you mean reward/mean?"),
+        (["run", "--out", "run.gif"], "--out=run.gif: must end in .png, .svg, .pdf"),
+        (["torn"], "torn/metrics.jsonl: cannot be read: torn/metrics.jsonl line 1: "),
+    ],
+)
+def test_a_plot_that_cannot_be_drawn_says_why(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "run", "torn"):
+        Path(name).mkdir()
+    write_run(Path("run/metrics.jsonl"), steps=2)
+    Path("torn/metrics.jsonl").write_text("no json\n{}\n")
+    assert main(["plot", *arguments]) == 2
+    assert f"error: {message}" in capsys.readouterr().err

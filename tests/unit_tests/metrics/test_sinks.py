@@ -6,8 +6,10 @@ import errno
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,34 @@ def test_tensorboard_holds_the_scalars_and_a_resumed_run_hides_the_old_ones(tmp_
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_tensorboard_holds_config_and_rollouts_as_texts(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, resume_step=1, config_text="optim:\n  lr: 0.5\n")
+    sink.dump_rollouts(2, [{"prompt": "3|4=", "reward": 1.0}])
+    sink.log(2, {"reward/mean": 1.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    texts = [events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0] for name in ("config", "rollouts")]
+    assert texts == [b"```yaml\noptim:\n  lr: 0.5\n```", b"| prompt | reward |\n| --- | --- |\n| 3\\|4= | 1.0 |"]
+
+
+def test_a_deleted_folder_turns_tensorboard_off_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    sink = MultiSink([TensorBoardSink(tmp_path / "tb", resume_step=1)])
+    sink.log(1, {"reward/mean": 1.0})
+    shutil.rmtree(tmp_path / "tb")
+    for step in (2, 3):
+        sink.log(step, {"reward/mean": 1.0})
+    sink.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"TensorBoardSink failed and is off for the rest of the run: FileNotFoundError: {tmp_path / 'tb'} is gone"
+    ]
+    assert not died
+
+
 # -- rollouts ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +176,7 @@ class Recorder(NullSink):
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self._call("dump", step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._call("close", -1)
 
 
@@ -172,7 +202,7 @@ def test_a_bug_in_a_sink_is_not_hidden() -> None:
 
 def test_writer_gets_everything_the_config_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1, total_steps=5)
+    sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1)
     sink.log(1, {"reward/mean": 0.25})
     sink.dump_rollouts(1, [{"prompt": "p"}])
     sink.close()

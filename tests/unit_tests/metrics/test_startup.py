@@ -40,13 +40,24 @@ def test_away_from_a_terminal_every_role_is_one_plain_line() -> None:
     )
 
 
-def test_on_a_terminal_there_is_a_frame_and_nothing_is_cut_off() -> None:
-    wide, narrow = (shown(ACTOR, CRITIC, REWARD, terminal=True, width=width) for width in (120, 80))
+def test_on_a_terminal_there_is_a_frame() -> None:
+    wide = shown(ACTOR, CRITIC, REWARD, terminal=True, width=120)
     assert wide.count("\n") == 7
     for text in ("/models/a[bold]b", "te: flash", "7.62B", "exact_match", "│ reward │"):
         assert text in wide
-    cells = [line.split("│")[2].strip() for line in narrow.splitlines() if line.startswith("│")]
-    assert "".join(cells) == "/models/a[bold]b/models/largerexact_match"
+
+
+def test_a_narrow_terminal_folds_no_word_and_says_once_what_all_models_share() -> None:
+    assert shown(ACTOR, CRITIC, REWARD, terminal=True, width=80) == (
+        "role    parameters  attention\n"
+        "actor         494M  te: flash\n"
+        "  /models/a[bold]b\n"
+        "critic       7.62B  sdpa\n"
+        "  /models/larger\n"
+        "reward           -  -\n"
+        "  exact_match\n"
+        "all models: family qwen2, engine megatron, layout tp2 dp2, dtype bf16, trains yes\n"
+    )
 
 
 def test_a_column_without_a_word_is_left_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,21 +124,28 @@ def te_layer_cases(folder: Path) -> dict[str, Any]:
     from mega_rl.models import specs
 
     asked: list[dict[str, Any]] = []
+    made: list[tuple[Any, Any]] = []
     original = specs.get_gpt_layer_with_transformer_engine_spec
 
     def asking(**kwargs: Any) -> Any:
         asked.append(kwargs)
-        mixture = SimpleNamespace(submodules=SimpleNamespace(router=None))
-        return SimpleNamespace(submodules=SimpleNamespace(mlp=mixture))
+        mixture = partial(SimpleNamespace, submodules=SimpleNamespace(router=None))  # as from 0.18; a spec in 0.16
+        attention = SimpleNamespace(module=None)
+        made.append((mixture.keywords["submodules"], attention))
+        return SimpleNamespace(submodules=SimpleNamespace(mlp=mixture, self_attention=attention))
 
     specs.get_gpt_layer_with_transformer_engine_spec = asking
     found = {}
     for family in ("qwen3", "deepseek_v3", "gemma3_text", "glm4", "olmoe"):
         hf = read_hf_config(folder / family)
         asked.clear()
+        made.clear()
         for layer in range(hf.num_layers):
             specs._te_layer(hf, layer)
-        found[family] = {"asked": list(asked), "lacking": specs.needs_local_spec(hf)}
+        ours = [
+            (mixture.router is specs.Router, attention.module is specs.LatentAttention) for mixture, attention in made
+        ]
+        found[family] = {"asked": list(asked), "ours": ours, "lacking": specs.needs_local_spec(hf)}
     specs.get_gpt_layer_with_transformer_engine_spec = original
     return found
 
@@ -177,6 +185,9 @@ def refusal_cases(folder: Path) -> dict[str, str]:
     multi_latent_attention.HAVE_TE = True  # what upstream believes wherever our patches are not
     found["latent on cuda"] = spec("local", "deepseek_v3")
     multi_latent_attention.HAVE_TE = False
+    linear, multi_latent_attention.Linear = multi_latent_attention.Linear, None  # what it is there from 0.18
+    found["latent on cuda, newer"] = spec("local", "deepseek_v3")
+    multi_latent_attention.Linear = linear
     return found | {"latent on cpu": spec("local", "deepseek_v3")}
 
 

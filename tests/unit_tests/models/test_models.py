@@ -95,6 +95,7 @@ def test_layers_of_transformer_engine(found: dict[str, Any]) -> None:
     assert [layer["num_experts"] for layer in asked] == [None, 8, 8, 8]
     assert all(layer["multi_latent_attention"] and layer["qk_layernorm"] for layer in asked)
     assert all(layer["moe_grouped_gemm"] for layer in asked)
+    assert found["te layers"]["deepseek_v3"]["ours"] == [(False, True), (True, True), (True, True), (True, True)]
     dense = found["te layers"]["qwen3"]["asked"]
     assert all(layer["qk_layernorm"] and not layer["multi_latent_attention"] for layer in dense)
 
@@ -116,5 +117,6 @@ def test_models_and_layouts_that_do_not_go_together(found: dict[str, Any]) -> No
     assert "sliding windows over context parallelism, attention sinks over context parallelism" in told["te cp"]
     assert "2*cp must divide the 4096 positions" in told["yarn"]
     assert "needs Transformer Engine to be installed" in told["latent on cuda"]
+    assert "needs Transformer Engine to be installed" in told["latent on cuda, newer"]
     fine = ("dense", "with sp", "biases whole", "yarn cut", "local", "latent on cpu")
     assert [told[case] for case in fine] == ["False", "False", "False", "False", "4", "4"]

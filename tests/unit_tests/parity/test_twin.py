@@ -11,6 +11,7 @@ import torch
 from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
 from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.safetensors_writer import write_checkpoint
+from mega_rl.parity.known_bugs import known_bug
 from mega_rl.parity.shrink import MAX_LAYERS, shrink, write_twin
 from mega_rl.parity.twin import GATE, Parity, compare_twin, judge, suspects
 from tests.helpers.models import TINY, write_tiny_checkpoint
@@ -122,15 +123,26 @@ def test_the_first_diverging_layer_is_named(
 
 
 def test_a_known_fault_of_the_reference_is_not_ours(tmp_path: Path) -> None:
-    """DeepSeek-V2 with YaRN: transformers is wrong, which is said; any other gap is ours."""
+    """DeepSeek-V2 with YaRN: transformers before 5.15 is wrong, which is said; any other gap is ours."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32.0, "beta_slow": 1.0}
     path = write_tiny_checkpoint(tmp_path / "model", family="deepseek_v2", rope_parameters=scaling)
     parity = compare_twin(path, path, num_tokens=24)
     assert parity.good
+    if known_bug(read_hf_config(path)) is None:
+        assert parity.max_abs <= GATE
+        return
     assert parity.max_abs > 10 * GATE
     assert "not comparable" in parity.summary
     assert "47435" in parity.details[0]
+
+
+def test_a_fault_of_the_reference_ends_with_the_release_that_mends_it(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+    hf = read_hf_config(write_tiny_checkpoint(tmp_path, family="deepseek_v2", rope_parameters=scaling))
+    assert known_bug(hf, transformers="5.14.1") is not None
+    assert known_bug(hf, transformers="5.15.0") is None
 
 
 def test_nan_is_a_difference() -> None:

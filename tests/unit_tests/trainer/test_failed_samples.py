@@ -106,10 +106,10 @@ def test_tokens_of_a_failed_sample_are_our_own_bug() -> None:
 
 def test_a_dump_says_which_samples_failed() -> None:
     rollout, rewards = with_failures([(3, False), (2, True)])
-    rows = sample_rows(rollout, rewards, PROMPTS, str, count=2)
+    rows = sample_rows(rollout, rewards, PROMPTS, str, render=str, step=1, count=2)
     assert [row["failed"] for row in rows] == [False, True]
     assert rows[1]["response"] == "[]"
-    assert "failed" not in sample_rows(make_rollout([1]), rewards[:1], PROMPTS, str, count=1)[0]
+    assert "failed" not in sample_rows(make_rollout([1]), rewards[:1], PROMPTS, str, render=str, step=1, count=1)[0]
 
 
 def with_empty_rows(batch: Experience) -> Experience:

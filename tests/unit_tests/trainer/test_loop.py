@@ -58,6 +58,7 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "checkpoints": FakeStore(events),
         "export": lambda done: events.append(f"export {done}"),
         "decode": lambda ids: " ".join(map(str, ids)),
+        "render": lambda ids: "+".join(map(str, ids)),
         "stop_requested": lambda: False,
     }
     trainer = PPOTrainer(**(parts | changes))
@@ -93,6 +94,12 @@ def test_validation_saving_and_dumps_keep_their_intervals() -> None:
     assert {step: len(rows) for step, rows in trainer.metrics.dumps.items()} == {4: 3}
     assert trainer.metrics.dumps[4][0]["prompt"] == "p0"
     assert trainer.metrics.dumps[4][0]["weight_version"] == 4
+    rows = trainer.metrics.dumps[4]
+    places = [(row["step"], row["prompt_index"], row["sample_index"]) for row in rows]
+    assert places == [(4, 0, 0), (4, 0, 1), (4, 1, 0)]
+    for row in rows:
+        assert len(row["rendered_prompt"].split("+")) == row["prompt_tokens"] > 0
+        assert len(row["response"].split()) == row["response_tokens"] > 0
 
 
 def test_a_stop_request_ends_after_the_step_and_saves() -> None:
@@ -125,6 +132,15 @@ def test_hugging_face_checkpoints_keep_their_interval() -> None:
     trainer = make_trainer(settings=RunSettings(steps=5, hf_interval=2, hf_final=True))
     trainer.fit()
     assert [event for event in trainer.events if event.startswith("export")] == ["export 2", "export 4", "export 5"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("start", [5, 7])
+def test_a_finished_run_is_exported_when_it_is_started_again(start: int) -> None:
+    """Whatever `checkpoint.hf_final` was before; and nothing is trained or saved."""
+    trainer = make_trainer(settings=RunSettings(steps=5, hf_final=True, save_final=True), start=start)
+    assert trainer.fit() == start
+    assert trainer.events == ["publish", f"export {start}"]  # type: ignore[attr-defined]
+    assert not trainer.checkpoints.saved
 
 
 def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:

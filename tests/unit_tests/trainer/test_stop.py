@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
 from torch import Tensor
 
+from mega_rl import progress
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.stop import StopRequest
 
@@ -75,12 +78,21 @@ def test_a_signal_while_the_ranks_talk_is_not_lost() -> None:
     assert stop.exit_code == 143
 
 
-def test_a_second_interrupt_does_not_wait() -> None:
+def test_the_first_interrupt_is_answered_at_once_and_a_second_does_not_wait(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "mega_rl")
     stop = StopRequest(SingleRank())
-    send(signal.SIGINT)
+    with progress.rounds("step", 60, done=6):
+        send(signal.SIGINT)
+        for thread in threading.enumerate():
+            if thread.name == "answer to a signal":
+                thread.join()
+    assert caplog.messages == ["SIGINT: finishing step 7, then saving; Ctrl-C again stops at once"]
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
     assert stop()
+    assert "interrupted: ended at once, without a checkpoint of the step in progress\n" in capfd.readouterr().err
 
 
 def test_a_second_terminate_changes_nothing() -> None:

@@ -97,10 +97,10 @@ def score(prompt, response, answer):
 def score_with_more(prompt, response, answer, scale=2.0, **rest):
     return scale
 
-def two(response, answer):
+def two(completion, answer):
     return 0.0
 
-def keyword_only(*, prompt, response, answer):
+def keyword_only(*, text, response, answer):
     return 0.0
 
 async def later(prompt, response, answer):
@@ -141,7 +141,7 @@ def test_user_functions(user_file: Path) -> None:
         ("/no/such/file.py:score", r"there is no file /no/such/file\.py"),
         ("FILE:scores", r"has no 'scores'; its functions are .*keyword_only, later, score,"),
         ("FILE:number", r"is of type int, not a function"),
-        ("FILE:two", r"signature \(response, answer\).*\(prompt, response, answer\): too many"),
+        ("FILE:two", r"signature \(completion, answer\).*\(prompt, response, answer\), with row, .*: too many"),
         ("FILE:keyword_only", r"too many positional"),
         ("FILE:later", r"asynchronous or a generator"),
         ("FILE:several", r"asynchronous or a generator"),
@@ -169,3 +169,18 @@ def test_files_that_fail_to_import(tmp_path: Path, content: str, expected: str) 
         resolve(f"{file}:f")
     assert expected in str(error.value)
     assert "mega_rl_reward_broken_reward" not in sys.modules
+
+
+def test_a_file_imports_its_neighbours_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Installed modules win over neighbours of the same name; another folder's neighbour is not mixed up."""
+    for folder, number in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward_helper_x.py").write_text(f"NUMBER = {number}")
+        (tmp_path / folder / "json.py").write_text("raise RuntimeError('shadowed')")
+        (tmp_path / folder / "reward.py").write_text(
+            "import json, reward_helper_x\ndef f(prompt, response, answer): return reward_helper_x.NUMBER\n"
+        )
+    path = list(sys.path)
+    functions = [resolve(f"{tmp_path / folder / 'reward.py'}:f") for folder in ("a", "b")]
+    assert [function("", "", "") for function in functions] == [1, 2]
+    assert sys.path == path

@@ -128,7 +128,7 @@ def make_installation(prefix: Path, version: str) -> None:
 def test_sglang_in_its_own_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda _: None)
     assert installation.find_sglang(tmp_path) is None
-    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20.*make sglang"):
+    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20.*installs it on a CPU"):
         installation.require_sglang(device="cpu", prefix=tmp_path)
     with pytest.raises(UserError, match=r"mega_rl\[sglang\]"):
         installation.require_sglang(device="cuda", prefix=tmp_path)

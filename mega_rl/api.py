@@ -1,0 +1,142 @@
+"""The Python interface: load a config, build a trainer, fit. Imports torch only when a trainer is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mega_rl.config.loader import load
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserError
+from mega_rl.preflight import check_run
+
+if TYPE_CHECKING:
+    from mega_rl.trainer import PPOTrainer
+    from mega_rl.types import StepMetrics
+    from mega_rl.workers.reward_functions import RewardFunction
+
+
+def load_config(recipe: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Return the config of a recipe with overrides, every value checked for type and range; nothing else is read.
+
+    recipe: path of a YAML file, name of a packaged recipe, or None for the defaults. overrides: `["optim.lr=1e-6"]` as
+    on the command line, or a mapping, flat (`{"optim.lr": 1e-6}`) or by section (`{"optim": {"lr": 1e-6}}`).
+
+    Raises:
+        UserError: every mistake found, one line each.
+    """
+    return load(recipe, [overrides] if isinstance(overrides, str) else overrides)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run."""
+
+    steps: int  # done in all, those before a resume included
+    exit_code: int  # 0, or 128 plus the number of the signal that ended the run early
+    run_dir: Path  # everything that the run wrote
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal ended the run before its last step."""
+        return self.exit_code != 0
+
+    def history(self) -> list[StepMetrics]:
+        """Return the metrics of every step from the run's metrics.jsonl, which rank 0 writes; empty without one."""
+        from mega_rl.metrics.records import read_metrics
+
+        path = self.run_dir / "metrics.jsonl"
+        return list(read_metrics(path)) if path.exists() else []
+
+
+class Trainer:
+    """A run with all its parts, from the process groups to the rollout servers. A context manager; `close` ends it.
+
+    Under torchrun every rank builds one; without a launcher the run has a single rank. A process has one at a time.
+    """
+
+    _open: Trainer | None = None
+
+    def __init__(self, config: Config, *, reward: RewardFunction | None = None) -> None:
+        """Check the config against files and machine, load the models and resume what config.checkpoint says.
+
+        reward: scores responses in place of config.reward.function; config.reward.source must be "function".
+
+        Raises:
+            UserError: every mistake found, or a trainer that is still open in this process.
+        """
+        if Trainer._open is not None:
+            raise UserError("another mega_rl.Trainer is open in this process; close it, or use it in a with block")
+        if reward is not None:
+            config = _with_reward(config, reward)
+        config = check_run(config, reward_given=reward is not None)
+        from mega_rl.accelerator import prepare
+
+        accelerator = prepare(config.trainer.device)
+        from mega_rl.assemble import running
+
+        self.config = config
+        self._fitted = False
+        with ExitStack() as resources:  # takes down what was built if a later part fails
+            self._loop, self._stop = resources.enter_context(running(config, accelerator, reward=reward))
+            self._resources = resources.pop_all()
+        Trainer._open = self
+
+    @property
+    def loop(self) -> PPOTrainer:
+        """The trainer of this rank; its parts may be replaced before `fit`."""
+        return self._loop
+
+    def fit(self) -> Outcome:
+        """Train to the last step, or until SIGTERM, SIGUSR1 or Ctrl-C ends the run after a step; collective.
+
+        Raises:
+            RunError: the run cannot go on; the same on all ranks.
+            UserError: the trainer is closed or has been fitted.
+        """
+        if Trainer._open is not self or self._fitted:
+            state = "is closed" if Trainer._open is not self else "has been fitted"
+            raise UserError(f"this mega_rl.Trainer {state}; build another one")
+        self._fitted = True
+        steps = self._loop.fit()
+        return Outcome(steps, self._stop.exit_code, Path(self.config.trainer.run_dir))
+
+    def close(self) -> None:
+        """End process groups, servers and open files; a second call does nothing."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if Trainer._open is self:
+            Trainer._open = None
+            self._resources.__exit__(kind, error, trace)
+
+
+def build_trainer(config: Config, *, reward: RewardFunction | None = None) -> Trainer:
+    """Return a trainer that is ready to fit; see `Trainer`."""
+    return Trainer(config, reward=reward)
+
+
+def train(config: Config, *, reward: RewardFunction | None = None) -> Outcome:
+    """Build a trainer, fit it and close it; see `Trainer`."""
+    with Trainer(config, reward=reward) as trainer:
+        return trainer.fit()
+
+
+def _with_reward(config: Config, reward: RewardFunction) -> Config:
+    """Return the config with the function's name in it, for the run's own records."""
+    if config.reward.source != "function":
+        raise UserError(
+            f"reward: a function is given, but reward.source={config.reward.source}; set reward.source=function"
+        )
+    name = f"{getattr(reward, '__module__', '')}.{getattr(reward, '__qualname__', type(reward).__qualname__)}"
+    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=f"python:{name}"))

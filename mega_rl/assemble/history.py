@@ -1,0 +1,76 @@
+"""Which history a run goes on with: its checkpoints, what they must agree with, and what it resumes from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from mega_rl import progress
+from mega_rl.algorithms.kl import KLController
+from mega_rl.checkpoint.agreement import first_failure, told
+from mega_rl.checkpoint.identity import FILES, file_records, model_identity
+from mega_rl.checkpoint.random_state import RandomState
+from mega_rl.checkpoint.store import RunCheckpoints
+from mega_rl.config.origins import as_record, recorded
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserError
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.groups import Groups
+from mega_rl.protocols import WeightSync
+
+log = logging.getLogger(__name__)
+
+
+def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) -> RunCheckpoints:
+    """Where what learns is saved, and what a checkpoint must agree with to be resumed; without engines yet."""
+    return RunCheckpoints(
+        root=Path(config.trainer.run_dir) / "checkpoints",
+        engines={},
+        ranks=GroupRanks(groups.world),
+        settings=config.checkpoint,
+        identity=_identity(config, GroupRanks(groups.world), data_fingerprint=data_fingerprint),
+        layout=str(groups.layout),
+        config=as_record(config),
+        rank_states={"random": RandomState()},
+    )
+
+
+def _identity(config: Config, ranks: GroupRanks, *, data_fingerprint: str) -> dict[str, Any]:
+    """Return what a checkpoint must agree with; rank 0 reads the files; collective. Raises UserError on all ranks."""
+    read: dict[str, Any] = {}
+    message = None
+    if ranks.rank == 0:
+        try:
+            files = dict(zip(recorded(config).data.train_files, config.data.train_files, strict=True))
+            read = {"model": model_identity(Path(config.model.path)), FILES: file_records(files)}
+        except (UserError, OSError) as error:
+            message = str(error)
+    message = first_failure(message, ranks)
+    if message is not None:
+        raise UserError(message)
+    own = {"seed": config.trainer.seed, "data": data_fingerprint, "engine": config.engine}
+    return own | told(read, ranks)
+
+
+def resume(checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int) -> int:
+    """Steps done by the checkpoint that everything was restored from; 0 when the run starts afresh.
+
+    `steps` of the run are all that there are to do.
+    """
+    with progress.phase("reading the checkpoint"):
+        found = checkpoints.restore()
+    if found is None:
+        return 0
+    kl.restore(found.state["kl"])
+    sync.resume_at(found.state["weight_version"])
+    log.info("resumed after step %d", found.step)
+    if found.step >= steps:
+        log.info("step %d of %d is done: nothing is left to train; raise trainer.steps to train on", found.step, steps)
+    return found.step
+
+
+def saves_nothing(config: Config) -> bool:
+    """Return whether a run that is not stopped ends without a checkpoint and without its weights."""
+    settings = config.checkpoint
+    return not (settings.save_final or settings.save_interval or settings.hf_final or settings.hf_interval)

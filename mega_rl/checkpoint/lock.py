@@ -1,0 +1,104 @@
+"""The right to write into a run's folder of checkpoints, held by one process at a time. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+from mega_rl.checkpoint import disk
+from mega_rl.checkpoint.folders import entries, recover
+from mega_rl.checkpoint.manifest import now
+from mega_rl.checkpoint.previous import CHECKPOINTS, undo_moves
+from mega_rl.checkpoint.untrusted import clipped, decode_json, read_file
+from mega_rl.errors import UserError
+
+LOCK_FILE = ".lock"
+
+
+class RunLock:
+    """Holds the right to write under `root`, which is made if it is not there; a context manager.
+
+    The kernel frees it with the process, however that ends, and a file that was left behind does no harm. Raises
+    UserError when another process has it: "`what`: another run (host, pid, since) writes checkpoints there; `fix`".
+    """
+
+    def __init__(self, root: Path, *, what: str = "", fix: str = "choose another trainer.run_dir") -> None:
+        self.path = root / LOCK_FILE
+        self._what, self._fix = what or f"trainer.run_dir={root.parent}", fix
+        self._fd: int | None = None
+        self._made: list[Path] = []  # folders that were not there before
+        # A fork would hold the lock for as long as it lives; its own descriptor is no use to it.
+        own = weakref.WeakMethod(self._close)
+        os.register_at_fork(after_in_child=lambda: (close := own()) and close())
+
+    def __enter__(self) -> RunLock:
+        self.take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Take the lock, and put right what a kill between two renames has left. Raises UserError."""
+        assert self._fd is None, f"{self.path} is taken twice"
+        root = self.path.parent
+        self._made = [folder for folder in (root, root.parent) if not folder.exists()]
+        disk.make_folder(root)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            while True:
+                self._fd = os.open(self.path, flags, 0o666)
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.path.exists() and os.path.samestat(os.fstat(self._fd), self.path.stat()):
+                    break
+                self._close()  # the holder before has removed the file that was opened here
+                disk.make_folder(root)
+            os.ftruncate(self._fd, 0)
+        except BlockingIOError as error:
+            holder = self._holder()
+            self._close()
+            raise UserError(f"{self._what}: another run{holder} writes checkpoints there; {self._fix}") from error
+        except OSError as error:
+            self._close()
+            reason = "not a regular file" if error.errno in (errno.EINVAL, errno.ELOOP) else error.strerror
+            raise UserError(f"{self._what}: {self.path} cannot be locked ({reason}); {self._fix}") from error
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "since": now()}
+        disk.write_at(self._fd, 0, [memoryview(json.dumps(record).encode())])
+        if root.name == CHECKPOINTS:
+            undo_moves(root.parent)
+        recover(root)
+
+    def release(self) -> None:
+        """Frees the lock. Folders that were made for it and are still empty go, so that a run that never began leaves
+        nothing."""
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)
+            if self._made and [entry.name for entry in entries(self.path.parent)] == [LOCK_FILE]:
+                with contextlib.suppress(OSError):  # a folder in which there is something now stays
+                    self.path.unlink()
+                    for folder in self._made:
+                        folder.rmdir()
+        self._close()
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
+
+    def _holder(self) -> str:
+        """Who holds it, as far as the file tells."""
+        try:
+            raw = decode_json(read_file(self.path, 4096), self.path)
+        except UserError:
+            return ""
+        host, pid, since = (clipped(str(raw.get(key, "unknown"))) for key in ("host", "pid", "since"))
+        return f" (host {host}, pid {pid}, since {since})"

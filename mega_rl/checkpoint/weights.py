@@ -1,0 +1,147 @@
+"""Weights in a checkpoint of a run, as the converters read them: of any layout and engine, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from mega_rl.checkpoint.headers import StoredPiece
+from mega_rl.checkpoint.manifest import Manifest
+from mega_rl.checkpoint.reader import Checkpoint as RunCheckpoint
+from mega_rl.converters import checkpoints
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.checkpoints import Whole, assembled
+from mega_rl.converters.compose import Home
+from mega_rl.converters.dist_keys import whole_model
+from mega_rl.converters.dist_metadata import Chunk, DistTensor
+from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.parts import hf_tensors
+from mega_rl.converters.safetensors_io import CheckpointReader, TensorInfo
+from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.converters.slabs import Slabs
+from mega_rl.converters.transformers_names import disk_tensors
+from mega_rl.errors import UserError, UserErrors
+
+HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value"}
+_FSDP_HEAD = "score.weight"  # whatever the checkpoint calls it that the model came from
+
+
+def open_weights(folder: Path, *, role: str, reference: Path) -> checkpoints.Checkpoint:
+    """Open the weights of "actor" or "critic" in one checkpoint of a run, with all of their checksums compared.
+
+    `reference`: folder of the Hugging Face checkpoint that the model came from; its config.json is read.
+
+    Raises:
+        UserError: the checkpoint is damaged, has no such model, or the model is not that of `reference`.
+    """
+    prefix = f"{role}/weights/"
+    with RunCheckpoint.open(folder) as stored:
+        pieces = {name.removeprefix(prefix): p for name, p in stored.pieces.items() if name.startswith(prefix)}
+        if not pieces:
+            roles = ", ".join(sorted(stored.manifest.numbers)) or "none"
+            raise UserError(f"{folder}: has no {role}; its models: {roles}")
+        stored.verify(piece for of_one in pieces.values() for piece in of_one)
+        manifest = stored.manifest
+    shapes = {name: manifest.tensors[prefix + name].shape for name in pieces}
+    hf = read_hf_config(reference)
+    open_engine = _open_fsdp if engine_of(manifest) == "fsdp" else _open_megatron
+    return open_engine(folder, Sharding(hf, head=HEADS[role]), pieces, shapes)
+
+
+def engine_of(manifest: Manifest) -> str:
+    """Return the engine that saved a checkpoint: "megatron" or "fsdp"."""
+    return str(manifest.identity.get("engine", "megatron"))  # old ones do not say
+
+
+def _open_megatron(
+    folder: Path,
+    sharding: Sharding,
+    pieces: Mapping[str, Sequence[StoredPiece]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> checkpoints.Checkpoint:
+    """Megatron-Core's names, layers one by one, in boxes as a distributed checkpoint has them."""
+    tensors = {
+        key: DistTensor(
+            key, of_one[0].dtype, shapes[key], tuple(Chunk(*p.box, p.file, p.offset, p.spec.nbytes) for p in of_one)
+        )
+        for key, of_one in pieces.items()
+        if of_one
+    }
+    slabs = Slabs(folder, sharding, tensors, info=_chunk_info)
+    plans = whole_model(replace(sharding, padded_vocab=sharding.hf.vocab_size), origin="canonical")
+    found = {plan.canonical: slabs.add(plan) for plan in plans}
+    absent = tuple(plan.canonical for plan in plans if plan.optional and not found[plan.canonical])
+    problems = [f"{folder}: {name} is missing" for name, there in found.items() if not there and name not in absent]
+    problems += [f"{folder}: {key} is no part of the {sharding.hf.family} model" for key in set(tensors) - slabs.used]
+    problems += slabs.problems
+    if problems:
+        raise UserErrors(sorted(problems))
+    return assembled(folder, "torch_dist", sharding, slabs.found, slabs.homes, (), absent, None)
+
+
+def _chunk_info(name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> TensorInfo:
+    """Return where a piece lies, as a matrix or vector."""
+    numel = prod(chunk.sizes)
+    shape = (numel,) if as_vector else (prod(chunk.sizes[:-1]), chunk.sizes[-1])
+    return TensorInfo(name, tensor.dtype, shape, chunk.file, chunk.offset, chunk.length)
+
+
+def _open_fsdp(
+    folder: Path,
+    sharding: Sharding,
+    pieces: Mapping[str, Sequence[StoredPiece]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> checkpoints.Checkpoint:
+    """transformers' names, in rows; a mixture's experts in two tensors of a layer."""
+    hf = sharding.hf
+    infos: dict[str, TensorInfo] = {}
+    homes: dict[str, list[Home]] = {}
+    wholes: dict[str, Whole] = {}
+    for name, of_one in pieces.items():
+        for piece in of_one:
+            stored = f"{name}@{piece.spec.offset[0] if piece.spec.offset else 0}"
+            infos[stored] = TensorInfo(
+                stored, piece.dtype, piece.spec.shape, piece.file, piece.offset, piece.spec.nbytes
+            )
+        for disk in disk_tensors(hf.model_type, name, shapes[name]):
+            on_disk = hf.value_head if disk.name == _FSDP_HEAD and sharding.head == "value" else disk.name
+            wholes[on_disk] = Whole(disk.shape, of_one[0].dtype)
+            homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, name, of_one, shapes[name]))
+    _check_shapes(folder, hf, sharding.head, wholes)
+    files = CheckpointReader(folder, tensors=infos)
+    return checkpoints.Checkpoint(folder, "hf", sharding, wholes, files, homes)
+
+
+def _homes(
+    tensor: str,
+    row: int,
+    shape: tuple[int, ...],
+    name: str,
+    pieces: Sequence[StoredPiece],
+    whole: tuple[int, ...],
+) -> Iterator[Home]:
+    """Yield where the rows of a tensor on disk are, which begin at `row` of the parameter `name` as a matrix."""
+    rows, columns = matrix_shape(shape)
+    per_index = prod(whole[1:-1])  # rows of the matrix for each index of the first dimension
+    for piece in pieces:
+        first = (piece.spec.offset[0] if piece.spec.offset else 0) * per_index
+        low, high = max(row, first), min(row + rows, first + matrix_shape(piece.spec.shape)[0])
+        if low < high:
+            stored = f"{name}@{piece.spec.offset[0] if piece.spec.offset else 0}"
+            yield Home(stored, Copy(tensor, low - row, 0, low - first, 0, high - low, columns))
+
+
+def _check_shapes(folder: Path, hf: HFConfig, head: Head, wholes: Mapping[str, Whole]) -> None:
+    """Raise UserErrors where a tensor is not that of the model of config.json."""
+    expected = hf_tensors(hf, head=head)
+    problems = [f"{folder}: {name} is no part of the {hf.family} model" for name in sorted(set(wholes) - set(expected))]
+    for name, tensor in expected.items():
+        if name not in wholes and not tensor.optional:
+            problems.append(f"{folder}: {name} is missing")
+        elif name in wholes and wholes[name].shape != tensor.shape:
+            problems.append(f"{folder}: {name} has shape {list(wholes[name].shape)}, expected {list(tensor.shape)}")
+    if problems:
+        raise UserErrors(problems)

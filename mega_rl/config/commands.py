@@ -1,0 +1,66 @@
+"""`mega-rl recipes`: list, show and copy the recipes that come with the package. Imports no torch."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega_rl.config import packaged
+from mega_rl.config.values import shown
+from mega_rl.errors import UserError
+from mega_rl.help import Commands
+
+app = Commands(name="recipes", help="List, show and copy the recipes that come with the package.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a packaged recipe.")]
+
+
+@app.callback(invoke_without_command=True)
+def _commands(context: typer.Context) -> None:
+    """List, show and copy the recipes that come with the package; without a command: list them."""
+    if context.invoked_subcommand is None:
+        list_()
+
+
+@app.command("list")
+def list_() -> None:
+    """Show the name of every packaged recipe and its first sentence."""
+    names = packaged.names()
+    column = max(map(len, names)) + 2
+    width = max(shutil.get_terminal_size((10_000, 1)).columns, column + 40)
+    for name in names:
+        line = f"{name:<{column}}{packaged.summary(packaged.file_of(name))}"
+        typer.echo(textwrap.fill(line, width, subsequent_indent=" " * column, break_on_hyphens=False))
+
+
+@app.command()
+def show(name: Name) -> None:
+    """Print a packaged recipe."""
+    typer.echo(packaged.file_of(name).read_text(encoding="utf-8"), nl=False)
+
+
+@app.command()
+def copy(
+    name: Name,
+    destination: Annotated[
+        Path | None, typer.Argument(metavar="[DEST]", help="File or existing folder; default: NAME.yaml here.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a packaged recipe to a file, to be edited and given to --config."""
+    recipe = packaged.file_of(name)
+    target = Path(recipe.name) if destination is None else destination
+    if target.is_dir():
+        target = target / recipe.name
+    try:
+        with target.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(recipe.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UserError(f"{target}: exists; name another file, or replace it with --force") from None
+    except OSError as error:
+        raise UserError(f"{shown(str(target))} cannot be written: {error.strerror}; name another file") from None
+    typer.echo(f"wrote {target}; edit it, then: mega-rl train --config {target}")

@@ -1,0 +1,47 @@
+"""Settings that name something on the Hub: a run reads the downloaded copy, its records keep name and commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mega_rl.config.schema import Config
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the config with these values, by "section.key"."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def recorded(config: Config) -> Config:
+    """Return the config as records keep it: pinned names in place of the folders that they were downloaded to."""
+    return dataclasses.replace(with_settings(config, config.origins), origins={})
+
+
+def as_record(config: Config) -> dict[str, Any]:
+    """Return every setting as nested plain values, names of the Hub pinned: {"optim": {"lr": 1e-06, ...}, ...}."""
+    record = dataclasses.asdict(recorded(config))
+    del record["origins"]
+    return record
+
+
+def short_commit(name: str) -> str:
+    """Return a pinned name with as much of its commit as tells commits apart; other texts as they are."""
+    return re.sub(r"@([0-9a-f]{12})[0-9a-f]{28}$", r"@\1", name)
+
+
+def pinned_overrides(config: Config) -> list[str]:
+    """Return `key=value` arguments that make another process read the same commits."""
+    return [f"{key}={_argument(value)}" for key, value in config.origins.items()]
+
+
+def _argument(value: str | list[str]) -> str:
+    """A name has no quotes, so single ones are safe in YAML."""
+    return value if isinstance(value, str) else "[" + ", ".join(f"'{name}'" for name in value) + "]"

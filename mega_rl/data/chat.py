@@ -1,0 +1,65 @@
+"""Conversations as text by a tokenizer's chat template, and what a template reads. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+from jinja2.defaults import DEFAULT_NAMESPACE
+
+OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
+_FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", "strftime_now"}
+
+
+class TemplateOwner(Protocol):
+    """A Hugging Face tokenizer as far as chat templates go."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
+        """Return the conversation as one string (with tokenize=False)."""
+        ...
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How a run's conversations become text: data.chat_template_kwargs and data.system_prompt applied."""
+
+    tokenizer: TemplateOwner
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str = ""
+
+    def complete(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+        """Return the messages after the system prompt; a conversation with a system message of its own keeps that."""
+        if not self.system_prompt or messages[0]["role"] == "system":
+            return list(messages)
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """Return the text of the messages, ready for the assistant's turn.
+
+        Raises ValueError or jinja2.TemplateError where the template refuses them.
+        """
+        return str(
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.kwargs)
+        )
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """Return the variables that a template reads and a run may set. Raises jinja2.TemplateSyntaxError."""
+    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _GenerationBlock])
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template))) - OWN - _FUNCTIONS
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """The block that transformers adds to Jinja to mark the assistant's tokens: here, its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

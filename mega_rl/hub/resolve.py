@@ -1,0 +1,156 @@
+"""Settings that name models and datasets of the Hub -> the same settings with downloaded folders and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.origins import with_settings
+from mega_rl.config.recipe import read_recipe
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserError
+from mega_rl.hub.names import DEFAULT_REVISION, DatasetName, ModelName, Role, dataset_name, model_name
+
+DATA_ROLES: Mapping[str, Role] = {"data.train_files": "train", "data.val_files": "validation"}
+
+
+@dataclass(frozen=True)
+class HubNames:
+    """The settings of a config that name something on the Hub; empty for a run from local files."""
+
+    models: Mapping[str, ModelName] = field(default_factory=dict)  # key -> name
+    data: Mapping[str, Mapping[str, DatasetName]] = field(default_factory=dict)  # key -> entry of the list -> name
+
+    def __bool__(self) -> bool:
+        return bool(self.models or self.data)
+
+    def __str__(self) -> str:
+        entries = [f"{key}={name}" for key, name in self.models.items()]
+        return ", ".join([*entries, *(f"{key}={name}" for key, names in self.data.items() for name in names.values())])
+
+
+def hub_names(config: Config) -> HubNames:
+    """Return what the run would have to download; a run that goes on takes the commits that it began with."""
+    model, reward, data = config.model, config.reward, config.data
+    paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
+    if reward.source == "model":
+        paths["reward.model_path"] = reward.model_path
+    models = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
+    rows = {"data.train_files": _dataset_names(data.train_files), "data.val_files": _dataset_names(data.val_files)}
+    names = HubNames(models, {key: entries for key, entries in rows.items() if entries})
+    return _as_begun(names, _begun(config)) if names else names
+
+
+def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -> Config:
+    """Return the config with every name replaced by what was downloaded for it, and the pinned names in `origins`.
+
+    `admit` is called with the models' folders before their weights are there: what it refuses is not downloaded.
+    Raises UserError.
+    """
+    from mega_rl.hub.models import fetch_description, fetch_weights, has_weights
+
+    models = {key: fetch_description(name, label=f"{key}={name}") for key, name in names.models.items()}
+    config = with_settings(config, {key: str(folder) for key, (folder, _) in models.items()})
+    if not all(has_weights(folder) for folder, _ in models.values()):
+        admit(config)
+    origins: dict[str, str | list[str]] = {key: str(pinned) for key, (_, pinned) in models.items()}
+    for key, entries in names.data.items():
+        texts = getattr(config.data, key.removeprefix("data."))
+        files, origins[key] = _fetch_entries(key, texts, entries)
+        config = with_settings(config, {key: files})
+    for key, (folder, pinned) in models.items():
+        fetch_weights(pinned, folder, label=f"{key}={names.models[key]}")
+    return replace(config, origins=origins)
+
+
+def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, DatasetName]) -> tuple[list[str], list[str]]:
+    """Return (files, pinned names) of a list of data files; one that is no name stands in both as it is."""
+    from mega_rl.hub.rows import fetch_rows
+
+    files, pinned = [], []
+    for text in texts:
+        file, name = text, text
+        if text in names:
+            path, rows = fetch_rows(names[text], role=DATA_ROLES[key], label=f"{key}={text}")
+            file, name = str(path), str(rows)
+        files.append(file)
+        pinned.append(name)
+    return files, pinned
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return what `fetch` changed as JSON, for other ranks of the node."""
+    values = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in config.origins}
+    return {"values": values, "origins": dict(config.origins)}
+
+
+def with_fetched(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the config with the result of `settings_of`."""
+    return replace(with_settings(config, settings["values"]), origins=settings["origins"])
+
+
+def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> Path:
+    """Return the folder of a checkpoint that an argument names: a local one, or one of the Hub, downloaded.
+
+    Without `weights` only what describes the model is downloaded. Raises UserError.
+    """
+    name = model_name(str(text))
+    if name is None:
+        return Path(text)
+    from mega_rl.hub.models import fetch_description, fetch_weights
+    from mega_rl.hub.node import once_per_node
+
+    asked = f"{label}={name}"
+
+    def download() -> dict[str, Any]:
+        folder, pinned = fetch_description(name, label=asked)
+        if weights:
+            fetch_weights(pinned, folder, label=asked)
+        return {"folder": str(folder)}
+
+    return Path(once_per_node(download, what=asked)["folder"])
+
+
+def _dataset_names(texts: Sequence[str]) -> dict[str, DatasetName]:
+    return {text: name for text in texts if (name := dataset_name(text)) is not None}
+
+
+def _begun(config: Config) -> Mapping[str, Any]:
+    """Return the settings that the run in the folder was begun with; empty where there is none to go on with."""
+    run_dir = Path(config.trainer.run_dir)
+    if config.checkpoint.resume != "auto" or not any((run_dir / "checkpoints").glob("step_*")):
+        return {}
+    try:
+        recipe = read_recipe(run_dir / "config.yaml")
+    except UserError:
+        return {}
+    sections = {name: entries for name, entries in recipe.items() if isinstance(entries, dict)}
+    return {f"{section}.{name}": value for section, entries in sections.items() for name, value in entries.items()}
+
+
+def _as_begun(names: HubNames, begun: Mapping[str, Any]) -> HubNames:
+    """Return the names with the commits of the run's beginning where they name no revision and nothing else changed."""
+    models = {key: _model_as_begun(name, begun.get(key)) for key, name in names.models.items()}
+    data = {
+        key: {text: _rows_as_begun(name, begun.get(key)) for text, name in entries.items()}
+        for key, entries in names.data.items()
+    }
+    return HubNames(models, data)
+
+
+def _model_as_begun(name: ModelName, begun: object) -> ModelName:
+    earlier = model_name(begun) if isinstance(begun, str) else None
+    same = earlier is not None and earlier.repo == name.repo and name.revision == DEFAULT_REVISION
+    return earlier if same and earlier is not None else name
+
+
+def _rows_as_begun(name: DatasetName, begun: object) -> DatasetName:
+    for text in begun if isinstance(begun, list) else ():
+        earlier = dataset_name(str(text))
+        if earlier is None or name.revision != DEFAULT_REVISION or earlier.repo != name.repo:
+            continue
+        if name.config in ("", earlier.config) and name.split in ("", earlier.split):
+            return earlier
+    return name

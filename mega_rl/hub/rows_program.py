@@ -1,0 +1,108 @@
+"""The program behind `mega_rl.hub.rows`: read one split of a Hub dataset and write it as Parquet.
+
+Its argument is a JSON object, its last line of output another: {"file", "commit", "config", "split"}, or {"problem"}.
+No code of the repository runs: the library has no dataset scripts any more, and is asked for remote data files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import yaml
+from huggingface_hub import HfApi, constants
+from huggingface_hub.utils import httpx
+
+from mega_rl.hub.errors import FAILURES, chain, reason
+from mega_rl.hub.names import COMMIT
+
+VALIDATION_SPLITS = ("validation", "test")
+UNREADABLE = (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
+
+
+class Problem(Exception):
+    """A mistake in the request, in words for the user."""
+
+
+def make(request: dict[str, Any]) -> dict[str, str]:
+    """Write the split as a Parquet file with a name of its own; returns what the request stands for."""
+    datasets.utils.logging.set_verbosity(logging.ERROR)
+    datasets.disable_progress_bars()
+    builder = _builder(request)
+    builder.download_and_prepare()
+    split = _split(list(builder.info.splits or ()), request)
+    commit, asked = str(builder.hash), request["revision"]
+    if COMMIT.fullmatch(commit) is None or (COMMIT.fullmatch(asked) and asked != commit):
+        # Without a network the library takes what it has.
+        raise Problem(f"the cache holds version {commit}, not {asked}; download it once with a network")
+    file = Path(request["folder"], f".{os.getpid()}.new")
+    try:
+        builder.as_dataset(split=split).to_parquet(file)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    return {"file": str(file), "commit": commit, "config": builder.config.name, "split": split}
+
+
+def _builder(request: dict[str, Any]) -> Any:
+    remote, config = f"hf://datasets/{request['repo']}", request["config"]  # never a folder of that name
+    try:
+        return datasets.load_dataset_builder(remote, config or None, revision=request["revision"])
+    except ValueError:
+        names = datasets.get_dataset_config_names(remote, revision=request["revision"])
+        if config and config not in names:
+            raise Problem(f"has no configuration {config!r}; legal: {', '.join(names)}") from None
+        if not config and len(names) > 1:
+            example = f"{request['repo']}:{names[0]}"
+            raise Problem(f"name one of its configurations, as {example}; legal: {', '.join(names)}") from None
+        raise
+
+
+def _split(splits: list[str], request: dict[str, Any]) -> str:
+    """Return the split that is asked for, or the one that its role stands for."""
+    asked = request["split"]
+    if asked:
+        if asked.partition("[")[0] not in splits:
+            raise Problem(f"has no split {asked!r}; legal: {', '.join(splits)}")
+        return str(asked)
+    usual = ("train",) if request["role"] == "train" else VALIDATION_SPLITS
+    for split in (*usual, *(splits if len(splits) == 1 else ())):
+        if split in splits:
+            return split
+    raise Problem(f"has no split {' or '.join(usual)}; name one of {', '.join(splits)}")
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """Return the outcome of `make`, or {"problem"} with the reason of its failure."""
+    try:
+        return make(request)
+    except Problem as problem:
+        return {"problem": str(problem)}
+    except UNREADABLE as error:
+        return {"problem": _words(error, request)}
+
+
+def _words(error: Exception, request: dict[str, Any]) -> str:
+    """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
+    place: dict[str, Any] = {"repo": request["repo"], "revision": request["revision"], "kind": "dataset"}
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            HfApi().auth_check(request["repo"], repo_type="dataset")
+        except FAILURES as refusal:
+            return reason(refusal, **place)
+    if constants.HF_HUB_OFFLINE or any(isinstance(cause, httpx.HTTPError) for cause in chain(error)):
+        return reason(error, **place)
+    return f"the datasets library cannot read it: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(json.dumps(answer(json.loads(sys.argv[1]))) + "\n")
+    except KeyboardInterrupt:
+        sys.exit(130)

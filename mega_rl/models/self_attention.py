@@ -1,0 +1,38 @@
+"""Megatron-Core's self-attention for models whose norms of queries and keys it would refuse or place elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+
+class JointNormAttention(SelfAttention):
+    """Self-attention with norms over all heads together, which tensor parallelism cuts with the heads.
+
+    From 0.18 such norms need `config.qk_layernorm`, and with that switch on `finalize_model_grads` takes every norm of
+    queries and keys for whole on each tensor-parallel rank: it is on while the norms are built, and not later.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        assert not config.qk_layernorm
+        config.qk_layernorm = True
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.qk_layernorm = False
+
+
+class LatentAttention(MLASelfAttention):
+    """Latent attention whose norms and projections are those that the spec names.
+
+    From 0.19 upstream decides anew: a model that does not compress its queries would get a second norm in front of
+    them, or be refused.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The classes to build, by name; called from 0.19."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}

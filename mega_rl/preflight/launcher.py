@@ -1,0 +1,39 @@
+"""How many ranks a launcher has started, and launchers that start none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from mega_rl.errors import UserError
+
+
+def launched_world_size() -> int:
+    """Return the ranks that the launcher started, by its WORLD_SIZE; 1 without a launcher. Raises UserError."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UserError(f"environment variable WORLD_SIZE={text!r}: needs a whole number of at least 1; unset it")
+    return int(text)
+
+
+def refuse_tasks_of_srun(environment: Mapping[str, str] | None = None) -> None:
+    """Raise UserError in one of several tasks of a Slurm step in which no launcher has made ranks.
+
+    srun starts the same program in each task and nothing reads its variables: N tasks would be N runs, all in one
+    run folder. A batch script has the variables of a task too, those of task 0, but no step.
+
+    `environment`: default: that of the process.
+    """
+    variables = os.environ if environment is None else environment
+    if "RANK" in variables or "SLURM_PROCID" not in variables:
+        return
+    if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
+        return  # the batch script itself
+    tasks = variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1"))
+    if tasks.isascii() and tasks.isdigit() and int(tasks) > 1:
+        raise UserError(
+            f"srun started {tasks} tasks, which would be {tasks} separate runs, not ranks of one; start one task for "
+            "each node, and its ranks by torchrun: 'srun --ntasks-per-node=1 torchrun --nnodes N --nproc-per-node GPUS "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m mega_rl.cli train ...', or on one node "
+            "'srun --ntasks=1 mega-rl train --nproc-per-node GPUS ...'"
+        )

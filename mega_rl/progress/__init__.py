@@ -1,0 +1,9 @@
+"""Work in progress: whoever does something that takes time says so here, and the command decides how it is shown.
+
+Works as logging does. Code that loads, generates or saves opens a phase and knows nothing of terminals; without a
+listener (in a library, in tests, on ranks other than 0) nothing is shown. Imports the standard library only.
+"""
+
+from mega_rl.progress.phases import Listener, Phase, active, begin, close, counter, listen, note, phase, report, rounds
+
+__all__ = ["Listener", "Phase", "active", "begin", "close", "counter", "listen", "note", "phase", "report", "rounds"]

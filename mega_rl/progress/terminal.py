@@ -1,0 +1,280 @@
+"""Phases and log lines on standard error: one live line on a terminal, plain lines elsewhere.
+
+The live area is a single line on purpose. Other ranks write to the same terminal from processes of their own, and one
+line can be erased by whoever writes next; it is drawn again below within an eighth of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+from functools import cache
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.text import Text
+
+from mega_rl.progress.phases import Phase, close, listen
+
+REFRESHES_PER_SECOND = 8
+REMINDER_S = 60.0  # off a terminal, between the lines that say that a start-up phase is still in progress
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+ASCII_SPINNER = "-\\|/"
+BAR_WIDTH = 20
+TIME_WIDTH = len("08:04:33 ")  # in front of each line of the log
+ERASE_LINE = "\r\x1b[2K"
+LOGGERS = ("", "mega_rl", "mega_rl.config")  # whose levels commands set
+
+
+@cache
+def standard_error() -> Console:
+    """Return the one console of standard error: what another one wrote would tear the live line."""
+    return Console(stderr=True)
+
+
+class Display:
+    """A `Listener` that draws one line while there are phases, and writes log lines above it."""
+
+    def __init__(self, console: Console | None = None, *, live: bool = True) -> None:
+        """console: standard error unless given. live: whether a terminal gets the line."""
+        self.console = console or standard_error()
+        self._draws = live and self.console.is_terminal and not self.console.is_dumb_terminal
+        self._phases: tuple[Phase, ...] = ()
+        self._live: Live | None = None
+        self._reminder: _Reminder | None = None
+        self._lock = threading.RLock()
+
+    def changed(self, phases: tuple[Phase, ...]) -> None:
+        """Draw the line from the first phase on, until there is none; elsewhere than on a terminal, remind of it."""
+        with self._lock:
+            self._phases = phases
+            if not self._draws:
+                if self._reminder is None and phases:
+                    self._reminder = _Reminder(self)
+                    self._reminder.start()
+            elif phases and self._live is None:
+                self._start()
+            elif not phases and self._live is not None:
+                self._stop()
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases in progress, the outermost first."""
+        return self._phases
+
+    def close(self) -> None:
+        """Take the line away."""
+        with self._lock:
+            self._phases = ()
+            if self._reminder is not None:
+                self._reminder.end()
+                self._reminder = None
+            if self._live is not None:
+                self._stop()
+
+    def write(self, line: str) -> None:
+        """Write a line above the live one, not folded, so that a path can be copied."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _start(self) -> None:
+        self._live = Live(
+            get_renderable=lambda: self,
+            console=self.console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._live.start(refresh=True)
+        # A rank may be killed at any time, and would leave the terminal without a cursor.
+        self.console.show_cursor(True)
+
+    def _stop(self) -> None:
+        assert self._live is not None
+        self._live.stop()
+        self._live = None
+
+    def __rich_console__(self, console: Console, options: Any) -> Any:
+        line = live_line(self._phases, ascii_only=options.ascii_only)
+        width = options.max_width - 1  # the last column would wrap on some terminals
+        bar = _bar_of(self._phases)
+        if bar is not None and cell_len(line) + BAR_WIDTH + 1 <= width:
+            total = bar.total or 1.0
+            yield from console.render(
+                ProgressBar(total=total, completed=bar.done, width=BAR_WIDTH), options.update(width=BAR_WIDTH)
+            )
+            yield Segment(" ")
+            width -= BAR_WIDTH + 1
+        text = Text(line, no_wrap=True, overflow="ellipsis", end="")
+        text.truncate(width, overflow="ellipsis")
+        yield text
+
+
+def _bar_of(phases: tuple[Phase, ...]) -> Phase | None:
+    """Return the phase whose share done the bar shows: the outermost that can be counted."""
+    return next((phase for phase in phases if phase.total), None)
+
+
+def live_line(phases: tuple[Phase, ...], *, ascii_only: bool = False) -> str:
+    """Return "step 7/60 · generate 34/256 rows 0:03 · ~2:10 left" with a spinner in front; empty without phases."""
+    if not phases:
+        return ""
+    frames = ASCII_SPINNER if ascii_only else SPINNER
+    spinner = frames[int(phases[0].elapsed_s * REFRESHES_PER_SECOND) % len(frames)]
+    repeated = [phase for phase in phases if phase.rounds]
+    own = [phase for phase in phases if not phase.rounds and phase.thread == phases[0].thread]
+    beside = [phase for phase in phases if not phase.rounds and phase.thread != phases[0].thread]
+    parts = [f"{phase.name} {min(phase.done + 1, phase.total or 0):.0f}/{phase.total:.0f}" for phase in repeated]
+    parts += [_in_words(phase) for phase in own[-1:]] + [_in_words(phase, timed=False) for phase in beside]
+    parts += [left for phase in repeated[:1] if (left := _time_left(phase))]
+    return f"{spinner} " + (" - " if ascii_only else " · ").join(parts)
+
+
+def _in_words(phase: Phase, *, timed: bool = True) -> str:
+    words = [phase.name]
+    if phase.unit == "B":
+        of_total = f"/{phase.total / 1e6:,.0f}" if phase.total else ""
+        words.append(f"{phase.done / 1e6:,.0f}{of_total} MB")
+    elif phase.total:
+        words.append(f"{phase.done:,.0f}/{phase.total:,.0f} {phase.unit}".rstrip())
+    if phase.note:
+        words.append(phase.note)
+    if timed:
+        words.append(clock(phase.elapsed_s))
+    if phase.deadline_s is not None:
+        words.append(f"of at most {clock(phase.deadline_s)}")
+    return " ".join(words)
+
+
+def _time_left(phase: Phase) -> str:
+    """Return the time that the remaining rounds take at the pace so far; empty before the first round's end."""
+    done = phase.done - phase.first
+    if done <= 0 or not phase.total or phase.done >= phase.total:
+        return ""
+    pace_s = (phase.advanced - phase.began) / done
+    left_s = pace_s * (phase.total - phase.done) - (time.monotonic() - phase.advanced)
+    return f"~{clock(max(left_s, 0.0))} left"
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as "0:03", "12:34" or "1:02:03"."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class _Handler(logging.Handler):
+    """Log records as lines of a display."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__()
+        self.display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record."""
+        try:
+            self.display.write(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+class _OtherRanksHandler(logging.Handler):
+    """Log records of a rank other than 0: on a terminal each erases the line that rank 0 draws there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record."""
+        try:
+            start = ERASE_LINE if sys.stderr.isatty() else ""
+            sys.stderr.write(f"{start}{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    """Format "08:04:33 text"; warnings and errors with their level, ranks other than 0 with their number."""
+
+    def __init__(self, rank: str) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._rank = "" if rank == "0" else f"rank {rank}: "
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Put time, level and rank before the message."""
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname} "
+        return f"{self.formatTime(record, self.datefmt)} {level}{self._rank}{record.message}"
+
+
+class _Reminder(threading.Thread):
+    """Writes a line now and then while an announced phase lasts, for logs that no live line reaches."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__(name="progress reminder", daemon=True)
+        self._display = display
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Look once per REMINDER_S until `end`."""
+        while not self._ended.wait(REMINDER_S):
+            announced = [phase for phase in self._display.phases if phase.announced]
+            if announced and announced[-1].elapsed_s >= REMINDER_S:
+                logging.getLogger(__name__).info("still %s", _in_words(announced[-1]))
+
+    def end(self) -> None:
+        """Write nothing more."""
+        self._ended.set()
+
+
+class _Log:
+    """A `Listener` of a program: the log's handler, and the display of rank 0."""
+
+    def __init__(self, handler: logging.Handler, display: Display | None) -> None:
+        self._handler, self._display = handler, display
+        self._levels = {name: logging.getLogger(name).level for name in LOGGERS}
+        self._formatwarning = warnings.formatwarning
+        logging.getLogger().addHandler(handler)
+        logging.captureWarnings(True)
+        warnings.formatwarning = _one_line
+
+    def changed(self, phases: tuple[Phase, ...]) -> None:
+        """Let the display show them."""
+        if self._display is not None:
+            self._display.changed(phases)
+
+    def close(self) -> None:
+        """Log and show nothing more; the process logs as it did before."""
+        logging.captureWarnings(False)
+        warnings.formatwarning = self._formatwarning
+        for name, level in self._levels.items():
+            logging.getLogger(name).setLevel(level)
+        logging.getLogger().removeHandler(self._handler)
+        if self._display is not None:
+            self._display.close()
+
+
+def show_progress(*, live: bool = True) -> None:
+    """Log to standard error and, on rank 0, show phases there, until `progress.close`.
+
+    Information comes from rank 0 alone, warnings of this package from every rank. Other packages' warnings, Python's
+    among them, are the same on all ranks and come from rank 0. live: whether a terminal gets a live line.
+    """
+    rank = os.environ.get("RANK", "0")
+    close()
+    display = Display(live=live) if rank == "0" else None
+    handler = _OtherRanksHandler() if display is None else _Handler(display)
+    handler.setFormatter(_Formatter(rank))
+    listen(_Log(handler, display))
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING if rank == "0" else logging.ERROR)
+    logging.getLogger("mega_rl").setLevel(logging.INFO if rank == "0" else logging.WARNING)
+
+
+def _one_line(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Return a Python warning as one line, with the file and line that it blames."""
+    return f"{category.__name__}: {' '.join(str(message).split())} ({os.path.basename(filename)}:{lineno})"

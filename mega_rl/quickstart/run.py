@@ -1,0 +1,153 @@
+"""The quickstart: data, a fresh model, a supervised warm start, PPO, each training on ranks of its own, and a table."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mega_rl import progress
+from mega_rl.config.loader import load
+from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.preflight.launcher import refuse_tasks_of_srun
+from mega_rl.progress.terminal import show_progress
+from mega_rl.quickstart.commands import WARM_START
+
+log = logging.getLogger(__name__)
+
+RECIPE = Path("quickstart")  # a packaged recipe
+PROGRAM = "mega_rl.cli"
+NUM_RANKS = 2
+WARM_STEPS = 400
+WARM_BATCH = 256
+WARM_LR = 3e-3
+INPUTS = ("data", "fresh_model", "model")  # folders that are written before PPO, and anew by the next quickstart
+DEMONSTRATIONS = Path("data", "demonstrations.jsonl")  # a folder that holds this file is an earlier quickstart's
+
+
+def quickstart(*, engine: str, seed: int, run_dir: Path) -> None:
+    """Train a tiny model to add and print the outcome; everything is written below `run_dir`.
+
+    The warm start is Megatron-Core's whatever the engine, so runs of both engines begin with the same weights.
+
+    Raises:
+        UserError: no such engine, or `run_dir` holds something else than an earlier quickstart.
+        RunError: a training ended with an error, which it has shown.
+    """
+    show_progress()
+    start = time.perf_counter()
+    refuse_tasks_of_srun()
+    overrides = [
+        setting("trainer.run_dir", str(run_dir)),
+        setting("trainer.seed", seed),
+        setting("checkpoint.resume", "never"),  # an earlier run in the folder is moved aside, not gone on with
+        setting("model.path", str(run_dir / "model")),
+        setting("data.train_files", [str(run_dir / "data" / "train.jsonl")]),
+        setting("data.val_files", [str(run_dir / "data" / "held_out.jsonl")]),
+    ]
+    if engine != "megatron":
+        overrides.append(setting("engine", engine))
+    parallel = load(RECIPE, overrides).parallel
+    layout = ParallelLayout(world_size=NUM_RANKS, tp=parallel.tp, pp=parallel.pp)
+    prepare_folder(run_dir)
+    with progress.phase(f"writing data and a fresh model to {run_dir}", announce=True):
+        from mega_rl.quickstart import task  # brings torch and transformers in
+
+        task.write_dataset(run_dir / "data", task.make_task(seed))
+        task.write_checkpoint(run_dir / "fresh_model", seed=seed)
+
+    log.info("warm start: %d supervised steps on %d ranks", WARM_STEPS, NUM_RANKS)
+    started = time.perf_counter()
+    launch([WARM_START, "--run-dir", str(run_dir), "--seed", str(seed)])
+    warm_start_s = time.perf_counter() - started
+
+    log.info("PPO on %d ranks", NUM_RANKS)
+    started = time.perf_counter()
+    launch(["train", "--config", str(RECIPE), *overrides])
+    train_s = time.perf_counter() - started
+    with progress.phase("drawing the curves"):
+        from mega_rl.quickstart.report import print_table, summarize
+
+        summary, plot = summarize(
+            run_dir,
+            layout=f"{engine} {layout}",
+            seed=seed,
+            train_s=train_s,
+            warm_start_s=warm_start_s,
+            total_s=time.perf_counter() - start,
+        )
+    print_table(summary, plot=plot)
+
+
+def setting(key: str, value: str | int | list[str]) -> str:
+    """Return `key=value` so that any text, say a path with a comma, is read back as it is."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+def warm_start(*, seed: int, run_dir: Path) -> None:
+    """Run one rank of the supervised warm start: reads `run_dir`'s fresh model and data, writes its `model`."""
+    fresh_model = setting("model.path", str(run_dir / "fresh_model"))
+    config = load(RECIPE, [setting("trainer.seed", seed), fresh_model])
+    show_progress()
+    with progress.phase("importing PyTorch and Megatron-Core", announce=True):
+        from mega_rl.accelerator import prepare
+
+        accelerator = prepare(config.trainer.device)
+        from mega_rl.quickstart import task
+        from mega_rl.quickstart import warm_start as supervised  # imports Megatron-Core
+
+    tokenizer = task.build_tokenizer()
+    end = tokenizer.eos_token_id
+    rows = [json.loads(line) for line in (run_dir / DEMONSTRATIONS).read_text(encoding="utf-8").splitlines()]
+    supervised.warm_start(
+        config,
+        accelerator,
+        [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["response"]), end]) for row in rows],
+        output=run_dir / "model",
+        steps=WARM_STEPS,
+        batch_size=WARM_BATCH,
+        lr=WARM_LR,
+    )
+
+
+def prepare_folder(run_dir: Path) -> None:
+    """Make the run's folder, or remove the inputs of an earlier quickstart from it; its runs stay.
+
+    Raises:
+        UserError: the folder holds something else, or cannot be made.
+    """
+    try:
+        if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / DEMONSTRATIONS).is_file():
+            raise UserError(
+                f"--run-dir={run_dir}: holds files that no quickstart wrote; give another folder or empty it"
+            )
+        for name in INPUTS:
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir={run_dir}: cannot be made: {error.strerror}; give another folder") from None
+
+
+def launch(command: list[str]) -> None:
+    """Run a command of `mega-rl` on NUM_RANKS ranks of this machine; its output goes where ours goes.
+
+    Raises:
+        RunError: it failed.
+    """
+    arguments = [sys.executable, "-m", "mega_rl.launch", str(NUM_RANKS), PROGRAM, *command]
+    # Ctrl-C reaches the launcher, too, which lets its ranks save; it is waited for.
+    previous = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        code = subprocess.Popen(arguments).wait()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code:
+        raise RunError(f"mega-rl {command[0]} ended with exit code {code}; its messages stand above")

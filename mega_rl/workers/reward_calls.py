@@ -1,0 +1,100 @@
+"""How a reward function is called: by the names of its parameters, or with three strings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mega_rl.data.columns import RewardColumns
+
+if TYPE_CHECKING:
+    from mega_rl.types import Prompt  # which imports torch
+
+TEXTS = ("prompt", "response", "answer")
+FACTS = ("row", "messages", "prompt_index")  # handed over where a parameter has the name
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """A reward function and the arguments that it takes."""
+
+    function: Callable[..., object]
+    positional: bool  # whether prompt, response and answer are given by position
+    names: tuple[str, ...]  # given by name
+    columns: RewardColumns  # of the data's rows, that the arguments need
+
+    def __call__(self, prompt: Prompt, response: str) -> object:
+        """Return what the function returns for a response to a prompt."""
+        values = _arguments(prompt, response)
+        if prompt.answer is None:  # only where the function does without
+            del values["answer"]
+        texts = [values[name] for name in TEXTS if name in values] if self.positional else []
+        return self.function(*texts, **{name: values[name] for name in self.names if name in values})
+
+
+def plan_call(function: Callable[..., object]) -> RewardCall:
+    """Return how to call a reward function.
+
+    If `response` is one of its parameters and each one without a default is named prompt, response, answer, row,
+    messages or prompt_index, it is called by these names and need not take all of them. Any other is called as
+    (prompt, response, answer), with row, messages and prompt_index by name where it has such parameters.
+
+    Raises:
+        TypeError: it can be called in neither way.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function written in C need not have one
+        return RewardCall(function, positional=True, names=(), columns=RewardColumns(structured=True))
+    parameters = signature.parameters
+    named = {name: p for name, p in parameters.items() if name in (*TEXTS, *FACTS) and _by_name(p)}
+    by_name = "response" in named and all(
+        p.default is not p.empty or p.kind in _REST or name in named for name, p in parameters.items()
+    )
+    names = tuple(named) if by_name else tuple(name for name in named if name in FACTS)
+    try:
+        signature.bind(*(() if by_name else TEXTS), **dict.fromkeys(names))
+    except TypeError as error:
+        raise TypeError(
+            f"has the signature {signature}, but is called as (prompt, response, answer), with {', '.join(FACTS)} for "
+            f"parameters of these names: {error}"
+        ) from None
+    answer = named.get("answer") if by_name else _third(parameters)
+    return RewardCall(
+        function,
+        positional=not by_name,
+        names=names,
+        columns=RewardColumns(
+            answer=(not by_name or answer is not None) and (answer is None or answer.default is answer.empty),
+            structured=answer is None or answer.annotation not in (str, "str"),
+            every="row" in names,
+        ),
+    )
+
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _by_name(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def _third(parameters: Mapping[str, inspect.Parameter]) -> inspect.Parameter | None:
+    """Return the parameter that takes the answer where it is given by position; None where it is one of *args."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [parameter for parameter in parameters.values() if parameter.kind in kinds]
+    return places[2] if len(places) > 2 else None
+
+
+def _arguments(prompt: Prompt, response: str) -> dict[str, Any]:
+    """Return everything that a reward function may take, by name."""
+    return {
+        "prompt": prompt.text,
+        "response": response,
+        "answer": prompt.answer,
+        "row": None if prompt.row is None else dict(prompt.row),
+        "messages": [{"role": role, "content": content} for role, content in prompt.messages],
+        "prompt_index": prompt.index,
+    }

@@ -1,0 +1,110 @@
+"""A model is known by its content, and a refusal names what a person can look at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mega_rl.checkpoint.changes import changes, in_words
+from mega_rl.checkpoint.identity import differences, file_records, model_identity
+from tests.helpers.inputs import qwen3_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(qwen3_config()))
+    tensors = {f"t{i}": torch.arange(24.0).view(4, 6) + i for i in range(5)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_copy_under_another_path_or_in_other_files_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    expected = model_identity(model)
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert model_identity(copy) == expected
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    weight_map = {}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, copy / f"{name}.safetensors")
+        weight_map[name] = f"{name}.safetensors"
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = json.loads((copy / "config.json").read_text()) | {"transformers_version": "9"}
+    (copy / "config.json").write_text(json.dumps(config, indent=7))
+    assert model_identity(copy) == expected
+
+
+def test_other_weights_or_another_config_are_another_model(model: Path) -> None:
+    before = model_identity(model)
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "t3": tensors["t3"] + 1}, model / "model.safetensors")
+    weights = model_identity(model)
+    config = json.loads((model / "config.json").read_text()) | {"rope_theta": 7.0}
+    (model / "config.json").write_text(json.dumps(config))
+    assert len({before, weights, model_identity(model)}) == 3
+
+
+def told(stored: dict[str, Any], current: dict[str, Any], old_path: str, path: str) -> list[str]:
+    configs = ({"model": {"path": each}} for each in (old_path, path))
+    return differences(stored, current, stored_config=next(configs), config=next(configs))
+
+
+def test_models_that_differ_and_old_checkpoints_that_have_a_path(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    current = {"model": model_identity(model)}
+    shutil.copytree(model, "copy")
+    assert told({"model": "content:0"}, current, "m", "m") == [
+        "model.path: 'm' holds another model now, by config.json or its weights"
+    ]
+    assert told({"model": "content:0"}, current, "a", "m") == [
+        "model.path: 'a' -> 'm', whose config.json or weights differ"
+    ]
+    for old in ("m", "./m", str(model), "copy"):
+        assert told({"model": old}, current, old, "m") == []
+    assert told({"model": "gone"}, current, "gone", "m") == ["model.path: 'gone' -> 'm'"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rewrite", "a.jsonl has changed (2 -> 5 bytes)"),
+        ("same size", "a.jsonl has changed"),
+        ("settings", "data.val_size 0 -> 7"),
+        ("nothing", "the same files give other prompts: by the tokenizer, or this version's reading of them"),
+    ],
+)
+def test_data_that_differ(change: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("{}")
+    before = file_records({"a.jsonl": "a.jsonl", "gone": "not/here"})
+    Path("a.jsonl").write_text({"rewrite": "{'a'}", "same size": "[]"}.get(change, "{}"))
+    old, new = ({"data": {"val_size": size, "train_files": ["a.jsonl"]}} for size in (0, 7 * (change == "settings")))
+    found = differences(
+        {"data": "x", "data_files": before},
+        {"data": "y", "data_files": file_records({"a.jsonl": "a.jsonl"})},
+        stored_config=old,
+        config=new,
+    )
+    assert found == [f"training prompts: {message}"]
+
+
+def test_which_changes_matter() -> None:
+    old = {"engine": "fsdp", "optim": {"lr": 1e-3, "schedule": "constant"}, "trainer": {"steps": 4, "run_dir": "a"}}
+    new = {"engine": "fsdp", "optim": {"lr": 5e-4, "schedule": "constant"}, "trainer": {"steps": 8, "run_dir": "a"}}
+    found = changes(old, {**new, "new section": {"x": 1}})
+    assert in_words(found) == "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8"
+    assert [change.matters for change in found] == [True, False]
+    new["optim"]["schedule"] = "linear"  # type: ignore[index]
+    assert {change.key for change in changes(old, new) if change.matters} == {
+        *("optim.lr", "optim.schedule", "trainer.steps")
+    }

@@ -1,0 +1,199 @@
+"""A run that begins another history in a folder keeps what is there, whole, whenever it is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.checkpoint import disk, folders, verbs
+from mega_rl.checkpoint.lock import RunLock
+from mega_rl.checkpoint.previous import begin_history, move_aside, previous_runs, undo_moves
+from mega_rl.errors import UserError
+from tests.unit_tests.checkpoint.stores import store
+from tests.unit_tests.checkpoint.written import save
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of nine steps, and what a save that was cut short has left."""
+    run = tmp_path / "run"
+    for step in (8, 9):
+        save(run / "checkpoints", step)
+    (run / "checkpoints" / ".step_000010.tmp").mkdir()
+    (run / "checkpoints" / ".lock").touch()
+    for name in ("metrics.jsonl", "config.yaml", "rollouts/step_000005.jsonl", "tensorboard/events", "notes.txt"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(name)
+    return run
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, by its path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def steps(run: Path) -> list[int]:
+    return [folders.step_of(folder) for folder in folders.complete(run / "checkpoints")]
+
+
+@pytest.mark.parametrize("resume", ["never", "other"])
+def test_a_new_history_moves_the_old_one_aside(
+    run: Path, tmp_path: Path, resume: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it is lost, what no run has written stays, and one line says where the rest is."""
+    before = files(run)
+    store(tmp_path / "other" / "checkpoints", actor=3).save(3, {})
+    checkpoints = store(
+        run / "checkpoints", resume=str(tmp_path / "other") if resume == "other" else resume, keep=1, actor=7
+    )
+    with caplog.at_level(logging.WARNING), checkpoints:
+        checkpoints.restore()
+        checkpoints.move_earlier_run(run)
+        [line] = [record.message for record in caplog.records if "earlier run" in record.message]
+        assert line == (
+            f"{run} held files of an earlier run (checkpoints of steps 8, 9; config.yaml, metrics.jsonl, "
+            f"rollouts, tensorboard): moved to {run}/previous/001"
+        )
+        with pytest.raises(UserError, match="another run"):
+            RunLock(run / "checkpoints").take()
+        checkpoints.save(4, {})
+    aside = run / "previous" / "001"
+    assert {**files(aside), "notes.txt": b"notes.txt"} == before
+    assert (steps(aside), steps(run)) == ([8, 9], [4])
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_going_on_moves_nothing(run: Path) -> None:
+    before = files(run)
+    begin_history(run, run / "checkpoints" / "step_000009")
+    assert files(run) == before
+
+
+def test_going_back_keeps_the_later_checkpoints(run: Path) -> None:
+    """Metrics stay: their later lines are of steps that are done again."""
+    begin_history(run, run / "checkpoints" / "step_000008")
+    assert (steps(run), steps(run / "previous" / "001")) == ([8], [9])
+    assert (run / "metrics.jsonl").exists()
+    assert folders.torn(run / "checkpoints") == [
+        (run / "checkpoints" / ".step_000010.tmp", "a save under way, or one that was cut short")
+    ]
+
+
+def test_a_run_that_made_no_step_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("x")
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    begin_history(tmp_path, None)
+    assert previous_runs(tmp_path) == []
+
+
+def test_runs_are_numbered(run: Path) -> None:
+    for number in (1, 2, 3):
+        (run / "metrics.jsonl").write_text(str(number))
+        begin_history(run, None)
+    assert [(p.name, (p / "metrics.jsonl").read_text()) for p in previous_runs(run)] == [
+        *(("001", "1"), ("002", "2"), ("003", "3"))
+    ]
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def test_a_kill_at_any_rename_leaves_all_of_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next lock undoes the move, or finds it complete; a kill while it is undone changes nothing either."""
+    before = files(run)
+    real = disk.rename
+
+    def killed_after(count: int) -> None:
+        done = 0
+
+        def rename(source: Path, target: Path) -> None:
+            nonlocal done
+            if done == count:
+                raise Killed
+            done += 1
+            real(source, target)
+
+        monkeypatch.setattr(disk, "rename", rename)
+
+    for count in range(20):
+        killed_after(count)
+        try:
+            begin_history(run, None)
+            break
+        except Killed:
+            killed_after(1)
+            with pytest.raises(Killed) if count > 1 else contextlib.nullcontext():
+                undo_moves(run)
+        monkeypatch.setattr(disk, "rename", real)
+        with RunLock(run / "checkpoints"):
+            assert files(run) == before, count
+            assert previous_runs(run) == []
+    assert count > 7
+    assert steps(run / "previous" / "001") == [8, 9]
+
+
+def test_an_unfinished_move_over_new_files_keeps_both(run: Path) -> None:
+    work = run / "previous" / ".004.moving"
+    work.mkdir(parents=True)
+    (work / "metrics.jsonl").write_text("old")
+    undo_moves(run)
+    assert (run / "metrics.jsonl").read_text() == "metrics.jsonl"
+    assert (run / "previous" / "004" / "metrics.jsonl").read_text() == "old"
+
+
+def test_a_failed_move_is_undone_and_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files(run)
+    real = disk.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if source.name == "metrics.jsonl" and ".moving" in str(target):
+            raise disk.SaveError(f"{target}: cannot be written (Permission denied)")
+        real(source, target)
+
+    monkeypatch.setattr(disk, "rename", rename)
+    with pytest.raises(UserError, match=r"cannot be moved to .*previous/001 \(.*Permission denied\)\); choose another"):
+        begin_history(run, None)
+    assert files(run) == before
+
+
+def test_checkpoints_on_another_disk_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.stat
+
+    class Elsewhere:
+        st_dev = -1
+
+    monkeypatch.setattr(Path, "stat", lambda p, **k: Elsewhere if p.name == "checkpoints" else real(p, **k))
+    with pytest.raises(UserError, match="is on another disk, so it cannot be moved aside"):
+        move_aside(run, [Path("checkpoints/step_000009")])
+    assert steps(run) == [8, 9]
+
+
+def test_list_names_earlier_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin_history(run, None)
+    aside = run / "previous" / "001"
+    assert verbs.list_checkpoints(run) == 0
+    assert f"an earlier run is in {aside}: checkpoints of steps 8, 9" in capsys.readouterr().out
+    verbs.list_checkpoints(run, as_json=True)
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["previous"] == [str(aside)]
+    verbs.list_checkpoints(aside, as_json=True)
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == [8, 9]
+
+
+def test_retention_and_prune_leave_earlier_runs_alone(run: Path) -> None:
+    begin_history(run, None)
+    for step in (1, 2, 3):
+        store(run / "checkpoints", keep=1).save(step, {})
+    verbs.prune(run, keep=1)
+    assert (steps(run), steps(run / "previous" / "001")) == ([3], [8, 9])

@@ -1,0 +1,125 @@
+"""Arguments over a recipe: what they switch off, and what they leave alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from mega_rl.config.loader import load
+from mega_rl.config.needs import flat, unmet
+from mega_rl.config.rules import check
+from mega_rl.config.schema import Config
+
+DEFAULTS = flat(Config())
+
+
+def recipe(tmp_path: Path, *settings: str) -> Path:
+    """A recipe of `section.key=value` settings."""
+    path = tmp_path / "recipe.yaml"
+    sections: dict[str, list[str]] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(f"{name}: {value}")
+    lines = sections.pop("", [])
+    for section, entries in sections.items():
+        lines += [f"{section}:", *(f"  {entry}" for entry in entries)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+SWITCHED_OFF = {
+    "trainer.val_interval=0": ("trainer.val_interval=5", "data.val_files=[a.jsonl]"),
+    "data.val_files=null": ("data.val_files=[a.jsonl]", "trainer.val_interval=5"),
+    "data.val_files=[b.jsonl]": ("trainer.val_interval=5", "data.val_size=4"),
+    "engine=fsdp": ("parallel.tp=2", "parallel.sequence_parallel=true", "ddp.overlap_grad_reduce=true"),
+    "parallel.tp=1": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "parallel.pp=1": ("parallel.pp=2", "parallel.vpp=2", "parallel.overlap_p2p=true"),
+    "reward.source=http reward.url=http://localhost:1/": ("reward.function=math_verify",),
+    "algorithm.advantage=grpo rollout.n=2": (
+        "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
+    ),
+    "algorithm.kl_placement=none": (
+        "algorithm.kl_placement=loss", "algorithm.kl_control=adaptive", "algorithm.kl_target=0.3",
+    ),
+    "sglang.urls=http://localhost:1 sglang.keys_file=k": ("rollout.backend=sglang", "sglang.max_total_tokens=20000"),
+    "rollout.backend=hf": ("rollout.backend=sglang", "trainer.async_steps=1", "algorithm.tis_cap=2", "sglang.tp=1"),
+    "trainer.steps=1": ("optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", SWITCHED_OFF)
+def test_an_argument_may_switch_off_what_the_recipe_sets(
+    tmp_path: Path, arguments: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = recipe(tmp_path, *SWITCHED_OFF[arguments])
+    assert not list(unmet(load(path)))  # all of it had its effect
+    with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
+        config = load(path, arguments.split())
+    assert check(config, world_size=1) == []
+    values, recipe_values = flat(config), flat(load(path))
+    given = {argument.partition("=")[0] for argument in arguments.split()}
+    dropped = {key for key in values if values[key] != recipe_values[key]} - given
+    assert all(values[key] == DEFAULTS[key] for key in dropped)
+    assert dropped
+    (line,) = caplog.messages
+    assert all(key in line for key in dropped)
+
+
+def test_the_line_names_each_setting_and_its_condition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
+        load(recipe(tmp_path, "parallel.tp=2", "optim.warmup_steps=2"), ["engine=fsdp", "trainer.steps=1"])
+    assert caplog.messages == [
+        "the arguments leave these settings of the recipe without effect, which take their defaults: "
+        "parallel.tp=2 (needs engine=megatron), optim.warmup_steps=2 (needs trainer.steps above it)"
+    ]
+
+
+def test_an_argument_without_effect_is_an_error(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "optim.critic_lr=1e-3")
+    config = load(path, ["algorithm.advantage=grpo", "rollout.n=2", "optim.critic_lr=1e-4"])
+    assert config.optim.critic_lr == 1e-4
+    (line,) = check(config, world_size=1)
+    assert line == (
+        "optim.critic_lr=0.0001 has no effect: it needs algorithm.advantage=gae; set that or leave it out "
+        "(on a command line: optim.critic_lr=null)"
+    )
+
+
+def test_a_recipe_that_never_had_an_effect_stays_an_error(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "algorithm.kl_coef=0.5", "parallel.tp=2")
+    for arguments in ([], ["trainer.seed=3"], ["engine=fsdp"]):
+        config = load(path, arguments)
+        assert config.algorithm.kl_coef == 0.5
+        assert any("algorithm.kl_coef=0.5 has no effect" in line for line in check(config, world_size=2))
+    assert config.parallel.tp == 1
+
+
+def test_nothing_is_dropped_without_arguments(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "optim.warmup_steps=5", "trainer.steps=5")
+    assert load(path).optim.warmup_steps == 5
+    assert any("does not end within the run" in line for line in check(load(path), world_size=1))
+
+
+@pytest.mark.parametrize("spelling", ["optim.lr=null", "~optim.lr"])
+def test_a_setting_is_unset_by_null(tmp_path: Path, spelling: str) -> None:
+    path = recipe(tmp_path, "optim.lr=0.5", "model.ref_path=old", "algorithm.kl_placement=loss")
+    assert load(path, [spelling]).optim.lr == DEFAULTS["optim.lr"]
+    assert load(path, ["optim.lr=0.25", spelling]).optim.lr == DEFAULTS["optim.lr"]
+    assert load(path, [spelling, "optim.lr=0.25"]).optim.lr == 0.25
+    assert load(path, ["model.ref_path=null"]).model.ref_path == ""
+    assert load(path, ["model.ref_path='null'"]).model.ref_path == "null"
+
+
+def test_a_value_that_refers_to_a_dropped_one_follows_it(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "parallel.tp=2", "trainer.minibatch_size=${parallel.tp}")
+    assert load(path, ["engine=fsdp"]).trainer.minibatch_size == 1
+
+
+def test_a_list_of_one_needs_no_brackets(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "data.val_files=a.jsonl", "rollout.stop_token_ids=3")
+    assert load(path).data.val_files == ["a.jsonl"]
+    assert load(path).rollout.stop_token_ids == [3]
+    assert load(None, ["data.train_files=train.jsonl"]).data.train_files == ["train.jsonl"]

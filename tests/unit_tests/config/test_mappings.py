@@ -1,0 +1,67 @@
+"""Settings that are mappings: data.chat_template_kwargs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.config.loader import load
+from mega_rl.config.render import resolved_yaml
+from mega_rl.errors import UserError
+
+KEY = "data.chat_template_kwargs"
+RECIPE = "data:\n  chat_template: true\n  chat_template_kwargs:\n    enable_thinking: false\n    depth: 2\n"
+
+
+def mapping(*overrides: str, recipe: bool = False) -> dict[str, Any]:
+    if recipe:
+        Path("recipe.yaml").write_text(RECIPE)
+    return load(Path("recipe.yaml") if recipe else None, overrides).data.chat_template_kwargs
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_recipe_and_arguments_make_one_mapping() -> None:
+    assert mapping() == {}
+    assert mapping(recipe=True) == {"enable_thinking": False, "depth": 2}
+    assert mapping(f"{KEY}.depth=3", f"{KEY}.tools=[{{name: add}}]", recipe=True) == {
+        "enable_thinking": False,
+        "depth": 3,
+        "tools": [{"name": "add"}],
+    }
+    assert mapping(f"{KEY}.depth=null", recipe=True) == {"enable_thinking": False}
+    assert mapping(f"{KEY}=null", recipe=True) == {}
+    assert mapping(f"{KEY}={{a: 1}}", recipe=True) == {"a": 1}
+    assert mapping(f'{KEY}={{"a": null, "b": "${{x}}"}}', f"{KEY}.c=1e-3") == {"a": None, "b": "${x}", "c": 0.001}
+
+
+def test_the_recorded_config_reads_back() -> None:
+    config = load(
+        None, ["data.chat_template=true", f"{KEY}={{a: [1, {{b: 'no'}}], c: 1.5}}", "data.system_prompt=a: b"]
+    )
+    Path("resolved.yaml").write_text(resolved_yaml(config))
+    assert load(Path("resolved.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"{KEY}=true", "needs a mapping of names to values; write it as {name: value}"),
+        (f"{KEY}=[a]", "needs a mapping"),
+        (f"{KEY}={{1: a}}", "1 is no name"),
+        (f"{KEY}.a.b=1", "unknown key"),
+        (f"{KEY}.a-b=1", "'a-b' is no name"),
+        (f"{KEY}.a=.inf", "the value of a must be made of texts, finite numbers"),
+    ],
+)
+def test_what_is_no_mapping(override: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(None, [override])
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(KEY)
+    assert words in line

@@ -1,0 +1,86 @@
+"""Chat templates with a run's own variables and system prompt give what transformers gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from mega_rl.data.chat import template_variables
+from mega_rl.data.prompts import fingerprint, load_prompts
+from mega_rl.types import Prompt
+from tests.helpers.models import write_digit_tokenizer
+
+# In the style of published ones: tools before the system message, thoughts that a variable leaves out.
+TEMPLATE = """
+{%- if tools %}tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}.{% endif %}
+{%- for message in messages %}{% if message.role == 'skip' %}{% continue %}{% endif %}
+{{- message.role + '=' + message.content + '.' }}
+{%- endfor %}
+{%- if add_generation_prompt %}assistant={% generation %}{% endgeneration %}
+{%- if enable_thinking is defined and enable_thinking is false %}no thoughts. {% endif %}{% endif %}
+{%- set depth = depth | default(3) %}{{- depth * '-' }}
+"""
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_digit_tokenizer(folder, vocab_size=50)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "2*2="}]
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": own, "answer": "4"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(file: Path, tokenizer: Any, **settings: Any) -> list[Prompt]:
+    return load_prompts(
+        [file], tokenizer=tokenizer, vocab_size=50, max_prompt_tokens=200, chat_template=True, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True, "depth": 2, "tools": TOOLS}]
+)
+def test_prompts_are_those_of_transformers(file: Path, tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    prompts = load(file, tokenizer, chat_template_kwargs=kwargs)
+    for prompt in prompts:
+        messages = [{"role": role, "content": content} for role, content in prompt.messages]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **kwargs)
+        assert list(prompt.token_ids) == expected
+    text = tokenizer.decode(prompts[0].token_ids)
+    assert ("no thoughts." in text) == (kwargs.get("enable_thinking") is False)
+    assert text.startswith("tools add.user=1+1=.") == ("tools" in kwargs)
+
+
+def test_a_system_prompt_comes_first_unless_the_row_has_its_own(file: Path, tokenizer: Any) -> None:
+    plain = load(file, tokenizer)
+    one, two = load(file, tokenizer, system_prompt="be short")
+    assert one.messages == (("system", "be short"), ("user", "1+1="))
+    assert tokenizer.decode(one.token_ids).startswith("system=be short.user=1+1=.")
+    assert one.text == "1+1="
+    assert two == plain[1]
+    assert two.messages[0] == ("system", "own")
+
+
+def test_what_a_template_is_given_belongs_to_the_identity_of_the_data(file: Path, tokenizer: Any) -> None:
+    variants: list[dict[str, Any]] = [
+        {}, {"system_prompt": "a"}, {"system_prompt": "b"}, {"chat_template_kwargs": {"enable_thinking": False}},
+    ]  # fmt: skip
+    assert len({fingerprint(load(file, tokenizer, **settings)) for settings in variants}) == len(variants)
+
+
+def test_variables_of_a_template() -> None:
+    assert template_variables(TEMPLATE) == {"tools", "enable_thinking", "depth"}
+    assert template_variables("{{ messages }}{{ bos_token }}{{ raise_exception(range(2)) }}") == {"bos_token"}

@@ -1,0 +1,204 @@
+"""Models by name: from a server that speaks the Hub's protocol, through the whole preflight."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, file_download
+
+from mega_rl.cli import main
+from mega_rl.config.loader import load
+from mega_rl.config.origins import pinned_overrides
+from mega_rl.config.render import resolved_yaml
+from mega_rl.errors import UserError
+from mega_rl.preflight import preflight
+from tests.helpers.hub_server import Hub, folder_files, go_offline
+from tests.helpers.inputs import qwen3_config, write_checkpoint, write_shard
+
+DATA = "data.train_files=[d.jsonl]"
+NAMED = ("model.path=org/model", DATA)
+
+
+def problem(*overrides: str) -> str:
+    """The one line that a run is refused with."""
+    with pytest.raises(UserError) as caught:
+        preflight(None, list(overrides))
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_a_name_becomes_a_folder_and_the_record_keeps_name_and_commit(hub: Hub) -> None:
+    commit = hub.repos["models", "org/model"].revisions["main"]
+    config = preflight(None, NAMED)
+    assert (Path(config.model.path) / "model.safetensors").is_file()
+    assert Path(config.model.path).name == commit
+    assert f"path: org/model@{commit}" in resolved_yaml(config)
+    Path("again.yaml").write_text(resolved_yaml(config))
+    hub.requests.clear()
+    again = preflight(Path("again.yaml"))
+    assert again == config
+    assert preflight(None, [DATA, *pinned_overrides(config)]) == config
+    assert hub.requests == []  # a commit that is in the cache needs no network
+
+
+def test_neither_code_nor_pickles_nor_other_folders_are_downloaded(hub: Hub) -> None:
+    repo = hub.repos["models", "org/model"]
+    unwanted = ("modeling_x.py", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json", "x.gguf")
+    repo.files.update(dict.fromkeys(unwanted, b"x"))
+    repo.files["LICENSE"] = b"free"
+    folder = Path(preflight(None, NAMED).model.path)
+    assert sorted(folder_files(folder)) == [
+        "LICENSE", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert not any(r.path.endswith(unwanted) for r in hub.requests)
+
+
+def test_every_file_of_the_index_is_downloaded(hub: Hub, tmp_path: Path) -> None:
+    shards = ("model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors")
+    files = hub.repos["models", "org/model"].files
+    content = files.pop("model.safetensors")
+    files |= dict.fromkeys(shards, content) | {"extra.safetensors": content}
+    weight_map = {f"w{number}": shard for number, shard in enumerate(shards)}
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    folder = Path(preflight(None, NAMED).model.path)
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == list(shards)
+
+
+def test_a_path_that_exists_is_never_a_name(hub: Hub) -> None:
+    write_checkpoint(Path("org/model"), qwen3_config())
+    assert preflight(None, NAMED).model.path == "org/model"
+    assert hub.requests == []
+
+
+def test_a_run_that_cannot_start_downloads_no_weights(hub: Hub) -> None:
+    hub.requests.clear()
+    line = problem(*NAMED, "trainer.minibatch_size=63")
+    assert line.startswith("trainer.minibatch_size=63 does not divide")
+    assert hub.requests == []
+    line = problem(*NAMED, "data.max_prompt_tokens=50000", "trainer.max_tokens_per_microbatch=60000")
+    assert "is above the 40960 positions of model.path" in line
+    assert hub.downloads("config.json")
+    assert not hub.downloads("model.safetensors")
+
+
+def test_a_connection_that_is_cut_is_taken_up_where_it_broke(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
+    content = write_shard(tmp_path / "w", [f"weight{i}" for i in range(500)]).read_bytes()
+    hub.repos["models", "org/model"].files["model.safetensors"] = content
+    hub.cuts["model.safetensors"] = [5000, 3000]
+    folder = Path(preflight(None, NAMED).model.path)
+    assert (folder / "model.safetensors").read_bytes() == content
+    ranges = [request.byte_range for request in hub.downloads("model.safetensors")]
+    assert ranges == [None, "bytes=5000-", "bytes=8000-"]
+
+
+def test_a_download_that_breaks_off_is_one_line_and_the_next_try_completes(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
+    hub.cuts["model.safetensors"] = [0] * 6
+    line = problem(*NAMED)
+    assert line.startswith("model.path=org/model: the download broke off (")
+    assert line.endswith("start again: files that are complete are kept")
+    hub.requests.clear()
+    assert preflight(None, NAMED)
+    assert hub.downloads("model.safetensors")
+    assert not hub.downloads("config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("org/model@v9", "the model has no revision 'v9' at {url}; name a branch, a tag or a commit of it"),
+        ("org/modle", "there is no such file or folder here, and {url} shows no model of that name: correct the path "),
+        ("gated/model", "access to it is restricted: accept its terms at {url}/gated/model, then set HF_TOKEN or run"),
+        ("no/weights", "no/weights holds no safetensors weights (model.safetensors); other formats are not read"),
+        ("no/config", "no/config has no config.json at this revision"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(hub: Hub, name: str, words: str) -> None:
+    files = hub.repos["models", "org/model"].files
+    hub.add("models", "gated/model", files, gated=True, token="hf_good")
+    hub.add("models", "no/weights", {n: c for n, c in files.items() if n != "model.safetensors"})
+    hub.add("models", "no/config", {"README.md": b""})
+    line = problem(f"model.path={name}", DATA)
+    assert line.startswith(f"model.path={name}: ")
+    assert words.format(url=hub.url) in line
+
+
+def test_a_token_comes_from_the_environment_alone(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    hub.add("models", "gated/model", hub.repos["models", "org/model"].files, gated=True, token="hf_good")
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    line = problem("model.path=gated/model", DATA)
+    assert "then check that HF_TOKEN may read it" in line
+    assert "hf_bad" not in line
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    hub.requests.clear()
+    config = preflight(None, ["model.path=gated/model", DATA])
+    sent = {request.authorization for request in hub.requests if "/gated/model/" in request.path}
+    assert sent == {"Bearer hf_good"}
+    assert "hf_good" not in resolved_yaml(config) + caplog.text
+
+
+def test_without_a_network_the_cache_serves_and_what_it_lacks_is_named(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = preflight(None, NAMED)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert preflight(None, NAMED) == config
+    line = problem("model.path=org/other", DATA)
+    assert line.startswith("model.path=org/other: there is no such file or folder here, it is not in the cache, and")
+    assert "http://127.0.0.1:9 cannot be reached (" in line
+
+
+def test_offline_takes_the_cache_and_names_what_it_lacks(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = preflight(None, NAMED)
+    hub.requests.clear()
+    go_offline(monkeypatch)
+    assert preflight(None, NAMED) == config
+    (Path(config.model.path) / "model.safetensors").unlink()
+    assert "1 file(s) are missing (model.safetensors)" in problem(*NAMED)
+    line = problem("model.path=org/other", DATA)
+    assert "no model of that name and revision in the cache" in line
+    assert line.endswith("while HF_HUB_OFFLINE forbids downloads; download it once without HF_HUB_OFFLINE")
+    assert hub.requests == []
+
+
+def test_a_run_that_goes_on_keeps_the_commit_it_began_with(hub: Hub) -> None:
+    began = preflight(None, NAMED)
+    run_dir = Path(began.trainer.run_dir)
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(resolved_yaml(began))
+    hub.repos["models", "org/model"].revisions = {"main": "f" * 40, "old": Path(began.model.path).name}
+    assert preflight(None, NAMED).model.path != began.model.path  # nothing has been saved: it begins again
+    (run_dir / "checkpoints" / "step_000001").mkdir(parents=True)
+    assert preflight(None, NAMED) == began
+    assert preflight(None, [*NAMED, "checkpoint.resume=never"]).model.path != began.model.path
+    assert preflight(None, ["model.path=org/model@old", DATA]).model.path == began.model.path
+
+
+def test_no_setting_is_called_origins() -> None:
+    with pytest.raises(UserError, match=r"origins: unknown"):
+        load(None, ["origins=x"])
+
+
+def test_commands_take_names_too(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`convert plan` needs no weights, `convert inspect` does."""
+    assert main(["convert", "plan", "org/model", "--param", "decoder.final_layernorm.weight"]) == 0
+    assert "decoder.final_layernorm.weight" in capsys.readouterr().out
+    assert not hub.downloads("model.safetensors")
+    main(["convert", "inspect", "org/model@main"])  # of weights that are no model's
+    assert hub.downloads("model.safetensors")
+    assert main(["convert", "inspect", "org/modle"]) == 2
+    assert "error: PATH=org/modle: there is no such file or folder here" in capsys.readouterr().err
+    assert main(["verify", "layouts", "--model", "org/modle", "--twin"]) == 2
+    assert "error: --model=org/modle: there is no such file or folder here" in capsys.readouterr().err

@@ -1,0 +1,335 @@
+"""Trackers: offline runs hold what metrics.jsonl holds, a resumed run goes on, and a broken client stops nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mega_rl.config.loader import load
+from mega_rl.config.origins import as_record
+from mega_rl.config.schema import Config, MetricsConfig
+from mega_rl.errors import UserError
+from mega_rl.metrics.records import read_metrics
+from mega_rl.metrics.sinks import make_sink
+from mega_rl.metrics.tracker_clients import Started, TrackedRun
+from mega_rl.metrics.tracker_process import serve
+from mega_rl.metrics.trackers import Deadlines, TrackerSink, without_secrets
+from mega_rl.preflight.host import check_packages
+
+ROWS = [{"prompt": "3+4=", "response": "7\nü", "reward": 1.0}, {"prompt": "1+1=", "response": "", "reward": 0.0}]
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    """Metrics of a step, with what JSON has no numbers for."""
+    return {"reward/mean": 0.5 + step, "actor/loss": math.nan if step == 2 else -1e-9, "kl/ref_max": math.inf}
+
+
+def record_run(run_dir: Path, trackers: list[str], steps: Sequence[int], *, failed: bool = False) -> None:
+    """Log steps as a run does that begins, or goes on, with the first of them."""
+    sink = make_sink(
+        MetricsConfig(tensorboard=False, trackers=trackers, project="sums"),
+        run_dir,
+        is_writer=True,
+        resume_step=max(steps[0], 1),
+        total_steps=4,
+        settings=as_record(Config()),
+    )
+    for step in steps:
+        if step == 2:
+            sink.dump_rollouts(step, ROWS)
+        sink.log(step, metrics_of(step))
+    sink.close(failed=failed)
+
+
+def assert_same_metrics(tracked: Mapping[int, Mapping[str, float]], run_dir: Path) -> None:
+    """Compare keys and values of every step with metrics.jsonl; NaN equals NaN."""
+    expected = {record.step: record.metrics for record in read_metrics(run_dir / "metrics.jsonl")}
+    assert sorted(tracked) == sorted(expected)
+    for step, metrics in expected.items():
+        assert {name: repr(value) for name, value in tracked[step].items()} == {
+            name: repr(value) for name, value in metrics.items()
+        }
+
+
+# -- real clients without a network -----------------------------------------------------------------------------------
+
+
+def read_wandb(file: Path) -> list[Any]:
+    """Read the records of an offline run with wandb's own reader."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(file))
+    records = []
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        records.append(record)
+    return records
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that was stopped, resumed for two more, and failed."""
+    folder = tmp_path_factory.mktemp("trackers") / "adder"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WANDB_MODE", "offline")
+        environment.delenv("MLFLOW_TRACKING_URI", raising=False)
+        record_run(folder, ["wandb", "mlflow"], [0, 1, 2])
+        record_run(folder, ["wandb", "mlflow"], [3, 4], failed=True)
+    return folder
+
+
+def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path) -> None:
+    files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    first, resumed = (read_wandb(file) for file in files)
+    tracked: dict[int, dict[str, float]] = {}
+    for record in (*first, *resumed):
+        if record.HasField("history"):
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            rollouts = items.pop("rollouts", None)
+            assert (rollouts is not None) == (items["_step"] == 2)
+            tracked[items["_step"]] = {name: float(value) for name, value in items.items() if name[0] != "_"}
+    assert_same_metrics(tracked, run_dir)
+
+    begun, again = (next(r.run for r in records if r.HasField("run")) for records in (first, resumed))
+    assert begun.run_id == again.run_id
+    assert (begun.project, begun.display_name) == ("sums", "adder")
+    config = {item.key: json.loads(item.value_json) for item in begun.config.update}
+    config.pop("_wandb", None)
+    assert config == as_record(Config())
+    (table,) = files[0].parent.glob("files/media/table/*.json")
+    assert json.loads(table.read_text()) == {"columns": list(ROWS[0]), "data": [list(row.values()) for row in ROWS]}
+    outcomes = []
+    for records in (first, resumed):
+        updates = [u for r in records if r.HasField("summary") for u in r.summary.update if u.key == "outcome"]
+        exits = [r.exit.exit_code for r in records if r.HasField("exit")]
+        outcomes.append((json.loads(updates[-1].value_json), exits))
+    assert outcomes == [("stopped", [0]), ("failed", [1])]
+
+
+def test_mlflow_files_hold_everything_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    client = MlflowClient((run_dir / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("sums")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    tracked: dict[int, dict[str, float]] = {}
+    for name in run.data.metrics:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            tracked.setdefault(metric.step, {})[name] = metric.value
+    assert_same_metrics(tracked, run_dir)
+    assert (run.info.run_name, run.info.status) == ("adder", "FAILED")
+    assert run.data.params["optim.lr"] == "1e-06"
+    assert set(run.data.params) >= {"engine", "metrics.trackers", "trainer.seed"}
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
+    assert load(artifacts / "config.yaml") == Config()
+    rows = (artifacts / "rollouts" / "step_000002.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(row) for row in rows] == ROWS
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("swanlab") is None,
+    reason="swanlab is not installed: it wants an older protobuf than constraints.txt has; make test-swanlab",
+)
+def test_swanlab_offline_holds_everything_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    run_dir = tmp_path / "adder"
+    record_run(run_dir, ["swanlab"], [0, 1, 2])
+    record_run(run_dir, ["swanlab"], [3, 4])
+    assert not caplog.records
+    from swanlab.proto.swanlab.record.v1 import record_pb2
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    tracked: dict[int, dict[str, float]] = {}
+    ids, states = set(), []
+    for file in sorted(run_dir.glob("swanlog/*/*.swanlab"), key=lambda path: path.stat().st_mtime):
+        reader = DataStoreReader()
+        reader.open(file)
+        for data in reader:
+            record = record_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("scalar"):
+                tracked.setdefault(record.scalar.step, {})[record.scalar.key] = record.scalar.value.number
+            elif record.HasField("start"):
+                ids.add((record.start.id, record.start.project, record.start.name))
+            elif record.HasField("finish"):
+                states.append(record.finish.state)
+        config = yaml.safe_load((file.parent / "files" / "config.yaml").read_text())
+        assert {key: entry["value"] for key, entry in config.items()} == as_record(Config())
+    assert_same_metrics(tracked, run_dir)
+    ((_, project, name),) = ids
+    assert (project, name) == ("sums", "adder")
+    assert len(states) == len(set(states)) == 2, "the first was stopped, the second finished"
+    texts = [file.read_text(encoding="utf-8") for file in run_dir.glob("swanlog/*/media/text/002-*.txt")]
+    assert sorted(map(json.loads, texts), key=lambda row: row["prompt"]) == ROWS[::-1]
+
+
+# -- clients that fail or hang ----------------------------------------------------------------------------------------
+
+FAKE = """
+import time
+class Run:
+    id, url, dir, summary = "r1", "http://tracker/r1", ".", dict()
+    def log(self, values, step): print("logged", step, flush=True)
+    def finish(self, exit_code): print(self.summary, exit_code, flush=True); {finish}
+Settings = dict
+def init(**settings):
+    {init}
+    return Run()
+"""
+
+
+@pytest.fixture
+def fake_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes first where the tracker's process looks for wandb."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def make_tracker(tmp_path: Path, deadlines: Deadlines, *, total_steps: int = 9) -> TrackerSink:
+    run = TrackedRun("p", "n", str(tmp_path / "run"), run_id="", trainer_pid=os.getpid(), config={})
+    return TrackerSink("wandb", run, resume_step=1, total_steps=total_steps, deadlines=deadlines)
+
+
+def log_until_off(sink: TrackerSink, caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + 60
+    step = 0
+    while not caplog.records and time.monotonic() < deadline:
+        step += 1
+        sink.log(step, {"reward/mean": 0.0})
+        time.sleep(0.05)
+
+
+def test_a_client_that_hangs_at_the_start_is_off_with_one_warning(
+    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (fake_wandb / "wandb.py").write_text(FAKE.format(init="time.sleep(600)", finish="pass"))
+    sink = make_tracker(tmp_path, Deadlines(answer_s=0.5))
+    log_until_off(sink, caplog)
+    sink.log(1000, {})
+    sink.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "wandb is off for the rest of the run: has not answered for 0.5 s; training goes on. Its log is "
+    )
+    assert record.getMessage().endswith("wandb.log. To record without a network: WANDB_MODE=offline")
+    assert sink._process.wait(10) < 0, "its process is killed"
+
+
+def test_a_client_that_fails_is_off_with_its_own_words(
+    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (fake_wandb / "wandb.py").write_text(FAKE.format(init="raise PermissionError('no key,\\n  no run')", finish="pass"))
+    sink = make_tracker(tmp_path, Deadlines())
+    log_until_off(sink, caplog)
+    sink.close()
+    (record,) = caplog.records
+    assert "wandb is off for the rest of the run: PermissionError: no key, no run; training" in record.getMessage()
+
+
+def test_a_client_that_hangs_at_the_end_is_left(
+    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mega_rl")
+    (fake_wandb / "wandb.py").write_text(FAKE.format(init="pass", finish="time.sleep(600)"))
+    sink = make_tracker(tmp_path, Deadlines(finish_s=0.5))
+    sink.log(1, {"reward/mean": 0.0})
+    deadline = time.monotonic() + 60
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.05)
+    sink.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "wandb: http://tracker/r1"
+    assert "has not ended 0.5 s after the run" in messages[1]
+
+
+def test_a_run_that_does_its_last_step_is_finished(
+    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (fake_wandb / "wandb.py").write_text(FAKE.format(init="pass", finish="pass"))
+    sink = make_tracker(tmp_path, Deadlines(), total_steps=1)
+    sink.log(1, {"reward/mean": 0.0})
+    sink.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    said = (tmp_path / "run" / "trackers" / "wandb.log").read_text()
+    assert said == "logged 1\n{'outcome': 'finished'} 0\n"
+    assert json.loads((tmp_path / "run" / "trackers" / "wandb.json").read_text())["run_id"] == "r1"
+
+
+class Recorder:
+    """A client that keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def start(self, run: TrackedRun) -> Started:
+        self.calls.append(run.run_id)
+        return Started(run_id="r1", place="here")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append((step, dict(metrics)))
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.calls.append((step, list(rows)))
+
+    def finish(self, status: str) -> None:
+        self.calls.append(status)
+
+
+def test_the_process_knows_whether_the_trainer_ended_or_died() -> None:
+    run = dataclasses.asdict(TrackedRun("p", "n", ".", run_id="r0", trainer_pid=1, config={}))
+    messages = [{"do": "start", "run": run}, {"do": "log", "step": 3, "metrics": {"a": math.inf}}]
+    last = {"do": "finish", "status": "stopped"}
+    for ended, lines in ((False, messages), (True, [*messages, last])):
+        client, answers = Recorder(), io.StringIO()
+        assert serve(client, io.StringIO("".join(json.dumps(line) + "\n" for line in lines)), answers) == ended
+        assert client.calls == ["r0", (3, {"a": math.inf}), *(["stopped"] if ended else [])]
+        assert json.loads(answers.getvalue().splitlines()[0]) == {"done": 1, "run_id": "r1", "place": "here"}
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_client_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "swanlab" else object())
+    config = load(None, ["metrics.trackers=[wandb,swanlab]"])
+    assert list(check_packages(config)) == [
+        "metrics.trackers: the client of swanlab is not installed; pip install 'mega_rl[swanlab]', or leave swanlab out"
+    ]
+
+
+def test_an_unknown_tracker_is_refused() -> None:
+    with pytest.raises(UserError, match=r"metrics\.trackers=.*: each must be one of wandb, mlflow, swanlab"):
+        load(None, ["metrics.trackers=[wandb,weights]"])
+
+
+def test_other_ranks_start_no_tracker(tmp_path: Path) -> None:
+    make_sink(MetricsConfig(trackers=["wandb"]), tmp_path, is_writer=False, resume_step=1).log(1, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_addresses_lose_their_keys() -> None:
+    config = {"reward": {"url": "https://host/score?key=s3cret#x"}, "sglang": {"urls": ["http://h:1/?k=1"]}, "n": 3}
+    assert without_secrets(config) == {
+        "reward": {"url": "https://host/score"}, "sglang": {"urls": ["http://h:1/"]}, "n": 3,
+    }  # fmt: skip

@@ -1,0 +1,58 @@
+"""Tasks of srun are no ranks, and are not taken for runs of one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_rl import cli
+from mega_rl.errors import UserError
+from mega_rl.preflight.launcher import refuse_tasks_of_srun
+
+JOB = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8"}
+STEP = {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        STEP,
+        {**STEP, "SLURM_PROCID": "5"},
+        {**STEP, "SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+    ],
+)
+def test_one_of_several_tasks_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"srun started [28] tasks, .* torchrun"):
+        refuse_tasks_of_srun(environment)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        JOB,
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_PROCID": "0"},
+        {**STEP, "RANK": "3"},
+        {**JOB, "SLURM_PROCID": "0"},
+    ],
+    ids=["no Slurm", "salloc", "one task", "one task in a larger job", "one", "none named", "torchrun", "batch script"],
+)
+def test_everything_else_may_go_on(environment: dict[str, str]) -> None:
+    refuse_tasks_of_srun(environment)
+
+
+@pytest.mark.parametrize("command", [["train", "--nproc-per-node", "2"], ["train"], ["quickstart"]])
+def test_commands_that_train_say_so_in_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(command) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: srun started 8 tasks, which would be 8 separate runs, not ranks of one; start one task"
+    )

@@ -1,0 +1,107 @@
+"""`mega-rl quickstart` around its two trainings: its folder, what it starts, and what it says when one fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mega_rl import cli
+from mega_rl.config.loader import load
+from mega_rl.config.packaged import file_of
+from mega_rl.errors import UserError
+from mega_rl.quickstart import run
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands that were started, each ending at once with code 0, in a working directory without a source tree."""
+    commands: list[list[str]] = []
+
+    def run_process(arguments: list[str], **_: Any) -> SimpleNamespace:
+        commands.append(arguments)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run.subprocess, "Popen", run_process)
+    monkeypatch.setattr("mega_rl.quickstart.task.write_checkpoint", lambda folder, seed: folder.mkdir())
+    monkeypatch.setattr("mega_rl.quickstart.report.summarize", lambda run_dir, **_: (None, run_dir))
+    monkeypatch.setattr("mega_rl.quickstart.report.print_table", lambda summary, plot: None)
+    return commands
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
+    engine: str, started: list[list[str]]
+) -> None:
+    assert cli.main(["quickstart", "--engine", engine, "--seed", "3", "--run-dir", "a, b"]) == 0
+    launcher = [sys.executable, "-m", "mega_rl.launch", "2", "mega_rl.cli"]
+    assert [command[:5] for command in started] == [launcher, launcher]
+    warm_start, train = (command[5:] for command in started)
+    assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3"]
+    assert train[:3] == ["train", "--config", "quickstart"]
+    config = load(Path("quickstart"), train[3:])
+    assert (config.engine, config.parallel.tp) == (engine, 2 if engine == "megatron" else 1)
+    assert (config.trainer.run_dir, config.trainer.seed, config.model.path) == ("a, b", 3, "a, b/model")
+    assert Path(config.data.train_files[0]).is_file()
+    assert Path(config.data.val_files[0]).is_file()
+
+
+def test_the_folders_of_the_recipe_are_those_that_the_quickstart_writes(started: list[list[str]]) -> None:
+    """So that `mega-rl train --config quickstart` works after it, in the same directory."""
+    assert cli.main(["quickstart"]) == 0
+    assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][8:])
+
+
+def test_an_earlier_quickstart_gives_up_its_inputs_and_keeps_its_runs(started: list[list[str]]) -> None:
+    assert cli.main(["quickstart", "--run-dir", "q"]) == 0
+    checkpoint, weights = Path("q/checkpoints/step_000060/shard"), Path("q/model/old.safetensors")
+    for file in (checkpoint, weights):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert cli.main(["quickstart", "--run-dir", "q"]) == 0
+    assert checkpoint.is_file()
+    assert not weights.exists()
+    assert load(Path("quickstart"), started[-1][8:]).checkpoint.resume == "never", "training moves it aside"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "data/mine.jsonl"])
+def test_a_folder_of_something_else_is_refused_and_kept(
+    name: str, started: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = Path("work", name)
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    assert cli.main(["quickstart", "--run-dir", "work"]) == 2
+    line = "--run-dir=work: holds files that no quickstart wrote; give another folder or empty it"
+    assert capfd.readouterr().err == f"error: {line}\n"
+    assert file.read_text() == "mine"
+    assert not started
+
+
+def test_a_run_dir_that_cannot_be_made_is_one_line(started: list[list[str]]) -> None:
+    Path("file").write_text("")
+    for run_dir in ("file", "file/below"):
+        with pytest.raises(UserError, match=f"--run-dir={run_dir}: cannot be made: "):
+            run.prepare_folder(Path(run_dir))
+
+
+def test_a_wrong_engine_is_said_before_anything_is_written(
+    started: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["quickstart", "--engine", "jax"]) == 2
+    assert capfd.readouterr().err == "error: engine='jax': must be one of megatron, fsdp\n"
+    assert list(Path().iterdir()) == []
+    assert not started
+
+
+def test_a_training_that_fails_ends_the_quickstart(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: SimpleNamespace(wait=lambda: 2))
+    assert cli.main(["quickstart"]) == 1
+    line = "mega-rl quickstart-warm-start ended with exit code 2; its messages stand above"
+    assert capfd.readouterr().err.endswith(f"error: {line}\n")

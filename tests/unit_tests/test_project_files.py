@@ -1,0 +1,92 @@
+"""Files that only services and tools read: they parse, agree with the code, and call what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mega_rl
+from tests.release.sources import ROOT
+
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+
+workflows = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+
+
+def steps_of(workflow: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+    return [step for job in jobs.values() for step in job["steps"]]
+
+
+def test_the_workflows_are_these() -> None:
+    assert {path.stem for path in WORKFLOWS} == {"canary", "check", "test", "wheel"}
+
+
+@workflows
+def test_a_workflow_may_only_read_and_ends(workflow: Path) -> None:
+    content = yaml.safe_load(workflow.read_text(encoding="utf-8"))
+    assert content.keys() == {"name", True, "permissions", "env", "jobs"}  # YAML 1.1 reads the key `on` as true
+    assert content["name"] == workflow.stem
+    assert content["permissions"] == {"contents": "read"}
+    assert all(0 < job["timeout-minutes"] <= 120 for job in content["jobs"].values())
+
+
+@workflows
+def test_a_workflow_calls_what_exists(workflow: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    steps = steps_of(workflow)
+    assert steps
+    assert all(step.keys() <= {"name", "uses", "with", "run", "env", "if"} for step in steps)
+    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
+    commands = "\n".join(step["run"] for step in steps if "run" in step)
+    assert set(re.findall(r"\bmake ([a-z-]+)", commands)) <= targets
+    named = re.findall(r"(?<![\w/.-])(?:tests|scripts|mega_rl|docs)/[\w./-]*\w", commands)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@workflows
+def test_every_python_of_a_workflow_is_one_that_is_supported(workflow: Path) -> None:
+    supported = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    versions = re.findall(r'"(3\.\d+)"', workflow.read_text(encoding="utf-8"))
+    assert versions
+    assert set(versions) <= set(supported)
+
+
+def test_every_supported_python_is_checked() -> None:
+    supported = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    checked = re.findall(r'"(3\.\d+)"', (GITHUB / "workflows" / "wheel.yml").read_text(encoding="utf-8"))
+    assert checked == supported
+
+
+def test_pre_commit_calls_the_projects_own_tools() -> None:
+    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (repository,) = content["repos"]
+    assert repository["repo"] == "local", "nothing is downloaded"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for hook in repository["hooks"]:
+        assert hook["language"] == "system"
+        tool = Path(hook["entry"].split()[0])
+        assert tool.parent == Path(".venv/bin")
+        assert f"$(BIN)/{tool.name}" in makefile
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_has_questions_with_names_of_their_own(form: Path) -> None:
+    content = yaml.safe_load(form.read_text(encoding="utf-8"))
+    assert content.keys() == {"name", "description", "labels", "body"}
+    names = [question["id"] for question in content["body"]]
+    assert len(set(names)) == len(names)
+    assert all(question["attributes"]["label"] for question in content["body"])
+
+
+def test_the_citation_is_of_this_version() -> None:
+    content = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert content["version"] == mega_rl.__version__
+    assert content["license"] == "Apache-2.0"
+    assert content["authors"] == [{"name": "mega_rl developers"}]

@@ -1,0 +1,30 @@
+"""The table of `mega-rl verify` on a narrow terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_rl.verify.layouts import Layout
+from mega_rl.verify.plan import Found, TensorError
+from mega_rl.verify.run import Verdict
+from mega_rl.verify.text import print_verdicts
+from mega_rl.verify.tolerances import Tolerances
+
+NAMES = ("model.layers.17.mlp.experts.113.down_proj.weight", "model.layers.0.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_names_of_tensors_are_whole(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
+    monkeypatch.setenv("TERM", "dumb")
+    gradient, weight = (TensorError(name, 1e-6) for name in NAMES)
+    found = Found(1e-6, 3.0, 1e-7, 1.0, 1e-7, (gradient,), (weight,), (), 100, 4, 1.0)
+    verdict = Verdict(Layout(name="tp2", tp=2), found, ())
+    print_verdicts([verdict], header={}, tolerances=Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 1e-4))
+    out = capsys.readouterr().out
+    for name in NAMES:
+        assert name.removeprefix("model.") in out
+    assert max(map(len, out.splitlines()[:6])) <= columns

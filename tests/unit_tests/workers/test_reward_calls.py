@@ -1,0 +1,98 @@
+"""Reward functions get the arguments that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from mega_rl.data.columns import RewardColumns
+from mega_rl.types import Prompt
+from mega_rl.workers.reward_calls import plan_call
+
+ROW = {"question": "3+4=", "label": "7", "difficulty": 2}
+PROMPT = Prompt(index=5, token_ids=(1,), text="3+4=", answer="7", messages=(("user", "3+4="),), row=ROW)
+TEXTS = ("3+4=", "8", "7")
+
+
+def everything(prompt, response, answer, row, messages, prompt_index):  # type: ignore[no-untyped-def]
+    return prompt, response, answer, row, messages, prompt_index
+
+
+def swapped(answer: str, response: str) -> Any:
+    return answer, response
+
+
+def keywords(*, response: str, row: dict[str, Any]) -> Any:
+    return response, row
+
+
+def other_names(question, completion, reference, row=None):  # type: ignore[no-untyped-def]
+    return question, completion, reference, row
+
+
+def settings(prompt, response, answer, scale=2.0, **rest):  # type: ignore[no-untyped-def]
+    return prompt, response, answer, scale, rest
+
+
+class Scorer:
+    def __call__(self, prompt: str, response: str, answer: str) -> Any:
+        return prompt, response, answer
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        (everything, (*TEXTS, ROW, [{"role": "user", "content": "3+4="}], 5)),
+        (swapped, ("7", "8")),
+        (keywords, ("8", ROW)),
+        (lambda response: response, "8"),
+        (other_names, (*TEXTS, ROW)),
+        (lambda a, b, c: (a, b, c), TEXTS),
+        (lambda *texts: texts, TEXTS),
+        (settings, (*TEXTS, 2.0, {})),
+        (Scorer(), TEXTS),
+        (partial(settings, scale=3.0), (*TEXTS, 3.0, {})),
+    ],
+)
+def test_arguments(function: Callable[..., object], returned: object) -> None:
+    assert plan_call(function)(PROMPT, "8") == returned
+
+
+@pytest.mark.parametrize(
+    ("function", "columns"),
+    [
+        (everything, RewardColumns(answer=True, structured=True, every=True)),
+        (swapped, RewardColumns(answer=True, structured=False)),
+        (keywords, RewardColumns(answer=False, structured=True, every=True)),
+        (lambda response, answer="": 0.0, RewardColumns(answer=False, structured=True)),
+        (lambda a, b, c: 0.0, RewardColumns(answer=True, structured=True)),
+        (lambda a, b, c=None: 0.0, RewardColumns(answer=False, structured=True)),
+        (lambda *texts: 0.0, RewardColumns(answer=True, structured=True)),
+    ],
+)
+def test_columns_that_a_function_reads(function: Callable[..., object], columns: RewardColumns) -> None:
+    assert plan_call(function).columns == columns
+
+
+@pytest.mark.parametrize("function", [lambda response, answer="none": answer, lambda a, b, c="none": c])
+def test_a_row_without_an_answer_leaves_the_default(function: Callable[..., object]) -> None:
+    without = Prompt(index=0, token_ids=(1,), text="a", answer=None)
+    assert plan_call(function)(without, "8") == "none"
+
+
+def test_an_answer_is_handed_over_as_it_is_and_a_row_is_a_copy() -> None:
+    prompt = Prompt(index=0, token_ids=(1,), text="a", answer={"tests": ["f(1) == 2"]}, row=ROW)
+    assert plan_call(lambda response, answer: answer)(prompt, "") == {"tests": ["f(1) == 2"]}
+    plan_call(lambda response, row: row.clear())(prompt, "")
+    assert ROW
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: 0.0, lambda a, b: 0.0, lambda a, b, c, d: 0.0, lambda prompt, answer: 0.0]
+)
+def test_functions_that_cannot_be_called(function: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=r"has the signature .*, but is called as \(prompt, response, answer\)"):
+        plan_call(function)

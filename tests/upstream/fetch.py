@@ -1,0 +1,60 @@
+"""Put releases of Megatron-Core into folders of their own: `python -m tests.upstream.fetch VERSION...`.
+
+Prints one folder a line, to be put first on PYTHONPATH; what is there already is not fetched again. A release whose
+wheel is for newer Pythons is unpacked all the same: Megatron-Core is Python source, and its one compiled module is for
+data sets that nothing here uses. The environment that runs this is left as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from mega_rl.accelerator.megatron_core import RELEASES, release_of
+
+FOLDER = Path(__file__).parents[2] / ".megatron"
+
+
+def fetch(version: str) -> Path:
+    """The folder of a version, fetched from the package index unless it is there."""
+    folder = FOLDER / version
+    if folder.is_dir():
+        return folder
+    release = release_of(version) or RELEASES[-1]
+    python = max(release.python, sys.version_info[:2])
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    options = ["--quiet", "--no-deps", "--target", str(partial), "--python-version", ".".join(map(str, python))]
+    if importlib.util.find_spec("pip") is not None:
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--ignore-requires-python",
+            "--only-binary=:all:",
+            "--no-compile",
+        ]
+        pip += ["--platform", f"manylinux_2_28_{platform.machine()}"]
+    else:  # an environment that uv has made
+        pip = ["uv", "pip", "install", "--python", sys.executable, "--only-binary", ":all:"]
+    subprocess.run([*pip, *options, f"megatron-core=={version}"], check=True)
+    partial.rename(folder)
+    return folder
+
+
+def main() -> None:
+    """Print the folders of the versions given: "newest" is the newest of all releases, "all" the newest of each."""
+    versions = sys.argv[1:] or ["newest"]
+    newest = [release.compared[-1] for release in RELEASES]
+    names = {"newest": newest[-1:], "all": newest}
+    for version in [each for word in versions for each in names.get(word, [word])]:
+        print(fetch(version))
+
+
+if __name__ == "__main__":
+    main()
