@@ -1,4 +1,4 @@
-"""What attention a model will run, of what is asked for and what is there. Imports no torch."""
+"""What attention a model will run, of what is asked for and what is there."""
 
 from __future__ import annotations
 

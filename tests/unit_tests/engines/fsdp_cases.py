@@ -261,9 +261,9 @@ def shares_case(checkpoint: Path) -> dict[str, Any]:
     with engine_of(checkpoint) as engine:
         held = {piece.name: piece.data.numel() for piece in engine.state().pieces}
         whole_model = sum(weight.numel() for weight in exported(engine).values())
-        read = load(engine.model, checkpoint, sharding=engine.sharding)
+        report = load(engine.model, checkpoint, sharding=engine.sharding)
     weights = sum(count for name, count in held.items() if name.startswith("weights/"))
-    return {"weights": weights, "all": sum(held.values()), "model": whole_model, "bytes read": read}
+    return {"weights": weights, "all": sum(held.values()), "model": whole_model, "bytes read": report.bytes_read}
 
 
 def mistakes_case(checkpoint: Path) -> dict[str, str]:

