@@ -338,10 +338,12 @@ def test_help_cuts_nothing_off(
     assert "list[" not in out
 
 
-def test_completion_for_the_shell(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--show-completion", "bash"])
-    assert "_MEGA_RL_COMPLETE" in capfd.readouterr().out
+def test_completion_for_the_shell() -> None:
+    """The shell is the process that called the command."""
+    command = f'"{sys.executable}" -m mega_rl.cli --show-completion; exit $?'
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_MEGA_RL_COMPLETE" in done.stdout
 
 
 def test_other_ranks_speak_only_when_nobody_ended_them(

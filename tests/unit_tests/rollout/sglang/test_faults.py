@@ -53,15 +53,14 @@ def requests(num_prompts: int = 2, n: int = 1) -> list[SampleRequest]:
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """No thread and no socket more than before."""
-    threads, process = threading.active_count(), psutil.Process()
+    """No thread and no descriptor more than before; what is left is named."""
+    threads, process = set(threading.enumerate()), psutil.Process()
     descriptors = process.num_fds()
     yield
     end = time.monotonic() + 5
-    while (threading.active_count(), process.num_fds()) > (threads, descriptors) and time.monotonic() < end:
+    while (left := set(threading.enumerate()) - threads) or process.num_fds() > descriptors:
+        assert time.monotonic() < end, (left, process.net_connections(), process.open_files())
         time.sleep(0.02)
-    assert threading.active_count() <= threads
-    assert process.num_fds() <= descriptors
 
 
 def generate(
