@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal ended the run before its last step."""
+        """True where a signal ended the run before its last step."""
         return self.exit_code != 0
 
     def history(self) -> list[StepMetrics]:

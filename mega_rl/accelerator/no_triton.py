@@ -1,4 +1,4 @@
-"""What Triton looks like to modules of Megatron-Core that import it and do without it on a CPU.
+"""A stand-in for Triton, for modules of Megatron-Core that import it and do without it on a CPU.
 
 From 0.18 the schedules and experts of Megatron-Core import kernels of an option that is off here (paging activations of
 experts out), and with them Triton, which torch brings along for CUDA only. The modules of `NEED` get a stand-in under a

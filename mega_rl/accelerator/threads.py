@@ -1,4 +1,4 @@
-"""How many threads a rank computes with on its host's processors."""
+"""The number of threads that a rank computes with on its host's processors."""
 
 from __future__ import annotations
 

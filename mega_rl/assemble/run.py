@@ -36,7 +36,7 @@ from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
 from mega_rl.protocols import MetricsSink, RolloutSource
-from mega_rl.rollout.stop_tokens import check_stop_tokens
+from mega_rl.rollout.stop_tokens import check_stop_tokens, name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard
@@ -145,7 +145,7 @@ def build_trainer(
     check_attention(config, accelerator)
     with progress.phase("reading the tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
-        check_stop_tokens(config, tokenizer, is_writer=is_writer)
+        stop_ids = check_stop_tokens(config, tokenizer, is_writer=is_writer)
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -215,7 +215,7 @@ def build_trainer(
     )
     resources.push(partial(_close_metrics, metrics))
     if is_writer:
-        show_startup(role_facts(config, roles))
+        show_startup(role_facts(config, roles), stop_tokens=name_stop_tokens(tokenizer, stop_ids))
     return PPOTrainer(
         settings=run_settings(config),
         prompts=prompts,

@@ -1,4 +1,4 @@
-"""What must agree between a checkpoint and a run that goes on from it: seed, prompts, model, engine.
+"""The identity of a run, which a checkpoint and the run that goes on from it share: seed, prompts, model, engine.
 
 A model is known by its content: config.json and its tensors' names, dtypes, shapes and a sample of their bytes. A copy
 in another folder, or one in other files, is the same model.

@@ -95,7 +95,7 @@ class RunLock:
         self._fd = None
 
     def _holder(self) -> str:
-        """Who holds it, as far as the file tells."""
+        """Return the holder's host, process and start, as far as the file says."""
         try:
             raw = decode_json(read_file(self.path, 4096), self.path)
         except UserError:

@@ -59,7 +59,7 @@ def previous_runs(run_dir: Path) -> list[Path]:
 
 
 def earlier_files(run_dir: Path) -> list[Path]:
-    """What an earlier run has left in its folder, relative to it; empty where nothing is worth keeping.
+    """Return the files of an earlier run in its folder, relative to it; empty where nothing is worth keeping.
 
     A lone config.yaml is of a run that has not made a step.
     """

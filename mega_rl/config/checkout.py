@@ -1,4 +1,4 @@
-"""Whether advice may name `make`: an installed package has no Makefile."""
+"""Detect a source tree, where advice may name `make`: an installed package has no Makefile."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class TemplateOwner(Protocol):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a run's conversations become text: data.chat_template_kwargs and data.system_prompt applied."""
+    """Rendering of a run's conversations as text: data.chat_template_kwargs and data.system_prompt applied."""
 
     tokenizer: TemplateOwner
     kwargs: Mapping[str, Any] = field(default_factory=dict)

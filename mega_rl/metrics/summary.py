@@ -1,4 +1,4 @@
-"""What a run has come to: a table at its end, from what it has written."""
+"""The outcome of a run as a table at its end, from the files it has written."""
 
 from __future__ import annotations
 

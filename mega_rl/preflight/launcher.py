@@ -1,4 +1,4 @@
-"""How many ranks a launcher has started, and launchers that start none."""
+"""The number of ranks that a launcher has started, and launchers that start none."""
 
 from __future__ import annotations
 

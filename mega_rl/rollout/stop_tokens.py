@@ -30,8 +30,7 @@ def with_end_of_sequence(model_path: Path, config: PreTrainedConfig, extra: Sequ
 def check_stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, *, is_writer: bool) -> tuple[int, ...]:
     """Return the ids that end a response, after a look at whether the model's responses are likely to.
 
-    Logs them on the rank that writes, with a warning for each token that ends a sequence or a turn and is not one of
-    them.
+    Logs a warning, on the rank that writes, for each token that ends a sequence or a turn and is not one of them.
 
     Raises:
         UserError: no token ends a response.
@@ -50,8 +49,12 @@ def check_stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, *, is_
                 "%s ends %s and does not end a response; if the model is to stop there, set rollout.stop_token_ids=%s",
                 *(_named(tokenizer, token_id), what, _setting([*config.rollout.stop_token_ids, token_id])),
             )
-    log.info("a response ends at %s", " or ".join(_named(tokenizer, token_id) for token_id in stop_ids))
     return stop_ids
+
+
+def name_stop_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str:
+    """Return the tokens that end a response with their ids: "<|endoftext|> (id 151643) or <|im_end|> (id 151645)"."""
+    return " or ".join(_named(tokenizer, token_id) for token_id in stop_ids)
 
 
 def _as_list(ids: int | list[int] | None) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""How a reward function is called: by the names of its parameters, or with three strings."""
+"""Calls of a reward function: by the names of its parameters, or with three strings."""
 
 from __future__ import annotations
 

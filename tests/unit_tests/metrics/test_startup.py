@@ -24,9 +24,10 @@ CRITIC = RoleFacts("critic", "/models/larger", "qwen2", 7_615_616_512, "megatron
 REWARD = RoleFacts("reward", "exact_match")
 
 
-def shown(*roles: RoleFacts, terminal: bool, width: int = 80) -> str:
+def shown(*roles: RoleFacts, terminal: bool, width: int = 80, stop_tokens: str = "") -> str:
     stream = io.StringIO()
-    show_startup(roles, console=Console(file=stream, force_terminal=terminal, width=width, color_system=None))
+    console = Console(file=stream, force_terminal=terminal, width=width, color_system=None)
+    show_startup(roles, stop_tokens=stop_tokens, console=console)
     return stream.getvalue()
 
 
@@ -58,6 +59,13 @@ def test_a_narrow_terminal_folds_no_word_and_says_once_what_all_models_share() -
         "  exact_match\n"
         "all models: family qwen2, engine megatron, layout tp2 dp2, dtype bf16, trains yes\n"
     )
+
+
+@pytest.mark.parametrize(("terminal", "width"), [(False, 80), (True, 80), (True, 120)], ids=["log", "narrow", "wide"])
+def test_the_tokens_that_end_a_response_are_the_last_line(terminal: bool, width: int) -> None:
+    """Brackets in a token are no markup."""
+    text = shown(ACTOR, CRITIC, terminal=terminal, width=width, stop_tokens="<eos> (id 1) or [/b] (id 2)")
+    assert text.endswith("\nresponses end at <eos> (id 1) or [/b] (id 2)\n")
 
 
 def test_a_column_without_a_word_is_left_out() -> None:
