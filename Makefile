@@ -28,7 +28,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check test-newest compare-megatron setup sglang quickstart test test-versions test-swanlab special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity terminal-check docs
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-versions test-swanlab special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity terminal-check docs
 
 setup: $(STAMP)
 	@:
@@ -66,6 +66,11 @@ test: setup sglang
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup
 	@$(BIN)/python -m tests.release.wheel_check $(WHEEL_CHECK)
+
+# The commands of README, CONTRIBUTING and docs, in a fresh copy; ONLY='mega-rl convert' runs those that hold a text.
+ONLY ?=
+doc-commands: setup
+	@$(BIN)/python -m tests.release.doc_commands --only '$(ONLY)'
 
 # Into .megatron/, a folder that only these tests see.
 test-newest: setup

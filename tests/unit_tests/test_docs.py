@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config.loader import FIELDS, SECTIONS
+from tests.release import doc_commands
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
@@ -216,3 +217,14 @@ def test_python_in_the_readme_runs() -> None:
     function = names["short_and_right"]
     assert callable(function)
     assert (function("37+45=", "280", "280"), function("37+45=", "270", "280")) == (1.0, 0.0)
+
+
+def test_the_check_of_commands_knows_those_of_the_pages() -> None:
+    """`make doc-commands` runs what the pages have; its tables name nothing else."""
+    documented = [
+        command
+        for page in doc_commands.PAGES
+        for command in doc_commands.commands((ROOT / page).read_text(encoding="utf-8"))
+    ]
+    assert doc_commands.unknown(documented) == []
+    assert "make quickstart" in documented

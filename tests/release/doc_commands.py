@@ -1,0 +1,301 @@
+"""Run the commands of README, CONTRIBUTING and docs in a fresh copy of the repository, in the order of the pages.
+
+`make doc-commands` prints each with how it ended. A command that the documents have and the table here lacks, or the
+other way round, is an error. Models and data by name come from a server on loopback that has small ones under the real
+names; where a command asks for eight GPUs, it runs on two ranks with a few tokens. Exit code 0 if all is as it should
+be, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.hub_server import Hub, dataset_card, folder_files, parquet_bytes, serve_hub
+from tests.release.sources import ROOT, copy_sources
+
+PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", "docs/own_data.md", "docs/data.md")
+PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
+PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
+PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md")
+BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+INLINE = re.compile(r"^\| `((?:mega-rl|make) [^`]*|mega-rl|make)` \|", re.MULTILINE)  # first cells of tables
+COMMAND = re.compile(r"(OMP_NUM_THREADS=1 )?(mega-rl|make|python|pip|torchrun|bash|srun|\.venv/bin/python) ")
+FILE = re.compile(r"# (\w+\.(?:py|yaml))\n")  # first line of a block that is a file
+
+# A real model's recipe on two cores: two ranks, two prompts, a few tokens, one step.
+SMALL = "model.dtype=fp32 trainer.steps=1 trainer.prompts_per_step=2 trainer.minibatch_size=2 rollout.n=2"
+SMALL += " rollout.max_new_tokens=8 trainer.max_tokens_per_microbatch=2048"
+ONE = "gsm8k_qwen3_0.6b_1gpu"
+EIGHT = "--config gsm8k_qwen3_8b_8gpu"
+DEADLINE_S = 900
+
+
+@dataclass(frozen=True)
+class How:
+    """The way a documented command runs here."""
+
+    run: str = ""  # in place of the command itself
+    apart: str = ""  # why it does not run here: it has a target or a machine of its own
+
+
+APART: dict[str, str] = {
+    "make setup": "part of every target",
+    "make test": "by itself: the whole of CI",
+    "make check": "by itself: the whole of CI",
+    "make test-swanlab": "by itself: installs another client",
+    "make wheel-check": "by itself: installs into a clean environment",
+    "make test-newest": "by itself: installs Megatron-Core",
+    "make compare-megatron": "by itself: downloads Megatron-Core's releases",
+    "make doc-commands": "this list",
+    "make bench": "by itself: a benchmark of minutes",
+    "make campaign-checkpoint": "by itself: a quarter of an hour",
+    "make terminal-check": "by itself: wants a machine that does nothing else",
+    "make special-distributed": "by itself: `make test` runs all of its programs",
+    "make test-versions": "by itself: an environment of its own",
+    "make test-versions WITH='transformers==5.17.0'": "by itself: an environment of its own",
+    'make test-versions WITH="$(python tests/oldest.py)"': "by itself: an environment of its own",
+    "pip install .": "by make wheel-check, into a clean environment",
+    "pip install mega_rl": "by make wheel-check, from the wheel",
+}
+HOW: dict[str, How] = {
+    **{command: How(apart=why) for command, why in APART.items()},
+    "mega-rl quickstart": How("mega-rl quickstart --run-dir runs/again"),
+    f"mega-rl train {EIGHT} --nproc-per-node 8 optim.lr=2e-6": How(
+        f"mega-rl train {EIGHT} --nproc-per-node 2 parallel.tp=2 optim.lr=2e-6 {SMALL} trainer.run_dir=runs/a"
+    ),
+    f"torchrun --nproc-per-node 8 scripts/train_ppo_megatron.py {EIGHT} optim.lr=2e-6": How(
+        f"torchrun --nproc-per-node 2 scripts/train_ppo_megatron.py {EIGHT} parallel.tp=2 optim.lr=2e-6 {SMALL}"
+        " trainer.run_dir=runs/b"
+    ),
+    f"python scripts/train_ppo_megatron.py --config {ONE}": How(
+        f"python scripts/train_ppo_megatron.py --config {ONE} {SMALL} trainer.run_dir=runs/c"
+    ),
+    "mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 8": How(
+        f"mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 2 {SMALL}"
+    ),
+    f"mega-rl train --config {ONE} reward.function=rewards.py:short_and_right": How(
+        f"mega-rl train --config {ONE} reward.function=rewards.py:short_and_right {SMALL} trainer.run_dir=runs/d"
+    ),
+    "mega-rl convert inspect HF_DIR --tp 2 --pp 2": How("mega-rl convert inspect models/dense --tp 2 --pp 2"),
+    "mega-rl convert inspect HF_DIR --tp 2": How("mega-rl convert inspect models/dense --tp 2"),
+    "mega-rl convert import HF_DIR OUT --tp 2 --pp 2": How(
+        "mega-rl convert import models/dense out/imported --tp 2 --pp 2 --overwrite"
+    ),
+    "mega-rl convert export OUT HF_OUT --hf HF_DIR": How(
+        "mega-rl convert export out/imported out/hf --hf models/dense --overwrite"
+    ),
+    "mega-rl convert verify HF_DIR HF_OUT --logits 64": How("mega-rl convert verify models/dense out/hf --logits 64"),
+    "mega-rl verify layouts --model HF_DIR --twin --layouts tp2+sp,pp2,ep2": How(
+        "mega-rl verify layouts --model models/mixture --twin --layouts tp2+sp,pp2,ep2"
+    ),
+    "mega-rl verify layouts --model HF_DIR --twin --layouts tp2+ep2+sp --nproc 8 --json": How(
+        "mega-rl verify layouts --model models/mixture --twin --layouts tp2+ep2+sp --nproc 8 --json"
+    ),
+    "mega-rl train --config letters.yaml trainer.steps=1": How(
+        "mega-rl train --config letters.yaml trainer.steps=1 model.dtype=fp32 trainer.prompts_per_step=4"
+        " trainer.minibatch_size=4"
+    ),
+    "mega-rl train --config letters.yaml": How(
+        "mega-rl train --config letters.yaml trainer.steps=2 model.dtype=fp32 trainer.prompts_per_step=4"
+        " trainer.minibatch_size=4"
+    ),
+    f"srun mega-rl train {EIGHT} --nproc-per-node 8 trainer.run_dir=runs/x": How(
+        f"mega-rl train {EIGHT} --nproc-per-node 2 parallel.tp=2 {SMALL} trainer.run_dir=runs/x"
+    ),
+    "mega-rl checkpoint export runs/x OUT": How("mega-rl checkpoint export runs/x out/x"),
+    "mega-rl checkpoint list RUN": How("mega-rl checkpoint list runs/quickstart"),
+    "mega-rl data gsm8k data/gsm8k": How("mega-rl data gsm8k data/gsm8k --force"),
+    f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main": How(
+        f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main {SMALL} trainer.run_dir=runs/e"
+    ),
+    f"mega-rl train --config {ONE}": How(f"mega-rl train --config {ONE} {SMALL} trainer.run_dir=runs/f"),
+    f"mega-rl train {EIGHT} --nproc-per-node 8": How(
+        f"mega-rl train {EIGHT} --nproc-per-node 2 parallel.tp=2 {SMALL} trainer.run_dir=runs/g"
+    ),
+    "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    " -m mega_rl.cli train --config gsm8k_qwen3_32b_64gpu": How(
+        "torchrun --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29511"
+        f" -m mega_rl.cli train --config gsm8k_qwen3_32b_64gpu parallel.tp=2 parallel.pp=1 parallel.vpp=1 {SMALL}"
+        " trainer.run_dir=runs/h"
+    ),
+    "mega-rl train --config my.yaml metrics.trackers=[wandb] metrics.project=sums metrics.run_name=first": How(
+        apart="by tests/unit_tests/metrics/test_trackers.py, with the real client"
+    ),
+    "mega-rl train --config my.yaml data.train_files=[org/problems:default:train] data.prompt_key=question": How(
+        f"mega-rl train --config {ONE} data.train_files=[org/problems:default:train] data.prompt_key=question"
+        f" data.val_files=[] trainer.val_interval=0 {SMALL} trainer.run_dir=runs/i"
+    ),
+    "mega-rl train --config my.yaml data.chat_template_kwargs.enable_thinking=false": How(
+        f"mega-rl train --config {ONE} data.chat_template_kwargs.enable_thinking=false {SMALL} trainer.run_dir=runs/j"
+    ),
+}
+# Commands whose runs go into folders that earlier commands of the list have used, or that are long: what to add.
+ADDED: dict[str, str] = {
+    "mega-rl train --config quickstart --nproc-per-node 2 engine=fsdp": " trainer.steps=2 trainer.run_dir=runs/k",
+    "mega-rl train --config quickstart parallel.tp=1": " trainer.steps=2 trainer.run_dir=runs/l",
+    "torchrun --nproc-per-node 4 scripts/train_ppo_megatron.py --config quickstart": (
+        " trainer.steps=2 trainer.run_dir=runs/m"
+    ),
+    "torchrun --nproc-per-node 4 scripts/train_ppo_megatron.py --config quickstart"
+    " parallel.tp=2 parallel.sequence_parallel=true parallel.pp=2": " trainer.steps=2 trainer.run_dir=runs/n",
+    "torchrun --nproc-per-node 2 scripts/train_ppo_megatron.py --config quickstart_sglang": (
+        " trainer.steps=2 trainer.run_dir=runs/o"
+    ),
+    "mega-rl recipes copy gsm8k_qwen3_0.6b_1gpu": " out/recipe.yaml",
+}
+TEMPLATE = (
+    "{% if tools is defined and tools %}tools{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
+
+def commands(text: str) -> Iterator[str]:
+    """Yield the commands of a page in their order, without comments; a page's blocks that are files are none."""
+    found: list[tuple[int, str]] = [(match.start(), match[1]) for match in INLINE.finditer(text)]
+    for block in BLOCK.finditer(text):
+        if block[1] not in ("", "sh", "bash") or FILE.match(block[2]):
+            continue
+        for line in re.sub(r"\s*\\\n\s*", " ", block[2]).splitlines():
+            command = re.sub(r"\s+#.*$", "", line).strip()
+            if COMMAND.match(command):
+                found.append((block.start(), command))
+    yield from (command for _, command in sorted(found, key=lambda item: item[0]))
+
+
+def files(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, content) of the files that a page has its reader write."""
+    for block in BLOCK.finditer(text):
+        named = FILE.match(block[2])
+        if named:
+            yield named[1], block[2]
+
+
+def how(command: str) -> How:
+    """Return the way a documented command runs here: as it stands, unless a table says otherwise."""
+    if command in ADDED:
+        return How(command + ADDED[command])
+    given = HOW.get(command, How())
+    return given if given.run or given.apart else How(command.replace("HF_DIR", "models/dense"))
+
+
+def write_model(folder: Path, *, family: str) -> None:
+    """Write a small checkpoint whose tokenizer knows every byte and Qwen's marks of turns."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.helpers.models import write_tiny_checkpoint
+
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = Tokenizer(models.BPE())
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    letters.train_from_iterator([], trainers.BpeTrainer(special_tokens=marks, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=marks[2], pad_token=marks[0])
+    tokenizer.chat_template = TEMPLATE
+    settings = {"vocab_size": 260, "eos_token_id": 2, "max_position_embeddings": 4096, "num_attention_heads": 8}
+    write_tiny_checkpoint(folder, family=family, **settings)
+    tokenizer.save_pretrained(folder)
+
+
+def publish(hub: Hub, model: Path) -> None:
+    """Give the server small models and data under the names that the documents use."""
+    for size in ("0.6B", "1.7B", "8B", "32B"):
+        hub.add("models", f"Qwen/Qwen3-{size}", folder_files(model))
+    gsm8k = parquet_bytes(question=["How many are 1 and 1?"] * 4, answer=["1+1 = <<1+1=2>>2\n#### 2"] * 4)
+    card = dataset_card(main=["train", "test"])
+    hub.add("datasets", "openai/gsm8k", {"README.md": card, "main/train.parquet": gsm8k, "main/test.parquet": gsm8k})
+    problems = parquet_bytes(problem=["Add 1 to 1."] * 4, solution=["It is $\\boxed{2}$."] * 4)
+    for name, split in (("DigitalLearningGmbH/MATH-lighteval", "train"), ("HuggingFaceH4/MATH-500", "test")):
+        card = dataset_card(default=[split])
+        hub.add("datasets", name, {"README.md": card, f"default/{split}.parquet": problems})
+    rows = parquet_bytes(question=["How many are 2 and 2?"] * 4, answer=["4"] * 4)
+    hub.add("datasets", "org/problems", {"README.md": dataset_card(default=["train"]), "default/train.parquet": rows})
+
+
+def execute(command: str, folder: Path, variables: Mapping[str, str]) -> tuple[int, float, str]:
+    """Run a command in the copy; returns (exit code, seconds, end of its output)."""
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return -1, time.perf_counter() - start, f"took longer than {DEADLINE_S} s"
+    text = done.stdout.decode(errors="replace")
+    return done.returncode, time.perf_counter() - start, "\n".join(text.splitlines()[-25:])
+
+
+def unknown(documented: list[str]) -> list[str]:
+    """Return a line for each command that the tables have and no page has."""
+    return [f"no page has: {command}" for command in {*HOW, *ADDED} - set(documented)]
+
+
+def run_all(folder: Path, hub: Hub, only: str) -> int:
+    """Run the commands of all pages that hold `only`; prints a line each, returns the number of failures."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    variables |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf_home"), "COLUMNS": "100"}
+    variables["PATH"] = f"{folder / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
+    failures, done = 0, set()
+    for page in PAGES:
+        text = (folder / page).read_text(encoding="utf-8")
+        for name, content in files(text):
+            (folder / name).write_text(content, encoding="utf-8")
+        print(f"\n{page}\n", flush=True)
+        for command in commands(text):
+            way = how(command)
+            if only not in command or command in done:
+                continue
+            done.add(command)
+            if way.apart:
+                print(f"| `{command}` | {way.apart} |", flush=True)
+                continue
+            code, seconds, end = execute(way.run, folder, variables)
+            failures += code != 0
+            as_run = "" if way.run == command else f", as `{way.run}`"
+            print(f"| `{command}` | exit code {code}, {seconds:.0f} s{as_run} |", flush=True)
+            if code:
+                print(end, flush=True)
+    return failures
+
+
+def main() -> int:
+    """Run the check; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="doc_commands", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--only", default="", help="commands that hold this text")
+    parser.add_argument("--keep", type=Path, help="a new folder for the copy, which stays")
+    options = parser.parse_args()
+    documented = [command for page in PAGES for command in commands((ROOT / page).read_text(encoding="utf-8"))]
+    problems = unknown(documented)
+    for problem in problems:
+        print(problem)
+    folder = Path(tempfile.mkdtemp(prefix="doc_commands_")) if options.keep is None else options.keep.resolve()
+    try:
+        copy = copy_sources(folder / "copy")
+        write_model(copy / "models/dense", family="qwen3")
+        write_model(copy / "models/mixture", family="qwen3_moe")
+        with serve_hub() as hub:
+            publish(hub, copy / "models/dense")
+            failures = run_all(copy, hub, options.only)
+    finally:
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(f"\n{failures} commands failed")
+    return int(bool(failures or problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
