@@ -117,12 +117,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in matched.group().split(".")) if matched else ()
 
 
-def stable_name(parameter: str) -> str:
-    """The name of a parameter in 0.16, and in the checkpoints of all releases.
+def stable_name(tensor: str) -> str:
+    """Return the name of a parameter or buffer in 0.16, and in the checkpoints of all releases.
 
     Later ones call the decoder layer inside a multi-token prediction layer anew.
     """
-    return parameter.replace(".mtp_model_layer.", ".transformer_layer.")
+    return tensor.replace(".mtp_model_layer.", ".transformer_layer.")
 
 
 def submodules_of(spec: Any) -> Any:

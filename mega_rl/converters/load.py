@@ -167,9 +167,9 @@ def _is_absent(param: ParamPlan, absent: frozenset[str]) -> bool:
 
 
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model chunk by name: its parameters, and the routers' expert biases (buffers)."""
+    """Return the tensors that a checkpoint holds of a model chunk by name: its parameters, and the routers' expert biases (buffers)."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias")}
-    return {**{stable_name(name): parameter for name, parameter in chunk.named_parameters()}, **buffers}
+    return {stable_name(name): tensor for name, tensor in {**dict(chunk.named_parameters()), **buffers}.items()}
 
 
 def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.load import LoadReport, load_hf
+from mega_rl.converters.load import LoadReport, load_hf, weights_of
 from mega_rl.converters.parts import VALUE_HEADS
 from mega_rl.converters.plan import build_plan
 from mega_rl.converters.safetensors_io import CheckpointReader
@@ -403,3 +403,20 @@ def test_a_load_is_told_in_a_sentence_without_the_names_of_fields() -> None:
     assert str(report) == "1.19 GB of weights in 4.1 s"
     fresh = LoadReport(27, 952_576, ("output_layer.weight",), (), {"read": 0.02})
     assert str(fresh) == "0.95 MB of weights in 0.0 s; new, not in the checkpoint: output_layer.weight"
+
+
+def test_names_do_not_depend_on_the_release_of_megatron_core() -> None:
+    """From 0.18 the layer inside multi-token prediction has another name, for parameters and buffers alike."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.register_buffer("expert_bias", torch.zeros(1))
+            self.register_buffer("local_tokens", torch.zeros(1))
+
+    names = set()
+    for field in ("transformer_layer", "mtp_model_layer"):
+        layer = nn.ModuleDict({field: nn.ModuleDict({"router": Router()})})
+        names.add(tuple(weights_of(nn.ModuleDict({"mtp": layer}))))
+    assert names == {("mtp.transformer_layer.router.weight", "mtp.transformer_layer.router.expert_bias")}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.accelerator.megatron_core import installed_release
 from mega_rl.config.schema import DdpConfig, ParallelConfig
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
@@ -152,11 +153,12 @@ def test_bf16_is_that_of_ddp(results: dict[str, Any]) -> None:
 def test_upstream_is_still_wrong_where_it_is_refused(results: dict[str, Any]) -> None:
     """Once this fails, the refusal or detour that it stands for can go: see ddp/fsdp_limits.py and no_sync_of."""
     (one,) = results["1"]["tied"]
-    doubled = results["2"]["upstream optim"][0]["norms"]
-    assert doubled[0] == pytest.approx(2 * one["norms"][0], rel=NORM_TOLERANCE)
+    twice = results["2"]["upstream optim"][0]["norms"]
+    if installed_release().series == "0.16":
+        assert twice[0] == pytest.approx(2 * one["norms"][0], rel=NORM_TOLERANCE)
     overlapped = results["2"]["upstream optim, overlapped"][0]["norms"]
     alone = results["1"]["upstream optim_grads"][0]["norms"]
-    for norms in (overlapped, alone):
+    for norms in (twice, overlapped, alone):
         assert abs(norms[0] / one["norms"][0] - 1) > 0.01
 
 

@@ -36,10 +36,11 @@ def project(tmp_path: Path) -> Path:
 def run_all(project: Path, *programs: str, python: Path | None = None, **environment: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr), from a folder that is not the project's."""
     first = python or Path(sys.executable).parent
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # of another `tests`
     done = subprocess.run(
         ["bash", str(project / "run_all.sh"), *programs],
         cwd=project,
-        env={**os.environ, "PATH": f"{first}:{os.environ['PATH']}", **environment},
+        env={**inherited, "PATH": f"{first}:{os.environ['PATH']}", **environment},
         capture_output=True,
         text=True,
         timeout=120,
