@@ -167,7 +167,7 @@ def _is_absent(param: ParamPlan, absent: frozenset[str]) -> bool:
 
 
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint holds of a model chunk by name: its parameters, and the routers' expert biases (buffers)."""
+    """Return the tensors of a model chunk that checkpoints hold, by name: parameters, and routers' expert biases."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias")}
     return {stable_name(name): tensor for name, tensor in {**dict(chunk.named_parameters()), **buffers}.items()}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
