@@ -151,7 +151,7 @@ def test_bf16_is_that_of_ddp(results: dict[str, Any]) -> None:
 
 
 def test_upstream_is_still_wrong_where_it_is_refused(results: dict[str, Any]) -> None:
-    """Later releases than 0.16 have mended two of three; what a release has wrong is refused in all: see ddp/fsdp_limits.py and no_sync_of."""
+    """0.18 has mended two of three. Once no release has one, its refusal can go: ddp/fsdp_limits.py and no_sync_of."""
     (one,) = results["1"]["tied"]
     found = {
         "no_sync": results["2"]["upstream optim"][0]["norms"],
