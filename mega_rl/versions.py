@@ -24,7 +24,7 @@ class Package:
 
 # Megatron-Core is not here: mega_rl.accelerator has a table of its releases.
 PACKAGES = (
-    Package("torch", ">=2.13,<3", "2.13.0", "2.13.0"),
+    Package("torch", ">=2.13,<3", "2.13.0", "2.15.0"),
     Package("transformers", ">=5.12,<6", "5.12.0", "5.23.0"),
     Package("tokenizers", ">=0.22.2", "0.22.2", "0.23.3"),
     Package("huggingface_hub", ">=1.33.0,<3", "1.33.0", "2.4.0"),

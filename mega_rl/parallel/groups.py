@@ -25,6 +25,8 @@ from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 prepare()  # before the first import of Megatron-Core
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402
 
@@ -114,11 +116,23 @@ def destroy() -> None:
     `initialize` may follow. Megatron-Core's own `destroy_model_parallel` only forgets its groups.
     """
     parallel_state.destroy_model_parallel()
+    _forget_upstream()
     _clear_sharding_prop_cache()  # it would hand out meshes of these groups, whose names the next ones get
     if dist.is_initialized():
         dist.destroy_process_group()
     # A group's threads and sockets live as long as an object that knows it, and models are full of cycles.
     gc.collect()
+
+
+def _forget_upstream() -> None:
+    """Drop what keeps groups alive in Megatron-Core after its `destroy_model_parallel`.
+
+    Rotary embeddings, which know their context-parallel group, stay in a cache of their class, keyed by instance; and a
+    global is not reset.
+    """
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
 
 
 def seed_model_parallel(seed: int, groups: Groups) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 from dataclasses import replace
@@ -9,20 +10,26 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
+
 from mega_rl.verify.plan import Plan
 
 TIED_DENSE, ROUTED = "qwen3", "qwen3_moe"
 
 
-def measure_all(rank: int, plans: list[str]) -> None:
-    """Every plan, one after the other."""
+def measure_all(rank: int, plans: list[str]) -> list[int]:
+    """Every plan, one after the other; returns this process's threads after each."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.case import measure
 
+    threads = []
     for path in plans:
         measure(Plan.read(Path(path)), accelerator)
+        gc.collect()  # the last engine of the plan, a cycle, still knew its groups when they were taken down
+        threads.append(psutil.Process().num_threads())
+    return threads
 
 
 def measure_broken(rank: int, plans: dict[str, str]) -> None:

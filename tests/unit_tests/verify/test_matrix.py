@@ -43,6 +43,7 @@ class Folders:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.threads: list[list[int]] = []  # of each rank of each launch, after each plan
         for family in FAMILIES:
             bare = bare_config(root / family / "bare", {**TINY[family], "tie_word_embeddings": family == TIED_DENSE})
             write_random_twin(bare, root / family / "twin", multiple=4)
@@ -83,7 +84,7 @@ def answers(folders: Folders) -> Folders:
         for family in FAMILIES:
             wanted = [folders.layout(family, name) for there, name in PAIRS if there == family]
             plans.append(folders.plan(family, [w for w in wanted if w.ranks == ranks], folder="answers"))
-        run_ranks(ranks, measure_all, plans, timeout_s=400)
+        folders.threads += run_ranks(ranks, measure_all, plans, timeout_s=400)
     return folders
 
 
@@ -105,6 +106,14 @@ def test_a_layout_computes_what_one_rank_computes(answers: Folders, family: str,
     assert problems(found, FP32) == []
     assert len(found.weights) >= found.num_tensors == len(found.gradients) > 20
     assert found.num_microbatches >= 2
+
+
+def test_layouts_of_dense_models_leave_no_threads(answers: Folders) -> None:
+    """Each group of gloo has three, which live as long as anything knows the group; mixtures' still do."""
+    assert len(answers.threads) == 2 + 4
+    for counts in answers.threads:
+        dense = counts[: FAMILIES.index(ROUTED)]
+        assert len(set(dense)) == 1, f"threads after each family: {counts}"
 
 
 @pytest.mark.parametrize("fault", PLANTED)
