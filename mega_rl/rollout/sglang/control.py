@@ -103,9 +103,10 @@ class Control:
                 self._call("GET", "/flush_cache", timeout_s=left)
                 return
             except ServerError as error:
-                if error.status != 400:  # the answer of a server that still has requests
+                if error.status == 400:  # the answer of a server that still has requests
+                    refusal = str(error)
+                elif not refusal or time.monotonic() < deadline:
                     raise
-                refusal = str(error)
             time.sleep(min(_FLUSH_PAUSE_S * tries, 1.0, max(0.0, deadline - time.monotonic())))
         raise ServerError(
             self.endpoint,

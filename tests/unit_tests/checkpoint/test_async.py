@@ -78,11 +78,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def alive(pid: int) -> bool:
+    """Whether its parent could not collect it yet; a killed process is a zombie before its last thread has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return text.rpartition(")")[2].split()[0] != "Z"
+    return text.rpartition(")")[2].split()[0] != "Z" or threads > 1
 
 
 def pid_of(saving: RunCheckpoints) -> int:

@@ -180,11 +180,11 @@ def test_flushing_ends_at_its_deadline_and_says_what_it_waited_for(
     server.faults = {"/flush_cache": (kind, 1)}
     start = time.monotonic()
     with pytest.raises(ServerError, match=r"waited 0.* s for") as caught:
-        control.flush(0.4)
-    assert 0.3 < time.monotonic() - start < 5.0
+        control.flush(0.9)
+    assert 0.8 < time.monotonic() - start < 5.0
     if kind == "refuse":
-        assert "waited 0.4 s for the server to be idle" in str(caught.value)
-        assert server.number("/flush_cache") > 2
+        assert "waited 0.9 s for the server to be idle" in str(caught.value)
+        assert server.number("/flush_cache") >= 2
 
 
 def test_flushing_does_not_repeat_what_no_repetition_helps(server: UpdateServer, control: Control) -> None:
