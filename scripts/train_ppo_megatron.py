@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mega_rl.cli import main
+from mega_rl.cli import entry_point
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    entry_point(["train", *sys.argv[1:]])
