@@ -131,6 +131,11 @@ def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None) -> list[L
     return _each(names, lambda name: resolve(name, hf, nproc=nproc))
 
 
+def usual(hf: HFConfig) -> str:
+    """Return the list that is compared unless another is given: `ALL`, for a dense model without those of experts."""
+    return ",".join(name for name in ALL.split(",") if hf.moe is not None or "ep" not in name)
+
+
 def stages(names: str) -> int:
     """The smallest number of layers that every pipeline of a list splits evenly; raises UserErrors."""
     return math.lcm(*(layout.pp * layout.vpp for layout in _each(names, parse)))

@@ -18,7 +18,7 @@ from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.help import Commands
 from mega_rl.hub.resolve import checkpoint_folder
-from mega_rl.verify.layouts import ALL, Layout, fsdp, resolve_all, stages
+from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
 from mega_rl.verify.text import print_json, print_verdicts
 from mega_rl.verify.tolerances import Tolerances, tolerances
 
@@ -62,8 +62,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 def layouts(
     model: Model,
     names: Annotated[
-        str, typer.Option("--layouts", metavar="NAMES", help="Layouts, as tp2,tp2+sp,pp2,vpp2,cp2,ep2,tp2+pp2,dp4.")
-    ] = ALL,
+        str | None,
+        typer.Option(
+            "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2,ep2; a dozen that the model can have by default."
+        ),
+    ] = None,
     twin: Twin = False,
     dtype: Dtype = "fp32",
     packing: Packing = True,
@@ -80,6 +83,7 @@ def layouts(
     """Compare log-probs, loss, every gradient and a step of each layout with one rank, with the engine that trains."""
     model, asked = _check(model, twin=twin, dtype=dtype, transformer_impl=transformer_impl)
     allowed = tolerances(dtype, tolerance, experts=asked.moe is not None)
+    names = usual(asked) if names is None else names
     layers = 1
     if twin:
         with _importing():

@@ -17,8 +17,11 @@ from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.errors import RunError
 from mega_rl.parity.shrink import write_random_twin
 from mega_rl.verify import run as verify_run
+from mega_rl.verify import verbs
 from mega_rl.verify.launcher import RanksFailed, run_ranks
+from mega_rl.verify.layouts import ALL
 from tests.helpers import distributed
+from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import bare_config, measure_all
@@ -152,6 +155,19 @@ def test_mistakes(mistake: str, model: Path, capsys: pytest.CaptureFixture[str])
     assert (code, out) == (2, "")
     assert said in err
     assert "rank" not in err.split(said)[0]
+
+
+@pytest.mark.parametrize(("family", "twin", "count"), [("qwen3", False, 9), ("qwen3", True, 9), ("mixtral", True, 12)])
+def test_without_layouts_the_usual_ones_that_the_model_can_have(
+    family: str, twin: bool, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense model has none with experts; before any rank starts."""
+    asked: list[str] = []
+    monkeypatch.setattr(verbs, "_verify", lambda model, wanted, **_: asked.extend(layout.name for layout in wanted))
+    model = write_tiny_checkpoint(tmp_path / family, family=family)
+    assert main(["verify", "layouts", "--model", str(model), *(["--twin"] if twin else [])]) == 0
+    assert asked == [name for name in ALL.split(",") if count == 12 or "ep" not in name]
+    assert len(asked) == count
 
 
 def test_a_config_without_weights_needs_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
