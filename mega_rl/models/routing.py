@@ -47,6 +47,8 @@ class Routing:
             for router in found:
                 router.mixture = numbers[router.layer_number - 1] - 1
             self.routers.append(found)
+        modules = [module for model in models for module in model.modules()]
+        self._dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
         self.loads = torch.zeros(0)  # [mixtures, experts] float64 of the last training pass, over all ranks
 
     def begin(
@@ -148,9 +150,17 @@ class Routing:
         return [router for routers in self.routers for router in routers]
 
     def _expect_nothing(self) -> None:
-        """Let the routers be upstream's again, for whoever else runs the model."""
+        """Let the routers be upstream's again, for whoever else runs the model, and the last pass's graphs go.
+
+        Upstream's token dispatchers keep tensors of their last forward. Through the graphs of those they hold the
+        model's gradient hooks, and so the whole engine, in a circle that Python's garbage collector cannot see.
+        """
         for router in self._all():
             router.expect(None)
+        for dispatcher in self._dispatchers:
+            for name, value in vars(dispatcher).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)
 
     def _tokens(self, micro: MicroBatch, places: Tensor, mixtures: list[int], device: torch.device) -> RoutedTokens:
         """What the routers of a chunk learn of a micro-batch; places [n] int64, of the tokens in their order."""
