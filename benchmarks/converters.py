@@ -159,7 +159,7 @@ def load_floor(folder: Path, rank: int, world: int) -> dict[str, Callable[[], An
     """Maps the files and copies a rank's share of each tensor's bytes, in one piece, into memory that is there."""
     import torch
 
-    from mega_rl.converters.safetensors_io import CheckpointReader
+    from mega_rl.storage.safetensors_reader import CheckpointReader
 
     infos = list(CheckpointReader(folder).tensors.values())
     targets = {info.name: torch.ones(info.nbytes // world, dtype=torch.uint8) for info in infos}

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.storage.safetensors_reader import CheckpointReader
 
 
 class Model:

@@ -17,10 +17,10 @@ from mega_rl import progress
 from mega_rl.checkpoint.agreement import failures
 from mega_rl.checkpoint.reader import MAX_THREADS, Checkpoint, StoredPiece
 from mega_rl.checkpoint.untrusted import limited
-from mega_rl.converters.safetensors_io import DTYPE_NAMES
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES
 from mega_rl.types import Box, Piece
 
 _ANOTHER_MODEL = (

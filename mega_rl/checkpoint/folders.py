@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from mega_rl.checkpoint import disk
 from mega_rl.checkpoint.manifest import (
     COMMIT_FILE,
     MANIFEST_FILE,
@@ -27,8 +26,10 @@ from mega_rl.checkpoint.manifest import (
     manifest_text,
     parse_manifest,
 )
-from mega_rl.checkpoint.untrusted import clipped, read_file
+from mega_rl.checkpoint.untrusted import read_file
 from mega_rl.errors import UserError
+from mega_rl.storage import disk
+from mega_rl.storage.strict_json import shorten
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,7 @@ def _latest(root: Path, whole: Sequence[Path]) -> tuple[Path | None, str]:
     except UserError as error:
         return None, str(error).removeprefix(f"{path}: ")
     if not _STEP.fullmatch(name):
-        return None, f"holds {clipped(name)!r}, must be a name like step_000010; the newest step is taken instead"
+        return None, f"holds {shorten(name)!r}, must be a name like step_000010; the newest step is taken instead"
     if root / name not in whole:
         return None, f"names {name}, which is not there or not complete; the newest step is taken instead"
     return root / name, ""

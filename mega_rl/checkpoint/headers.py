@@ -11,10 +11,9 @@ import torch
 
 from mega_rl.checkpoint.coverage import is_inside
 from mega_rl.checkpoint.manifest import MANIFEST_FILE, Manifest
-from mega_rl.checkpoint.shards import FORMAT, MAX_HEADER_BYTES, PieceSpec, ShardRecord, checksum
+from mega_rl.checkpoint.shards import FORMAT, PieceSpec, ShardRecord, checksum
 from mega_rl.checkpoint.untrusted import (
     ANOTHER,
-    clipped,
     decode_json,
     fault,
     is_checksum,
@@ -24,8 +23,10 @@ from mega_rl.checkpoint.untrusted import (
     read_at,
     shown,
 )
-from mega_rl.converters.safetensors_io import DTYPE_NAMES, DTYPES, TensorInfo, read_header
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.safetensors_header import MAX_HEADER_BYTES
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, DTYPES, TensorInfo, read_header
+from mega_rl.storage.strict_json import shorten
 from mega_rl.types import Box
 
 _SHOWN = 500  # characters of a message that has values of a file in it
@@ -71,9 +72,9 @@ def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[Stor
         )
     infos = _entries(path)
     checksums = _checksums(text, path)
-    problems = [f"{path}: {clipped(key)} has no checksum; {ANOTHER}" for key in infos if key not in checksums]
+    problems = [f"{path}: {shorten(key)} has no checksum; {ANOTHER}" for key in infos if key not in checksums]
     problems += [
-        f"{path}: a checksum of {clipped(k)}, which is not there; {ANOTHER}" for k in checksums if k not in infos
+        f"{path}: a checksum of {shorten(k)}, which is not there; {ANOTHER}" for k in checksums if k not in infos
     ]
     if problems:
         raise UserErrors(problems)
@@ -126,7 +127,7 @@ def _checksums(header: bytes, path: Path) -> dict[str, str]:
 def _piece_spec(key: str, info: TensorInfo, manifest: Manifest, problems: list[str]) -> PieceSpec | None:
     """The piece of a header's entry, None after adding to `problems` what is wrong with it."""
     name, at, text = key.rpartition("@")
-    where = f"{info.file}: {clipped(key)}"
+    where = f"{info.file}: {shorten(key)}"
     whole = manifest.tensors.get(name) if at else None
     if whole is None:
         problems.append(f"{where}: is of no tensor of {MANIFEST_FILE}; {ANOTHER}")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.checkpoint.changes import changes, in_words
-from mega_rl.converters.safetensors_io import CheckpointReader, TensorInfo
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo
 
 CONTENT = "content:"  # begins the identity of a model; old checkpoints have its path instead
 FILES = "data_files"  # a record beside the identity, from which a mismatch is explained; not compared itself

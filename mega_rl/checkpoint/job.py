@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl.checkpoint import disk
 from mega_rl.checkpoint.coverage import missing_elements, overlap
-from mega_rl.checkpoint.disk import SaveError
 from mega_rl.checkpoint.folders import publish, retire
 from mega_rl.checkpoint.manifest import Manifest, WholeTensor, now
 from mega_rl.checkpoint.shards import PieceSpec, ShardRecord, order, write_shard
 from mega_rl.errors import UserError
+from mega_rl.storage import disk
+from mega_rl.storage.disk import SaveError
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.25  # between two looks for records
 

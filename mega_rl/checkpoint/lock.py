@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -12,12 +11,14 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
-from mega_rl.checkpoint import disk
 from mega_rl.checkpoint.folders import entries, recover
 from mega_rl.checkpoint.manifest import now
 from mega_rl.checkpoint.previous import CHECKPOINTS, undo_moves
-from mega_rl.checkpoint.untrusted import clipped, decode_json, read_file
+from mega_rl.checkpoint.untrusted import decode_json, read_file
 from mega_rl.errors import UserError
+from mega_rl.storage import disk
+from mega_rl.storage.lock import lock_file
+from mega_rl.storage.strict_json import shorten
 
 LOCK_FILE = ".lock"
 
@@ -52,21 +53,16 @@ class RunLock:
         assert self._fd is None, f"{self.path} is taken twice"
         root = self.path.parent
         self._made = [folder for folder in (root, root.parent) if not folder.exists()]
-        disk.make_folder(root)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            while True:
-                self._fd = os.open(self.path, flags, 0o666)
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.path.exists() and os.path.samestat(os.fstat(self._fd), self.path.stat()):
-                    break
-                self._close()  # the holder before has removed the file that was opened here
+            while self._fd is None:
                 disk.make_folder(root)
+                with contextlib.suppress(FileNotFoundError):  # the holder before has removed the folder as well
+                    self._fd = lock_file(self.path)
             os.ftruncate(self._fd, 0)
         except BlockingIOError as error:
-            holder = self._holder()
-            self._close()
-            raise UserError(f"{self._what}: another run{holder} writes checkpoints there; {self._fix}") from error
+            raise UserError(
+                f"{self._what}: another run{self._holder()} writes checkpoints there; {self._fix}"
+            ) from error
         except OSError as error:
             self._close()
             reason = "not a regular file" if error.errno in (errno.EINVAL, errno.ELOOP) else error.strerror
@@ -100,5 +96,5 @@ class RunLock:
             raw = decode_json(read_file(self.path, 4096), self.path)
         except UserError:
             return ""
-        host, pid, since = (clipped(str(raw.get(key, "unknown"))) for key in ("host", "pid", "since"))
+        host, pid, since = (shorten(str(raw.get(key, "unknown"))) for key in ("host", "pid", "since"))
         return f" (host {host}, pid {pid}, since {since})"

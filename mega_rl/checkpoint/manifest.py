@@ -13,8 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl.checkpoint.disk import SaveError
-from mega_rl.checkpoint.shards import ITEM_BYTES, ShardRecord, checksum
+from mega_rl.checkpoint.shards import ShardRecord, checksum
 from mega_rl.checkpoint.untrusted import (
     ANOTHER,
     decode_json,
@@ -29,6 +28,8 @@ from mega_rl.checkpoint.untrusted import (
     shown,
 )
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.disk import SaveError
+from mega_rl.storage.safetensors_header import ITEM_BYTES
 
 FORMAT, VERSION = "mega_rl checkpoint", 1
 MANIFEST_FILE, COMMIT_FILE = "manifest.json", "COMMIT"

@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mega_rl.checkpoint import disk
-from mega_rl.checkpoint.disk import SaveError
 from mega_rl.checkpoint.folders import LATEST_FILE, entries, is_step_folder, step_of
 from mega_rl.errors import UserError
+from mega_rl.storage import disk
+from mega_rl.storage.disk import SaveError
 
 log = logging.getLogger(__name__)
 

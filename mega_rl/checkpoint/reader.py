@@ -21,9 +21,10 @@ from mega_rl.checkpoint.headers import StoredPiece as StoredPiece
 from mega_rl.checkpoint.headers import read_shard
 from mega_rl.checkpoint.manifest import MANIFEST_FILE, Manifest
 from mega_rl.checkpoint.shards import CHUNK_BYTES, PieceSpec
-from mega_rl.checkpoint.untrusted import ANOTHER, clipped, fault, limited, open_regular
-from mega_rl.converters.safetensors_io import as_bytes
+from mega_rl.checkpoint.untrusted import ANOTHER, fault, limited, open_regular
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.safetensors_reader import as_bytes
+from mega_rl.storage.strict_json import shorten
 from mega_rl.types import Box
 
 MAX_THREADS = 8
@@ -163,7 +164,7 @@ def _strangers(folder: Path, manifest: Manifest) -> list[str]:
         found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in known)
     except OSError as error:
         return [f"{folder}: cannot be read ({error.strerror}); {ANOTHER}"]
-    return [f"{folder / clipped(name)}: is not in {MANIFEST_FILE}; remove it or {ANOTHER}" for name in found]
+    return [f"{folder / shorten(name)}: is not in {MANIFEST_FILE}; remove it or {ANOTHER}" for name in found]
 
 
 def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list[StoredPiece]]) -> list[str]:
@@ -173,7 +174,7 @@ def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list
         pieces = [piece.spec for piece in stored[name]]
         if len(pieces) == 1 and pieces[0].shape == whole.shape:
             continue
-        what = f"{folder}: {clipped(name)} {list(whole.shape)}"
+        what = f"{folder}: {shorten(name)} {list(whole.shape)}"
         missing = missing_elements(pieces, whole.shape)
         if (pair := overlap(pieces)) is not None:
             at = " and ".join(f"{list(p.shape)} at {list(p.offset)}" for p in pair)

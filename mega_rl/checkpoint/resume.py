@@ -20,10 +20,10 @@ from mega_rl.checkpoint.previous import PREVIOUS
 from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.checkpoint.untrusted import ANOTHER
 from mega_rl.config.schema import CheckpointConfig
-from mega_rl.converters.safetensors_io import DTYPES
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.boxes import whole
 from mega_rl.protocols import Engine, Ranks, RankState
+from mega_rl.storage.safetensors_reader import DTYPES
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)

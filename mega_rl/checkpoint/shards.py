@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -18,35 +17,15 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from mega_rl.checkpoint import disk
 from mega_rl.checkpoint.untrusted import fault, is_checksum, is_count, key_faults
 from mega_rl.errors import UserErrors
+from mega_rl.storage import disk
+from mega_rl.storage.safetensors_header import ITEM_BYTES, METADATA, encode_header
 
 FORMAT = "mega_rl shard 1"
-MAX_HEADER_BYTES = 100_000_000
 # Hashed, and then copied by the kernel while the caches still hold it.
 CHUNK_BYTES = 1 << 20
 SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
-
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "C64": 8,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-}
 
 
 class PieceSpec(NamedTuple):
@@ -150,12 +129,10 @@ def _header(placed: Sequence[PieceSpec], checksums: Sequence[str]) -> bytes:
     keys = [spec.key for spec in placed]
     assert len(set(keys)) == len(keys), f"written twice: {sorted({key for key in keys if keys.count(key) > 1})}"
     sums = json.dumps(dict(zip(keys, checksums, strict=True)), separators=(",", ":"))
-    entries: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": FORMAT, "checksums": sums}}
+    entries: dict[str, Mapping[str, Any]] = {METADATA: {"format": FORMAT, "checksums": sums}}
     at = 0
     for key, spec in zip(keys, placed, strict=True):
         end = at + spec.nbytes
         entries[key] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
         at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return encode_header(entries)

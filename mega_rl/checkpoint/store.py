@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from mega_rl import __version__, progress
-from mega_rl.checkpoint import disk, folders
+from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.agreement import first_failure
-from mega_rl.checkpoint.disk import SaveError
 from mega_rl.checkpoint.job import Job, Publication
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.manifest import Manifest
@@ -31,6 +30,8 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Engine, Ranks, RankState
+from mega_rl.storage import disk
+from mega_rl.storage.disk import SaveError
 from mega_rl.types import Metrics, Piece
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from mega_rl.errors import UserError
+from mega_rl.storage.strict_json import parse_object, shorten
 
 ANOTHER = "set checkpoint.fallback=true to go on from the checkpoint before, or checkpoint.resume to another one"
 MAX_DIMS = 16
 MAX_FAULTS = 20  # shown of one kind
-_SHOWN = 80  # characters of a value in a message
+_SHOWN = 80  # characters of a text in a message
 
 
 def open_regular(path: Path) -> tuple[int, int]:
@@ -59,15 +59,9 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
 def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
     """A JSON object without keys that occur twice and without numbers that are not finite. Raises UserError."""
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
-        )
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if len(str(error)) <= 2 * _SHOWN else str(error)[: 2 * _SHOWN] + "..."
-        raise UserError(f"{where}: not valid JSON ({reason}); {ANOTHER}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: holds a JSON {type(value).__name__}, must be an object; {ANOTHER}")
-    return value
+        return parse_object(data)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; {ANOTHER}") from error
 
 
 def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) -> list[str]:
@@ -80,7 +74,7 @@ def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) 
 
 def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
     """The message for a value that breaks a rule."""
-    return f"{where}: {clipped(key)}={shown(value)} {rule}; {ANOTHER}"
+    return f"{where}: {shorten(key)}={shown(value)} {rule}; {ANOTHER}"
 
 
 def limited(problems: list[str], where: str | Path) -> list[str]:
@@ -100,13 +94,7 @@ def shown(value: Any) -> str:
         return f"an object of {len(value)} keys"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"  # its digits may be more than Python prints
-    return clipped(repr(value[:_SHOWN] if isinstance(value, str) else value))
-
-
-def clipped(text: str) -> str:
-    """A name that came from a file, short and without line ends or control characters."""
-    text = text if text.isprintable() else repr(text[:_SHOWN])
-    return text if len(text) <= _SHOWN + 2 else text[:_SHOWN] + "..."
+    return shorten(repr(value[:_SHOWN] if isinstance(value, str) else value))
 
 
 def is_count(value: Any, least: int = 0) -> TypeGuard[int]:
@@ -140,23 +128,3 @@ def is_tensor_name(value: Any) -> TypeGuard[str]:
         and "\\" not in value
         and all(part not in ("", ".", "..") for part in value.split("/"))
     )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{clipped(repeated)} occurs twice")
-    return result
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{clipped(text)} is too large a number")
-    return value

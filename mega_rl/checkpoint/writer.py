@@ -24,8 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mega_rl.checkpoint.disk import SaveError
 from mega_rl.checkpoint.job import Job, Outcome, perform
+from mega_rl.storage.disk import SaveError
 
 COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.writer")
 SEND_TIMEOUT_S = 60.0  # for a job to be taken by a process that does nothing else

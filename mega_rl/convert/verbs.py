@@ -107,7 +107,7 @@ def inspect(
     if not any(path.glob("*.safetensors*")):
         kind, found = "config", describe_config(sharding)
     else:
-        from mega_rl.converters.safetensors_io import CheckpointReader
+        from mega_rl.storage.safetensors_reader import CheckpointReader
 
         with CheckpointReader(path) as reader:
             sharding, found = describe(reader, sharding)

@@ -16,10 +16,10 @@ from mega_rl.converters.offline import Progress
 from mega_rl.converters.parts import ignored_tensors
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.roundtrip import round_trip
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.sharding import Sharding
 from mega_rl.converters.world import World, joined_world
 from mega_rl.errors import UserErrors
+from mega_rl.storage.safetensors_reader import CheckpointReader
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal, NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.rules import Rule, Source
+from mega_rl.storage.matrix import matrix_shape
 
 
 class Block(NamedTuple):
@@ -70,11 +70,6 @@ class GlobalParam:
     sections: tuple[int, ...]
     replica: bool = False
     optional: bool = False
-
-
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) of a tensor seen as a matrix: the last dimension is the columns, a vector is one column."""
-    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
 
 def source_shape(source: Source, hf: HFConfig) -> tuple[int, ...]:

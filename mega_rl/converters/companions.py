@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.safetensors_writer import copy_files, write_file
 from mega_rl.errors import UserError
+from mega_rl.storage.output_folder import copy_files, write_file
 
 # Weights of the source, and its code, are never copied.
 _PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "*.tiktoken")

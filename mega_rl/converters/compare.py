@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import xxhash
 from torch import Tensor
 
-from mega_rl.converters.bits import bits, same_bits
-from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.fill import BlockReader, TensorLike
+from mega_rl.storage.bits import bits, same_bits
+from mega_rl.storage.matrix import matrix_shape
 
 CHUNK_BYTES = 16 << 20
 

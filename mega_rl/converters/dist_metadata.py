@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from mega_rl.converters.safetensors_io import DTYPE_NAMES
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES
 
 METADATA_FILE, CONFIG_FILE = ".metadata", "metadata.json"
 MAX_METADATA_BYTES = 1 << 30

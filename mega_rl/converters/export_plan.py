@@ -12,10 +12,11 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.blocks import Copy
 from mega_rl.converters.parts import HFTensor, Part, hf_tensors, in_model_order, stage_experts, stage_parts
 from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan, experts_of
 from mega_rl.converters.sharding import Sharding
+from mega_rl.storage.matrix import matrix_shape
 
 
 class Piece(NamedTuple):

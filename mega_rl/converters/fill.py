@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mega_rl import progress
-from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.blocks import Copy
 from mega_rl.errors import UserError
+from mega_rl.storage.matrix import matrix_shape
 
 # Of one thread. Eight threads together stay below 64 MiB.
 STAGING_BYTES = 4 << 20

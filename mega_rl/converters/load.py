@@ -18,10 +18,10 @@ from mega_rl.converters.fill import fill_all
 from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors
 from mega_rl.converters.plan import ParamPlan, build_plan
 from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.safetensors_io import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo
 from mega_rl.converters.sharding import Head, Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

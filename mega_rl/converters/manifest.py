@@ -15,6 +15,7 @@ from mega_rl.converters.parts import VALUE_HEADS
 from mega_rl.converters.sharding import Head, Sharding, Spec, check_layout
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.storage.strict_json import parse_object
 
 MANIFEST_FILE = "mega_rl.json"
 HF_FOLDER = "hf"  # config.json, tokenizer and templates of the source, byte for byte
@@ -100,11 +101,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise UserError(f"{path}: more than {MAX_BYTES} bytes; this is no manifest of a conversion")
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        raw = parse_object(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); convert the checkpoint again") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); convert the checkpoint again") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; convert the checkpoint again") from error
     return parse_manifest(raw, where=str(path))
 
 
@@ -148,14 +149,6 @@ def _check_sizes(manifest: Manifest, where: str) -> None:
         raise UserError(f"{where}: {error}") from error
     if manifest.kind == "torch_dist" and layout != ParallelLayout():
         raise UserError(f"{where}: kind=torch_dist must have tp=pp=vpp=ep=etp=1 and no pipeline")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    repeated = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else None
-    if repeated:
-        raise ValueError(f"{sorted(repeated)[0]} occurs twice")
-    return dict(pairs)
 
 
 def _is_size(value: Any, least: int = 1) -> bool:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.blocks import Copy
 from mega_rl.converters.checkpoints import Checkpoint, Whole, hf_wholes, hf_windows, one_dtype, open_checkpoint
 from mega_rl.converters.companions import changed_config, companions, config_changes
 from mega_rl.converters.compose import Window
@@ -33,23 +33,16 @@ from mega_rl.converters.parts import EMBEDDING, OUTPUT, as_on_disk, hf_tensors, 
 from mega_rl.converters.plan import Origin, ParamPlan
 from mega_rl.converters.proof import prove_complete
 from mega_rl.converters.rank_files import rank_tensors
-from mega_rl.converters.safetensors_io import CheckpointReader
-from mega_rl.converters.safetensors_writer import (
-    SHARD_BYTES,
-    TensorSpec,
-    copy_files,
-    output_folder,
-    plan_shards,
-    require_space,
-    shard_name,
-    write_index,
-)
 from mega_rl.converters.sharding import Head, Sharding, Spec
 from mega_rl.converters.streaming import Output, OutputFile, Progress, write_files
 from mega_rl.converters.torch_dist import ChunkFile, Written, write_metadata
 from mega_rl.converters.world import World, joined_world
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.output_folder import copy_files, output_folder, require_space
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import SHARD_BYTES, TensorSpec, plan_shards, shard_name, write_index
 
 __all__ = ["Checkpoint", "Format", "Progress", "Report", "export_checkpoint", "import_hf", "open_checkpoint", "reshard"]
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.blocks import Copy
 from mega_rl.converters.parts import HFTensor, hf_tensors
 from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan
 from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserErrors
+from mega_rl.storage.matrix import matrix_shape
 
 Rectangle = tuple[int, int, int, int]  # row_lo, row_hi, col_lo, col_hi
 

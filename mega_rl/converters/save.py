@@ -17,23 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.companions import companions, config_changes, copy_companions
 from mega_rl.converters.export import BUCKET_BYTES, export_hf, join_pieces, usual_dtype
 from mega_rl.converters.export_plan import Piece, export_plan
 from mega_rl.converters.fill import in_threads, rectangle
 from mega_rl.converters.load import weights_of
 from mega_rl.converters.parts import as_on_disk, ignored_tensors, mtp_tensors
-from mega_rl.converters.safetensors_io import INDEX_FILE, SINGLE_FILE, CheckpointReader
-from mega_rl.converters.safetensors_writer import (
-    SHARD_BYTES,
-    CheckpointWriter,
-    TensorSpec,
-    check_target,
-    output_folder,
-)
 from mega_rl.converters.sharding import Sharding
 from mega_rl.parallel.layout import RankCoordinates
+from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.output_folder import check_target, output_folder
+from mega_rl.storage.safetensors_header import INDEX_FILE, SINGLE_FILE
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import SHARD_BYTES, CheckpointWriter, TensorSpec
 
 logger = logging.getLogger(__name__)
 

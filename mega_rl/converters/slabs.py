@@ -12,10 +12,10 @@ from mega_rl.converters.dist_keys import Slab, possible_slabs
 from mega_rl.converters.dist_metadata import Chunk, DistTensor
 from mega_rl.converters.parts import EMBEDDING, OUTPUT
 from mega_rl.converters.plan import ParamPlan
-from mega_rl.converters.safetensors_io import TensorInfo
 from mega_rl.converters.sharding import Sharding
 from mega_rl.converters.torch_dist import chunk_info, chunks_by_slab
 from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_reader import TensorInfo
 
 
 class ChunkInfo(Protocol):

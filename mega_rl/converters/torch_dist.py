@@ -35,8 +35,8 @@ from mega_rl.converters.dist_metadata import (
     allowed,
     is_sizes,
 )
-from mega_rl.converters.safetensors_io import TensorInfo
 from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_reader import TensorInfo
 
 COMMON_FILE = "common.pt"
 CONFIG = {

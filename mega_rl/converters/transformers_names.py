@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mega_rl.converters.blocks import matrix_shape
+from mega_rl.storage.matrix import matrix_shape
 
 FUSED_GATE_UP, FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 # The names of an expert's gate, up and down projection, and of its block, by model_type.

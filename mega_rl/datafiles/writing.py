@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mega_rl.checkpoint.disk import make_folder, replace_text
 from mega_rl.datafiles.problems import ProblemSet
 from mega_rl.errors import UserError
 from mega_rl.hub.names import Role, dataset_name
+from mega_rl.storage.disk import make_folder, replace_text
 
 Source = tuple[str, str, Role]  # option ("--train"), its value, and which split is meant where it names none
 

@@ -22,9 +22,9 @@ from mega_rl.converters.architecture import HFConfig, Moe
 from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
 from mega_rl.converters.parts import as_on_disk, hf_tensors
 from mega_rl.converters.rules import DISK_LAYER
-from mega_rl.converters.safetensors_io import CheckpointReader
-from mega_rl.converters.safetensors_writer import write_checkpoint
 from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import write_checkpoint
 
 MAX_LAYERS, MAX_VOCAB = 4, 4096
 # Widths of a narrowed twin: halved until they are at most this. Numbers of heads and experts stay what they are.

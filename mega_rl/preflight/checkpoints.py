@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,9 +10,10 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.data.tokenizer_identity import read_json_object
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
 from mega_rl.parity.known_bugs import known_bug
+from mega_rl.storage.safetensors_header import read_entries
 
 # Families whose gradients are tested on every layout and whose rollouts are tested against transformers.
 TRAINED = (
@@ -24,7 +24,6 @@ NOT_SAMPLED = {
     "gpt_oss": "the embedded rollout engine has no attention sinks",
     "kimi_k2": "transformers, whose model the embedded rollout engine samples from, does not know it",
 }
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
 def checkpoint_paths(config: Config) -> dict[str, str]:
@@ -105,8 +104,8 @@ def tensor_shape(directory: Path, name: str) -> list[int] | None:
             if any(_indexed_shard(directory, shard)):
                 return None
             file = directory / shard
-        return list(json.loads(_header(file) or b"")[name]["shape"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return list(read_entries(file)[name].shape)
+    except (UserError, OSError, KeyError, TypeError):
         return None
 
 
@@ -128,7 +127,7 @@ def _untrained(hf: HFConfig) -> Iterator[str]:
 
 
 def _weight_files(directory: Path) -> Iterator[str]:
-    """What is wrong with the weights as `mega_rl.converters.safetensors_io` finds them: one file, or an index."""
+    """What is wrong with the weights as `mega_rl.storage.safetensors_reader` finds them: one file, or an index."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         yield from _shard(single)
@@ -155,26 +154,10 @@ def _indexed_shard(directory: Path, name: object) -> Iterator[str]:
 
 
 def _shard(path: Path) -> Iterator[str]:
-    """Whether the file is as long as its header says."""
-    size, header = path.stat().st_size, _header(path)
-    if header is None:
-        yield f"{path}: truncated or not a safetensors file ({size} bytes); download or copy it again"
-        return
+    """Yield why a file is not whole, as its header says."""
     try:
-        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        expected = 8 + len(header) + max((entry["data_offsets"][1] for entry in entries), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        yield f"{path}: its header is damaged; download or copy it again"
-        return
-    if size != expected:
-        yield f"{path}: has {size} bytes, its header says {expected}; download or copy it again"
-
-
-def _header(path: Path) -> bytes | None:
-    """The JSON header of a safetensors file; None for a file that cannot have one of the size that it states."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_size > min(size - 8, MAX_HEADER_BYTES):
-            return None
-        return file.read(header_size)
+        read_entries(path)
+    except UserErrors as error:
+        yield from error.problems
+    except UserError as error:
+        yield str(error)

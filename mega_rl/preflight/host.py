@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from mega_rl.checkpoint.disk import free_bytes
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.parts import hf_tensors
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.installation import require_sglang
 from mega_rl.rollout.sglang.keys import Keys
+from mega_rl.storage.disk import free_bytes
 
 # Families whose model in SGLang 0.5.20 never reads tie_word_embeddings: its output layer would have no weights.
 UNTIED_IN_SGLANG = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")

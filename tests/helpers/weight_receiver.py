@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.rollout.sglang.calls import ServerError
 from mega_rl.rollout.sglang.endpoint import Endpoint
 from mega_rl.rollout.sglang.keys import Keys
+from mega_rl.storage.safetensors_reader import CheckpointReader
 
 
 class FakeReceiver:

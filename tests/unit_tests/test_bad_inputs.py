@@ -110,7 +110,7 @@ def given(*settings: str) -> Callable[[], list[str]]:
 EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "missing directory": (missing_directory, ("model.path: ", "m: ", "no such directory")),
     "missing shard": (missing_shard, ("m/model-00002-of-00002.safetensors: missing, though the index names it",)),
-    "truncated weights": (truncated_weights, ("m/model.safetensors: has 20000 bytes, its header says",)),
+    "truncated weights": (truncated_weights, ("m/model.safetensors: truncated, 20000 bytes of the",)),
     "foreign tokenizer": (foreign_tokenizer, ("the tokenizer has token id 50, the model a vocabulary of 50",)),
     "empty file": (empty_file, ("data.train_files: d.jsonl: is empty",)),
     "unknown reward": (unknown_reward, ("reward.function='exact_mach'", "legal: exact_match, math_verify")),

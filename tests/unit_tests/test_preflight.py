@@ -133,16 +133,21 @@ BAD_CHECKPOINTS: list[tuple[Callable[[], object], str]] = [
         lambda: index([]),
         "m/model.safetensors.index.json: not an index of shards; it needs a 'weight_map' of tensor to file",
     ),
-    (truncated, "m/model.safetensors: has 76 bytes, its header says 78; download or copy it again"),
-    (with_a_tail, "m/model.safetensors: has 79 bytes, its header says 78; download or copy it again"),
-    (damaged_header, "m/model.safetensors: its header is damaged; download or copy it again"),
+    (truncated, "m/model.safetensors: truncated, 76 bytes of the 78 that its header lists; fetch the file again"),
+    (with_a_tail, "m/model.safetensors: 1 bytes follow the last tensor; fetch the file again"),
+    (
+        damaged_header,
+        "m/model.safetensors: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 "
+        "(char 1)); fetch the file again",
+    ),
     (
         lambda: Path("m/model.safetensors").write_bytes(b"PK\x03\x04 this is a zip"),
-        "m/model.safetensors: truncated or not a safetensors file (18 bytes); download or copy it again",
+        "m/model.safetensors: header of 7595448452415441744 bytes, at most 100000000 are allowed; not a safetensors "
+        "file, fetch it again",
     ),
     (
         lambda: Path("m/model.safetensors").write_bytes(b""),
-        "m/model.safetensors: truncated or not a safetensors file (0 bytes); download or copy it again",
+        "m/model.safetensors: 0 bytes are not a safetensors file; fetch the file again",
     ),
     (
         lambda: Path("m/tokenizer.json").unlink(),
@@ -457,7 +462,7 @@ def test_reward_models_are_checked_as_all_checkpoints_are() -> None:
         "reward.model_path: r: no tokenizer; it needs one of tokenizer.json, tokenizer.model, vocab.json, vocab.txt"
     ]
     Path("r/model.safetensors").write_bytes(b"PK\x03\x04 this is a zip")
-    assert "reward.model_path: r/model.safetensors: truncated or not a safetensors file (18 bytes)" in "\n".join(
+    assert "reward.model_path: r/model.safetensors: header of 7595448452415441744 bytes, at most" in "\n".join(
         problems(*MODEL)
     )
     config = {"model_type": "gpt_oss", **TINY["gpt_oss"]}

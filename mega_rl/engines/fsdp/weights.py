@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.blocks import Copy
 from mega_rl.converters.fill import fill_all
 from mega_rl.converters.load import LoadReport, check_tensors
 from mega_rl.converters.parts import as_on_disk
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.sharding import Sharding
 from mega_rl.converters.transformers_names import DiskTensor, disk_tensors
 from mega_rl.ddp.access import Whole
 from mega_rl.engines.fsdp.model import TokenClassifier, sharded_parameters
+from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import Box
 
 EXPERT_TENSORS = 2  # of a layer: gate and up projection, down projection; exported expert by expert

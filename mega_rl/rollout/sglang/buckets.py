@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_rl.converters.blocks import matrix_shape
 from mega_rl.rollout.sglang.reshard import Bucket, ParamWrites, Slot
+from mega_rl.storage.matrix import matrix_shape
 
 FORMAT = "flattened_bucket"
 

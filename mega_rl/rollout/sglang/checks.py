@@ -18,11 +18,11 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.export_plan import export_plan
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.rollout.sglang.control import Control
 from mega_rl.rollout.sglang.installation import SGLANG_VERSION
+from mega_rl.storage.safetensors_reader import CheckpointReader
 
 # Setting of a server -> the only values with which weights can be sent to it, and what else it would need.
 _SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {

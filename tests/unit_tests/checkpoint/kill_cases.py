@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mega_rl.checkpoint import disk, job
+from mega_rl.checkpoint import job
 from mega_rl.config.schema import Config
+from mega_rl.storage import disk
 from tests.helpers.engines import exported, replaced
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 

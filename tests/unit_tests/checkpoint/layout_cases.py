@@ -124,7 +124,7 @@ def save(engine: Any, folder: Path) -> dict[str, Any]:
     from mega_rl.checkpoint import folders
     from mega_rl.checkpoint.manifest import Manifest, WholeTensor, now
     from mega_rl.checkpoint.shards import PieceSpec, order, shard_name, write_shard
-    from mega_rl.converters.safetensors_io import DTYPE_NAMES
+    from mega_rl.storage.safetensors_reader import DTYPE_NAMES
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if rank == 0:

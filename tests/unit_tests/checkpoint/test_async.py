@@ -25,7 +25,7 @@ from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
 
 PATIENCE_S = 20.0
 
-# What the writer imports in place of mega_rl.checkpoint.disk's os, by the variable that tells what to do.
+# What the writer imports in place of mega_rl.storage.disk's os, by the variable that tells what to do.
 FAULTS = """
     import os
     from mega_rl.checkpoint import disk, writer

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from mega_rl.checkpoint import disk, folders, verbs
+from mega_rl.checkpoint import folders, verbs
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.previous import begin_history, move_aside, previous_runs, undo_moves
 from mega_rl.errors import UserError
+from mega_rl.storage import disk
 from tests.unit_tests.checkpoint.stores import store
 from tests.unit_tests.checkpoint.written import save
 

@@ -16,8 +16,8 @@ from mega_rl.checkpoint import reader
 from mega_rl.checkpoint.coverage import is_inside, missing_elements, overlap
 from mega_rl.checkpoint.reader import Checkpoint, StoredPiece
 from mega_rl.checkpoint.shards import PieceSpec, checksum, order, write_shard
-from mega_rl.converters.safetensors_io import DTYPES, read_header
 from mega_rl.parallel.boxes import flat_boxes, whole
+from mega_rl.storage.safetensors_reader import DTYPES, read_header
 from mega_rl.types import Box
 from tests.unit_tests.checkpoint import written
 

@@ -16,10 +16,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mega_rl.checkpoint import shards
-from mega_rl.checkpoint.disk import SaveError
-from mega_rl.checkpoint.shards import ITEM_BYTES, PieceSpec, ShardRecord, order, write_shard
-from mega_rl.converters.safetensors_io import DTYPE_NAMES, DTYPES, read_header
+from mega_rl.checkpoint.shards import PieceSpec, ShardRecord, order, write_shard
 from mega_rl.errors import UserErrors
+from mega_rl.storage.disk import SaveError
+from mega_rl.storage.safetensors_header import ITEM_BYTES
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, DTYPES, read_header
 from tests.unit_tests.checkpoint.written import data_of
 
 
@@ -120,7 +121,8 @@ def test_records_through_json() -> None:
 
 def test_the_writing_side_imports_no_torch() -> None:
     """The process that writes in the background starts anew in every run."""
-    names = "disk, shards, manifest, folders, coverage, verbs"
-    code = f"import sys; from mega_rl.checkpoint import {names}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    names = "shards, manifest, folders, coverage, verbs"
+    code = f"import sys; from mega_rl.checkpoint import {names}; "
+    code += "from mega_rl.storage import disk; print('torch' in sys.modules, 'numpy' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.checkpoint import disk
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
+from mega_rl.storage import disk
 from mega_rl.types import Box, EngineState, Piece
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
@@ -207,7 +207,7 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 class FailingDisk:
-    """Stands for `os` in `mega_rl.checkpoint.disk`: the nth call of a kind that changes the disk fails."""
+    """Stands for `os` in `mega_rl.storage.disk`: the nth call of a kind that changes the disk fails."""
 
     KINDS = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink")
 

@@ -16,9 +16,9 @@ import torch
 
 from mega_rl.cli import main
 from mega_rl.convert.verbs import parse_size
-from mega_rl.converters.safetensors_io import CheckpointReader
-from mega_rl.converters.safetensors_writer import write_checkpoint
 from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.models import write_tiny_checkpoint
 
 ROOT = Path(__file__).parents[3]

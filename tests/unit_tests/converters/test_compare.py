@@ -13,9 +13,9 @@ from torch import Tensor
 from mega_rl.converters.compare import Comparison, compare, compare_configs, merge
 from mega_rl.converters.describe import describe
 from mega_rl.converters.roundtrip import round_trip
-from mega_rl.converters.safetensors_io import CheckpointReader
-from mega_rl.converters.safetensors_writer import write_checkpoint
 from mega_rl.converters.sharding import Sharding
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.unit_tests.converters.fakes import LAYOUTS, hf_state, small_config
 
 State = dict[str, Tensor]

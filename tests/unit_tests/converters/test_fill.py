@@ -16,8 +16,8 @@ from torch import Tensor
 from mega_rl.converters import fill as fill_module
 from mega_rl.converters.blocks import Copy
 from mega_rl.converters.fill import fill, fill_all, in_threads
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_reader import CheckpointReader
 
 
 def reference(target: Tensor, copies: Sequence[Copy], tensors: dict[str, Tensor]) -> Tensor:

@@ -17,8 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mega_rl.converters.safetensors_io import INDEX_FILE, CheckpointReader
 from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_header import INDEX_FILE
+from mega_rl.storage.safetensors_reader import CheckpointReader
 
 MUTANTS = 160  # of each kind
 NASTY: list[Any] = [

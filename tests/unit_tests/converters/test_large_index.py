@@ -15,7 +15,8 @@ import pytest
 
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.safetensors_io import FP8_BLOCK, INDEX_FILE, SCALE_SUFFIX
+from mega_rl.storage.safetensors_header import INDEX_FILE
+from mega_rl.storage.safetensors_reader import FP8_BLOCK, SCALE_SUFFIX
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
 NUM_SHARDS = 163
@@ -29,7 +30,7 @@ from mega_rl.converters.parts import as_on_disk
 from mega_rl.converters.plan import build_plan
 from mega_rl.converters.sharding import Sharding
 from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.parallel.layout import ParallelLayout
 
 sizes = json.loads(sys.argv[2])

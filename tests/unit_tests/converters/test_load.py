@@ -16,10 +16,10 @@ from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import LoadReport, load_hf, weights_of
 from mega_rl.converters.parts import VALUE_HEADS
 from mega_rl.converters.plan import build_plan
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.sharding import Head, Sharding, Spec
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.unit_tests.converters.chunks import planned_chunks, values_of
 from tests.unit_tests.converters.fakes import (
     LAYOUTS,

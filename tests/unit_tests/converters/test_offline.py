@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mega_rl.converters import fill, offline, safetensors_writer, streaming
+from mega_rl.converters import fill, offline, streaming
 from mega_rl.converters.compare import compare
 from mega_rl.converters.manifest import parse_manifest
 from mega_rl.converters.offline import Format, export_checkpoint, import_hf, open_checkpoint, reshard
-from mega_rl.converters.safetensors_io import CheckpointReader
-from mega_rl.converters.safetensors_writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.storage import safetensors_writer
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters import offline_cases
 from tests.unit_tests.converters.random_checkpoints import contents, layouts_of, write_random

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_rl.converters import blocks, plan, proof
 from mega_rl.converters.architecture import HFConfig, Mla, Moe
-from mega_rl.converters.blocks import Copy, matrix_shape
+from mega_rl.converters.blocks import Copy
 from mega_rl.converters.export_plan import export_plan
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.dense import DENSE, MLP
@@ -26,6 +26,7 @@ from mega_rl.converters.rules import Rule, Source
 from mega_rl.converters.sharding import Head, Sharding, Spec, check_layout, padded_vocab_size
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.storage.matrix import matrix_shape
 from tests.unit_tests.converters.fakes import (
     LAYOUTS,
     MORE_LAYOUTS,

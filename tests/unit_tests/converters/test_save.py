@@ -16,12 +16,12 @@ from mega_rl.converters.companions import changed_config, config_changes
 from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.load import load_hf
 from mega_rl.converters.parts import ignored_tensors
-from mega_rl.converters.safetensors_io import CheckpointReader
-from mega_rl.converters.safetensors_writer import CheckpointWriter
 from mega_rl.converters.save import save_hf
 from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import CheckpointWriter
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.chunks import planned_chunks
 from tests.unit_tests.converters.random_checkpoints import write_random

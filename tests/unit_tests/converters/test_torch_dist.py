@@ -25,9 +25,9 @@ from mega_rl.converters.compare import compare
 from mega_rl.converters.dist_metadata import read_metadata
 from mega_rl.converters.load_ranks import load_ranks
 from mega_rl.converters.offline import export_checkpoint, import_hf, open_checkpoint
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.dist_cases import WORLDS, load_and_save, load_critic

@@ -230,7 +230,7 @@ def round_trip(model: Any, source: Path) -> dict[str, Any]:
     """Whether every exported tensor equals the source's; names that only one of both has, and those that differ."""
     from mega_rl.converters.export import export_hf
     from mega_rl.converters.parts import ignored_tensors
-    from mega_rl.converters.safetensors_io import CheckpointReader
+    from mega_rl.storage.safetensors_reader import CheckpointReader
 
     built = model.groups
     exported = dict(

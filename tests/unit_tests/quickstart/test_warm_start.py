@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mega_rl.converters.safetensors_io import CheckpointReader
+from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config
 from tests.helpers.models import write_tiny_checkpoint

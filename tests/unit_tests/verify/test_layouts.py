@@ -9,10 +9,10 @@ import pytest
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.describe import describe
 from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
-from mega_rl.converters.safetensors_io import CheckpointReader
 from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parity.shrink import random_tensors, write_random_twin
+from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.verify.layouts import ALL, Layout, resolve, resolve_all, stages
 from mega_rl.verify.tolerances import BF16, BF16_EXPERTS, FP32, tolerances
 from tests.unit_tests.converters.tiny_configs import TINY

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.converters.blocks import matrix_shape
 from mega_rl.converters.export_plan import export_plan
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.converters.plan import build_plan
@@ -24,6 +23,7 @@ from mega_rl.preflight import TRAINED
 from mega_rl.rollout.sglang import reshard
 from mega_rl.rollout.sglang.buckets import filled, slot_tensor, write_parts
 from mega_rl.rollout.sglang.reshard import Bucket, covers, plan_buckets, writes
+from mega_rl.storage.matrix import matrix_shape
 from tests.unit_tests.converters.fakes import hf_state
 from tests.unit_tests.converters.tiny_configs import TINY
 

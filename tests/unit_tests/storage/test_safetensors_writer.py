@@ -20,18 +20,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mega_rl.converters import safetensors_writer
-from mega_rl.converters.safetensors_io import INDEX_FILE, CheckpointReader
-from mega_rl.converters.safetensors_writer import (
+from mega_rl.errors import UserError
+from mega_rl.storage import safetensors_writer
+from mega_rl.storage.output_folder import output_folder
+from mega_rl.storage.safetensors_header import INDEX_FILE
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_writer import (
     CheckpointWriter,
     SafetensorsFile,
     TensorSpec,
-    output_folder,
     plan_shards,
     shard_name,
     write_checkpoint,
 )
-from mega_rl.errors import UserError
 
 
 def some_tensors() -> dict[str, Tensor]:
@@ -167,7 +168,11 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
     put(tmp_path / "thesis", text="x")
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "thesis")
-    for name, message in {"thesis": "is no checkpoint", "file": "is no directory", "link": "is no directory"}.items():
+    for name, message in {
+        "thesis": "is not a checkpoint",
+        "file": "is not a directory",
+        "link": "is not a directory",
+    }.items():
         with pytest.raises(UserError, match=message), output_folder(tmp_path / name, overwrite=True):
             pytest.fail("must not begin")
     assert (tmp_path / "thesis" / "text").exists()
@@ -185,7 +190,7 @@ def test_two_writers_of_one_target(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, time, torch
-from mega_rl.converters.safetensors_writer import *
+from mega_rl.storage.safetensors_writer import *
 specs = [TensorSpec(name, torch.float32, (1000,)) for name in "abc"]
 with output_folder(sys.argv[1], overwrite=True) as work, CheckpointWriter(work, specs, shard_bytes=1) as writer:
     (work / "config.json").write_text("{}")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.checkpoint import disk
-from mega_rl.checkpoint.disk import SaveError
+from mega_rl.storage import disk
+from mega_rl.storage.disk import SaveError
 
 
 class Recorded:

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mega_rl.converters.safetensors_io import INDEX_FILE, MAX_HEADER_BYTES, CheckpointReader, read_header
-from mega_rl.converters.safetensors_writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES
+from mega_rl.storage.safetensors_reader import CheckpointReader, read_header
+from mega_rl.storage.safetensors_writer import write_checkpoint
 
 
 def tensors_of_every_type() -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ def test_rows_and_columns(tmp_path: Path) -> None:
 
 
 def test_columns_are_cut_in_bounded_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mega_rl.converters.safetensors_io._WINDOW_BYTES", 50)
+    monkeypatch.setattr("mega_rl.storage.safetensors_reader._WINDOW_BYTES", 50)
     table = torch.arange(60, dtype=torch.float32).view(10, 6)
     save_file({"t": table}, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader:
@@ -154,8 +155,8 @@ def test_every_bad_entry_is_listed(file: Path) -> None:
 @pytest.mark.parametrize(
     ("blob", "message"),
     [
-        (b"", "truncated"),
-        (b"\x05\0\0", "truncated"),
+        (b"", "not a safetensors file"),
+        (b"\x05\0\0", "not a safetensors file"),
         (struct.pack("<Q", 100) + b"{}", "truncated"),
         (struct.pack("<Q", MAX_HEADER_BYTES + 1), "not a safetensors file"),
         (struct.pack("<Q", 2) + b"{x", "not valid JSON"),
@@ -176,7 +177,9 @@ def test_truncated_at_every_length(file: Path) -> None:
     blob = file.read_bytes()
     for length in range(len(blob)):
         file.write_bytes(blob[:length])
-        with pytest.raises(UserError, match="truncated"):
+        with pytest.raises(
+            UserError, match=rf"{file}: (truncated, {length} bytes|{length} bytes are not a safetensors)"
+        ):
             CheckpointReader(file)
 
 

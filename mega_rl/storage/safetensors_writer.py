@@ -1,20 +1,16 @@
-"""Writes sharded safetensors checkpoints; complete or not there at all.
+"""Writer of sharded safetensors checkpoints.
 
 A file's header comes first, so its tensors are known beforehand and their bytes may then come in any order and from any
-thread, each exactly once. A folder is made under a temporary name, its index last, and renamed when all is on disk.
+thread, each exactly once. The index is written last.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import shutil
-import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +20,13 @@ import torch
 from torch import Tensor
 
 from mega_rl import progress
-from mega_rl.converters.blocks import matrix_shape
-from mega_rl.converters.safetensors_io import DTYPE_NAMES, INDEX_FILE, IOV_MAX, SINGLE_FILE, advance, as_bytes
-from mega_rl.errors import UserError, in_units
+from mega_rl.errors import UserError
+from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.output_folder import copy_files, name_file, output_folder, require_space, write_file
+from mega_rl.storage.safetensors_header import INDEX_FILE, METADATA, SINGLE_FILE, encode_header
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, IOV_MAX, advance, as_bytes
 
 SHARD_BYTES = 5 << 30
-# One of these is in every folder that may be overwritten, so that a slip of the pen removes no other folder.
-MARKERS = ("config.json", SINGLE_FILE, INDEX_FILE, "mega_rl.json", ".metadata")
 
 
 class TensorSpec(NamedTuple):
@@ -60,11 +56,11 @@ class SafetensorsFile:
         self._written: dict[str, list[tuple[int, int]]] = {}  # row intervals by tensor
         self._specs: dict[str, TensorSpec] = {}
         self._offsets: dict[str, int] = {}
-        header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        header: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
         at = 0
         # Wide types first: every tensor is then aligned to its type.
         for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
-            if spec.name in self._specs or spec.name == "__metadata__":
+            if spec.name in self._specs or spec.name == METADATA:
                 raise UserError(f"{path}: {spec.name} is written twice")
             self._specs[spec.name], self._offsets[spec.name], self._written[spec.name] = spec, at, []
             header[spec.name] = {
@@ -73,12 +69,11 @@ class SafetensorsFile:
                 "data_offsets": [at, at + spec.nbytes],
             }
             at += spec.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._start, self._missing = 8 + len(text), at
-        with _naming(path):
+        encoded = encode_header(header)
+        self._start, self._missing = len(encoded), at
+        with name_file(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            self._write_at(0, [memoryview(struct.pack("<Q", len(text)) + text)])
+            self._write_at(0, [memoryview(encoded)])
             if at == 0:
                 os.fsync(self._fd)
 
@@ -110,7 +105,7 @@ class SafetensorsFile:
         position = self._start + self._offsets[name] + row * columns * spec.dtype.itemsize
         buffers = [as_bytes(part.detach().to("cpu").contiguous()).reshape(-1).data for part in parts]
         count = sum(len(buffer) for buffer in buffers)
-        with _naming(self.path):
+        with name_file(self.path):
             self._write_at(position, buffers)
             with self._lock:
                 self._written[name].append((row, row + rows))
@@ -284,127 +279,3 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-@contextmanager
-def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `target` that becomes `target` when the block ends, and vanishes when it raises.
-
-    A run that is killed leaves the temporary folder alone, under a name that starts with a dot; the next run of the
-    same target removes it. With `overwrite` a checkpoint that is there is replaced as a whole, so nothing of it stays.
-
-    Raises UserError when the target exists and is not empty (and, with `overwrite`, is no checkpoint), or when another
-    process is writing it.
-    """
-    target = Path(os.path.abspath(target))
-    work, old, lock = (target.with_name(f".{target.name}.{suffix}") for suffix in ("partial", "old", "lock"))
-    with _naming(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(lock, target):
-        if old.exists() and not target.exists():
-            old.rename(target)  # a run was killed between the two renames below
-        check_target(target, overwrite=overwrite)
-        for leftover in (work, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            with _naming(work):
-                work.mkdir()
-            yield work
-            with _naming(work):
-                sync_folder(work)
-                if overwrite and target.exists():
-                    target.rename(old)
-                # rename replaces an empty directory, and fails on one that was filled in the meantime.
-                work.rename(target)
-                sync_folder(target.parent)
-        except BaseException:
-            if old.exists() and not target.exists():
-                old.rename(target)
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raises UserError when a folder of this name cannot be written: see `output_folder`."""
-    if not target.exists() and not target.is_symlink():
-        return
-    if not target.is_dir() or target.is_symlink():
-        raise UserError(f"{target}: exists and is no directory; choose another name or remove it")
-    if not any(target.iterdir()):
-        return
-    if not overwrite:
-        raise UserError(f"{target}: exists and is not empty; choose another directory, or give --overwrite")
-    if not any((target / marker).exists() for marker in MARKERS):
-        raise UserError(f"{target}: is no checkpoint (it holds none of {', '.join(MARKERS)}); it is not overwritten")
-
-
-@contextmanager
-def _locked(path: Path, target: Path) -> Iterator[None]:
-    """Holds the lock of a target; a killed process holds none."""
-    with _naming(path):
-        while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                os.close(fd)
-                raise UserError(f"{target}: another process is writing it; choose another directory") from error
-            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
-                break
-            os.close(fd)  # the holder before has removed the file that was opened here
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(fd)
-
-
-def copy_files(folder: Path, files: Mapping[str, Path]) -> None:
-    """Copies files (name -> source) into a folder byte for byte, and flushes them to disk."""
-    for name, source in files.items():
-        with _naming(folder / name), source.open("rb") as read, (folder / name).open("xb") as write:
-            shutil.copyfileobj(read, write)
-            write.flush()
-            os.fsync(write.fileno())
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Writes a new file and flushes it to disk."""
-    with _naming(path), path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def require_space(folder: Path, nbytes: int) -> None:
-    """Raises UserError when the disk of a folder has less room than `nbytes`."""
-    free = _free_bytes(folder)
-    if free < nbytes:
-        raise UserError(f"{folder}: {in_units(nbytes)} are to be written, but its disk has {in_units(free)} free")
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _free_bytes(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turns an error of the operating system into a UserError that names the file and the free space."""
-    try:
-        yield
-    except OSError as error:
-        folder = next((p for p in (path, *path.parents) if p.is_dir()), Path("."))
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); its disk has {in_units(_free_bytes(folder))} free"
-        ) from error

@@ -1,8 +1,4 @@
-"""Safetensors files: checked headers, reads of row ranges, and a streaming writer of sharded checkpoints.
-
-A file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes
-(https://github.com/huggingface/safetensors#format). The header is parsed once and distrusted: sizes, offsets and names
-are checked before a byte of data is read, and nothing in a file is ever executed.
+"""Reader of safetensors checkpoints: whole tensors, rows, and rectangles of them.
 
 Whole rows are read with preadv straight into the memory where they are wanted. A cut of the columns is copied out of
 small windows of a memory map, so that a process takes only the bytes it needs; what lies between them the kernel reads
@@ -14,16 +10,14 @@ presented as one bfloat16 tensor `X.weight`.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +25,9 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, parse_json, read_entries
 
-MAX_HEADER_BYTES = 100_000_000  # of a file's header, and of an index
-_MAX_DIMS = 16
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 # Bytes of a map, and of decoded 8-bit blocks, that one thread holds at a time. Smaller maps cost more than they save.
@@ -82,41 +75,11 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of one file by name.
-
-    Raises UserError when the file is too short or not in this format, UserErrors listing every entry whose type, shape
-    or offsets are wrong: the tensors must fill the rest of the file without gap or overlap.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if length > MAX_HEADER_BYTES:
-                raise UserError(
-                    f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors file?"
-                )
-            # Not more than there is: a length is only a claim, and memory is taken for what is asked.
-            text = file.read(min(length, size))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(prefix) < 8 or len(text) < length:
-        raise UserError(
-            f"{path}: truncated, {size} bytes do not hold the header of {length} bytes; fetch the file again"
-        )
-    entries = _decode_json(text, path)
-    entries.pop("__metadata__", None)
-    start = 8 + length
-    problems: list[str] = []
-    tensors = {}
-    for name, entry in entries.items():
-        info = _tensor_info(name, entry, path, start, problems)
-        if info is not None:
-            tensors[name] = info
-    problems = problems or _extent_faults(tensors.values(), path, start, size)
-    if problems:
-        raise UserErrors(problems)
-    return tensors
+    """Return every tensor of one file by name. Raises UserError or UserErrors as `read_entries`."""
+    return {
+        entry.name: TensorInfo(entry.name, DTYPES[entry.dtype], entry.shape, path, entry.offset, entry.nbytes)
+        for entry in read_entries(path).values()
+    }
 
 
 class CheckpointReader:
@@ -340,7 +303,7 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
         text = index.read_bytes()
     except OSError as error:
         raise UserError(f"{index}: cannot be read ({error.strerror})") from error
-    weight_map = _decode_json(text, index).get("weight_map")
+    weight_map = parse_json(text, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
             f"{index}: weight_map is {type(weight_map).__name__}, must be an object from tensor to file name"
@@ -393,69 +356,5 @@ def _is_inside(shard: Any) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _decode_json(text: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object without repeated keys."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a JSON {type(value).__name__}, must be an object")
-    return value
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
-    return result
-
-
-def _tensor_info(name: str, entry: Any, path: Path, start: int, problems: list[str]) -> TensorInfo | None:
-    """One header entry, None after adding to `problems` what is wrong with it."""
-    where = f"{path}: {name}"
-    if not isinstance(entry, dict):
-        problems.append(f"{where}: is a JSON {type(entry).__name__}, must be an object")
-        return None
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        problems.append(f"{where}: dtype={dtype!r} is unknown, must be one of {', '.join(DTYPES)}")
-    elif not _is_sizes(shape):
-        problems.append(f"{where}: shape={shape!r} must be a list of sizes")
-    elif not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        problems.append(f"{where}: data_offsets={offsets!r} must be [begin, end]")
-    else:
-        nbytes, need = offsets[1] - offsets[0], prod(shape) * DTYPES[dtype].itemsize
-        if nbytes == need:
-            return TensorInfo(name, DTYPES[dtype], tuple(shape), path, start + offsets[0], nbytes)
-        problems.append(f"{where}: {nbytes} bytes, but shape {shape} of {dtype} takes {need}")
-    return None
-
-
-def _is_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether a value is a short list of sizes; the product of a long one could take for ever."""
-    return (
-        isinstance(value, list) and len(value) <= _MAX_DIMS and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
-    )
-
-
-def _extent_faults(tensors: Iterable[TensorInfo], path: Path, start: int, size: int) -> list[str]:
-    """What keeps the tensors from filling the file exactly."""
-    problems = []
-    at, before = start, "the header"
-    for info in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
-        if info.offset != at:
-            verb = "overlaps" if info.offset < at else "leaves a gap after"
-            problems.append(f"{path}: {info.name} {verb} {before} (begins at byte {info.offset}, expected {at})")
-        at, before = max(at, info.offset + info.nbytes), info.name
-    if not problems and at > size:
-        problems.append(f"{path}: truncated, {size} bytes of the {at} that its header lists; fetch the file again")
-    elif not problems and at < size:
-        problems.append(f"{path}: {size - at} bytes follow the last tensor; fetch the file again")
-    return problems
-
-
 def _columns(info: TensorInfo) -> int:
-    """Size of the last dimension of a matrix, 1 for a vector or scalar."""
-    return info.shape[-1] if len(info.shape) > 1 else 1
+    return matrix_shape(info.shape)[1]

@@ -1,0 +1,1 @@
+"""Files that last: durable and atomic writes, locks, strict JSON, and safetensors headers, readers and writers."""

@@ -1,0 +1,28 @@
+"""Lock files: one process at a time, freed by the kernel however that process ends. No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+def lock_file(path: Path) -> int:
+    """Open a file, made if it is missing, take its lock without waiting, and return its descriptor.
+
+    A holder may remove the file before it closes the descriptor.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file cannot be opened, or is a link.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the holder before has removed the file that was opened here
