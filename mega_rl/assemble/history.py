@@ -8,13 +8,13 @@ from typing import Any
 
 from mega_rl import progress
 from mega_rl.algorithms.kl import KLController
-from mega_rl.checkpoint.agreement import first_failure, told
 from mega_rl.checkpoint.identity import FILES, file_records, model_identity
 from mega_rl.checkpoint.random_state import RandomState
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.origins import as_record, recorded
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
+from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import WeightSync
@@ -50,7 +50,7 @@ def _identity(config: Config, ranks: GroupRanks, *, data_fingerprint: str) -> di
     if message is not None:
         raise UserError(message)
     own = {"seed": config.trainer.seed, "data": data_fingerprint, "engine": config.engine}
-    return own | told(read, ranks)
+    return own | broadcast_json(read, ranks)
 
 
 def resume(checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mega_rl.checkpoint.agreement import first_failure
 from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.agreement import first_failure
 from mega_rl.protocols import Ranks
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mega_rl import progress
-from mega_rl.checkpoint.agreement import failures
 from mega_rl.checkpoint.reader import MAX_THREADS, Checkpoint, StoredPiece
 from mega_rl.checkpoint.untrusted import limited
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.parallel.agreement import all_failures
 from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES
@@ -167,8 +167,8 @@ def _place(copy: Copy) -> tuple[str, int]:
 
 def _agree(problems: Sequence[str], ranks: Ranks) -> None:
     """Raise the problems of all ranks on every rank; collective."""
-    heard, failing = failures("\n".join(problems) if problems else None, ranks, most=HEARD_RANKS)
-    lines = dict.fromkeys(line for message in heard for line in message.split("\n"))
+    heard, failing = all_failures("\n".join(problems) if problems else None, ranks, most=HEARD_RANKS)
+    lines = dict.fromkeys(line for message in heard.values() for line in message.split("\n"))
     if failing > HEARD_RANKS:
         lines[f"{failing - HEARD_RANKS} more ranks have problems with this checkpoint"] = None
     if lines:

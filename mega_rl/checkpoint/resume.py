@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.agreement import first_failure, told
 from mega_rl.checkpoint.changes import changes, in_words
 from mega_rl.checkpoint.fill import fill
 from mega_rl.checkpoint.identity import differences
@@ -21,6 +20,7 @@ from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.checkpoint.untrusted import ANOTHER
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.boxes import whole
 from mega_rl.protocols import Engine, Ranks, RankState
 from mega_rl.storage.safetensors_reader import DTYPES
@@ -87,7 +87,7 @@ def _candidates(root: Path, settings: CheckpointConfig, ranks: Ranks) -> list[Pa
     message = first_failure(message, ranks)
     if message is not None:
         raise UserError(message)
-    return [Path(folder) for folder in told(found, ranks)]
+    return [Path(folder) for folder in broadcast_json(found, ranks)]
 
 
 def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:

@@ -17,7 +17,6 @@ import torch
 
 from mega_rl import __version__, progress
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.agreement import first_failure
 from mega_rl.checkpoint.job import Job, Publication
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.manifest import Manifest
@@ -27,6 +26,7 @@ from mega_rl.checkpoint.shards import shard_name
 from mega_rl.checkpoint.writing import Beside, Here, Writing
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.agreement import first_failure
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Engine, Ranks, RankState

@@ -61,7 +61,11 @@ def verify_checkpoint(
             raise UserErrors([f"{first}: {problem}" for problem in found.problems])
         progress.start(sum(info.nbytes for info in reader.tensors.values()) // world.size, "round trip")
         share = (world.rank, world.size)
-        parts = world.each(lambda: round_trip(reader, sharding, share=share, advance=progress.advance))
+        parts = world.each(
+            lambda: round_trip(reader, sharding, share=share, advance=progress.advance),
+            encode=lambda part: [part[0], list(part[1])],
+            decode=lambda raw: (raw[0], tuple(raw[1])),
+        )
     lost = tuple(sorted({name for _, names in parts for name in names}))
     return Verification(layout, returned=sum(good for good, _ in parts), lost=lost)
 
@@ -94,7 +98,11 @@ def _compare_shares(
     fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
     readers = [side.as_hf(fused_experts=fused) for side in (a, b)]
     share = (world.rank, world.size)
-    parts = world.each(lambda: compare(*readers, allow_missing=allowed, share=share, advance=progress.advance))
+    parts = world.each(
+        lambda: compare(*readers, allow_missing=allowed, share=share, advance=progress.advance),
+        encode=Comparison.to_json,
+        decode=Comparison.from_json,
+    )
     return merge(parts)
 
 

@@ -63,6 +63,20 @@ class Comparison:
         """Whether nothing but allowed names differs."""
         return not (self.only_first or self.only_second or self.mismatched or self.different or self.config)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as decoded JSON, for other processes."""
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return values | {"different": [vars(one) for one in self.different], "digests": dict(self.digests)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Comparison:
+        """Return what `to_json` gave."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()
+        }
+        values["different"] = tuple(Different(**one) for one in raw["different"])
+        return cls(**values)
+
 
 def compare(
     first: BlockReader,

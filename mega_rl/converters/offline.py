@@ -396,7 +396,9 @@ def _convert(
         with _new_folder(world, target, overwrite=overwrite) as work:
             world.first(lambda: require_space(work, num_bytes + OVERHEAD_BYTES))
             written = world.each(
-                lambda: write_files(work, job.files, world, threads=jobs, progress=progress, label=label)
+                lambda: write_files(work, job.files, world, threads=jobs, progress=progress, label=label),
+                encode=lambda share: [[one.key, list(one.place), one.file, one.offset, one.length] for one in share],
+                decode=lambda raw: [Written(key, tuple(place), *where) for key, place, *where in raw],
             )
             world.first(lambda: job.complete(work, [place for share in written for place in share]))
     num_tensors = sum(len(file.outputs) for file in job.files)
@@ -410,7 +412,7 @@ def _convert(
 def _new_folder(world: World, target: str | Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder that all ranks write and that becomes the target at the end; everything inside is collective."""
     with ExitStack() as stack:
-        yield world.first(lambda: stack.enter_context(output_folder(target, overwrite=overwrite)))
+        yield Path(world.first(lambda: str(stack.enter_context(output_folder(target, overwrite=overwrite)))))
         world.first(stack.close)
 
 

@@ -15,6 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.agreement import all_failures, broadcast_json
+from mega_rl.parallel.comm import GroupRanks, SingleRank
 
 # How long a rank waits for the others: each has its share of the files to write before they meet.
 DEADLINE = timedelta(hours=4)
@@ -25,44 +27,57 @@ T = TypeVar("T")
 class World:
     """This process among those of the conversion. What one of them raises, all raise, so that none waits for ever."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, ranks: SingleRank | GroupRanks | None = None) -> None:
+        self._ranks = ranks or SingleRank()
+        self.rank, self.size = self._ranks.rank, self._ranks.size
 
-    def each(self, work: Callable[[], T]) -> list[T]:
-        """Results of `work` of all ranks, in rank order; collective.
+    def each(self, work: Callable[[], T], *, encode: Callable[[T], Any], decode: Callable[[Any], T]) -> list[T]:
+        """Return the results of `work` of all ranks, in rank order; collective.
 
-        Raises what `work` raised here, or UserError with the message of the first rank on which it failed.
+        `encode` makes JSON of a result, `decode` a result of JSON.
+
+        Raises:
+            Exception: what `work` raised here, else UserError with the message of the lowest rank on which it failed.
+            RunError: another rank has ended or does not answer.
         """
+        value = self.agree(work)
         if self.size == 1:
-            return [work()]
-        result, failure, error = None, None, None
-        try:
-            result = work()
-        except Exception as caught:  # told to the others, then raised
-            failure, error = str(caught) or type(caught).__name__, caught
-        outcomes: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(outcomes, (failure, result))
-        except RuntimeError as caught:
-            raise error or RunError(f"another rank has ended or does not answer ({caught})") from caught
-        if error is not None:
-            raise error
-        failed = [(rank, message) for rank, (message, _) in enumerate(outcomes) if message is not None]
-        if failed:
-            raise UserError(f"rank {failed[0][0]} failed: {failed[0][1]}")
-        return [value for _, value in outcomes]
+            return [value]
+        with self._answered():
+            return [decode(raw) for raw in self._ranks.gather_json(encode(value))]
 
     def agree(self, work: Callable[[], T]) -> T:
-        """This rank's result of `work`, which need not be sent; collective. Raises as `each` does."""
-        results: list[T] = []
-        self.each(lambda: results.append(work()))
-        return results[0]
+        """Return this rank's result of `work`; collective. Raises as `each`."""
+        failure: Exception | None = None
+        try:
+            value = work()
+        except Exception as error:  # the other ranks learn it first
+            failure = error
+        message = None if failure is None else str(failure) or type(failure).__name__
+        with self._answered(failure):
+            heard, _ = all_failures(message, self._ranks, most=1)
+        if failure is not None:
+            raise failure
+        for rank, message in heard.items():
+            raise UserError(f"rank {rank} failed: {message}")
+        return value
 
     def first(self, work: Callable[[], T]) -> T:
-        """The result of `work` on rank 0, which alone does it; collective."""
-        results: list[Any] = self.each(lambda: work() if self.rank == 0 else None)
-        value: T = results[0]
-        return value
+        """Return the result (JSON) of `work` on rank 0, which alone does it; collective. Raises as `each`."""
+        value = self.agree(lambda: work() if self.rank == 0 else None)
+        if self.size == 1:
+            return value  # type: ignore[return-value]
+        with self._answered():
+            result: T = broadcast_json(value, self._ranks)
+        return result
+
+    @contextmanager
+    def _answered(self, failure: Exception | None = None) -> Iterator[None]:
+        """Turn the loss of another rank into `failure`, or an error that says so."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise failure or RunError(f"another rank has ended or does not answer ({error})") from error
 
     def share(self, items: Sequence[T], sizes: Sequence[int]) -> list[T]:
         """This rank's part of the items: the largest first, each to the rank that has least so far."""
@@ -90,10 +105,10 @@ def _store() -> Store:
 def joined_world() -> Iterator[World]:
     """The world that the environment describes (RANK, WORLD_SIZE); its process group is taken down at the end.
 
-    A group that exists already is used and left alone. Raises UserError when the variables are no numbers.
+    A group that exists already is used and left alone. Raises UserError when the variables are not numbers.
     """
     if dist.is_initialized():
-        yield World(dist.get_rank(), dist.get_world_size())
+        yield World(GroupRanks(_world_group()))
         return
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if size == 1:
@@ -103,9 +118,14 @@ def joined_world() -> Iterator[World]:
     store = PrefixStore(f"mega_rl/conversion/{next(_generation)}", _store())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
     try:
-        yield World(rank, size)
+        yield World(GroupRanks(_world_group()))
     finally:
         dist.destroy_process_group()
+
+
+def _world_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _number(name: str, default: int) -> int:

@@ -42,6 +42,7 @@ from mega_rl.engines.offload import PartsOffload
 from mega_rl.engines.outcome import STEPS, NonFiniteGradientError, check_numbers, detached
 from mega_rl.models.attention import packed_sequences
 from mega_rl.models.routing import Routing
+from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
@@ -340,7 +341,7 @@ class MegatronEngine:
                     stacked = combine(torch.stack(list(values.values())).double())
                     reduced.update(zip(values, stacked.tolist(), strict=True))
         if self._pp_size > 1:
-            reduced = self._pipeline.broadcast_json(reduced, source=self._pp_size - 1)
+            reduced = broadcast_json(reduced, self._pipeline, source=self._pp_size - 1)
         return reduced
 
     def _apply_gradients(self, lr: float) -> float:

@@ -84,15 +84,6 @@ class GroupRanks:
         dist.broadcast(sent, group_src=source, group=self._group)
         return sent.to(tensor.device)
 
-    def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
-        """What group rank `source` gives, sent as JSON; the other ranks' `value` is ignored."""
-        text = json.dumps(value if self.rank == source else None).encode()
-        size = int(self.broadcast(torch.tensor(len(text)), source=source))
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        if self.rank == source:
-            buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return json.loads(bytes(self.broadcast(buffer, source=source).tolist()))
-
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank: None, bool, int, float, str, lists and dicts of them.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.together import raise_together
+from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
 
 

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.together import raise_together
+from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
 from mega_rl.types import Prompt, Rollout
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import RunError
-from mega_rl.parallel.together import raise_together
+from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.reward_calls import plan_call

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.data.prompts import Tokenizer
-from mega_rl.parallel.together import raise_together
+from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Engine, Ranks
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.reward import RewardError, answered, no_score, shortened, texts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.together import raise_together
+from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples
 from mega_rl.types import Metrics, Prompt, Rollout
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.config.schema import Config, DdpConfig, FsdpConfig, TrainerConfig
+from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.types import Experience
 from tests.helpers.engines import load_state, make_config, own_rows, running_engine, save_state
 from tests.helpers.models import random_experience, write_tiny_checkpoint
@@ -104,7 +105,7 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 def main() -> None:
     device()  # before anything asks for one
     with world() as ranks:
-        folder = Path(ranks.broadcast_json(tempfile.mkdtemp(prefix="fsdp_ckpt_") if ranks.rank == 0 else None))
+        folder = Path(broadcast_json(tempfile.mkdtemp(prefix="fsdp_ckpt_") if ranks.rank == 0 else None, ranks))
         if ranks.rank == 0:
             write_tiny_checkpoint(folder / "model")
         ranks.gather_json(None)  # the model is there

@@ -15,8 +15,9 @@ from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError
 from mega_rl.models.build import DTYPES
+from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.rollout.sglang.agreement import agreed, each
+from mega_rl.rollout.sglang.ask_all import each
 from mega_rl.rollout.sglang.checks import Expected, sent_tensors
 from mega_rl.rollout.sglang.choose import Placement, choose_transport, hosts_of, leader_of
 from mega_rl.rollout.sglang.control import Control
@@ -91,8 +92,8 @@ class Connection:
 class ServersMemory:
     """`protocols.ServerMemory` of all servers."""
 
-    def __init__(self, ranks: GroupRanks, controls: Mapping[int, Control], *, num_servers: int) -> None:
-        self._ranks, self._controls, self._num_servers = ranks, controls, num_servers
+    def __init__(self, ranks: GroupRanks, controls: Mapping[int, Control]) -> None:
+        self._ranks, self._controls = ranks, controls
         self._released: dict[int, set[str]] = {index: set() for index in controls}
 
     def started_anew(self, servers: Sequence[int]) -> None:
@@ -123,7 +124,7 @@ class ServersMemory:
 
     def _all(self, verb: str, ask: Callable[[int, Sequence[str]], None], tags: Sequence[str]) -> None:
         _, failed = each(list(self._controls), lambda index: ask(index, tags))
-        failed = agreed(self._ranks, failed, num_servers=self._num_servers)
+        failed = merge_failures(failed, self._ranks)
         if failed:
             raise RunError(f"servers did not {verb} the memory of {', '.join(tags)}: " + "; ".join(failed.values()))
 
@@ -196,7 +197,7 @@ def connect(
     connection = Connection(
         fleet=fleet,
         sync=sync,
-        memory=ServersMemory(world, own, num_servers=len(endpoints)),
+        memory=ServersMemory(world, own),
         concurrency=per_rank * len(endpoints),
         max_positions=hf.max_position_embeddings,
         _servers=servers,

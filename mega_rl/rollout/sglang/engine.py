@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.together import raise_together
+from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.sglang.fleet import Fleet, Handle

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from mega_rl import progress
 from mega_rl.errors import RunError
-from mega_rl.parallel.waiting import Messages, result_of
+from mega_rl.parallel.agreement import run_on_one
+from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.rollout.sglang.endpoint import Endpoint
 from mega_rl.rollout.sglang.keys import Keys
@@ -54,9 +55,7 @@ class StartedServers:
     A server that is started again keeps its number; its address and its keys are new.
     """
 
-    def __init__(
-        self, ranks: Messages, settings: Sequence[ServerSettings], *, ranks_per_host: int, folder: Path
-    ) -> None:
+    def __init__(self, ranks: Ranks, settings: Sequence[ServerSettings], *, ranks_per_host: int, folder: Path) -> None:
         """Starts this host's servers without waiting for them; `wait_ready` does. No collective.
 
         settings: of this host's servers; every host has as many. Their numbers go on from host to host.
@@ -87,7 +86,7 @@ class StartedServers:
         found: list[dict[str, Any]] = []
         for leader in self._leaders:
             with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
-                found += result_of(self._ranks, partial(self._wait, self._own), source=leader)
+                found += run_on_one(partial(self._wait, self._own), self._ranks, source=leader)
         self.endpoints = [_endpoint(one) for one in found]
 
     def bring_back(self, lost: Sequence[int]) -> None:
@@ -95,7 +94,7 @@ class StartedServers:
         for leader in self._leaders:
             own = [index for index in lost if self._owner[index] == leader]
             if own:
-                for one in result_of(self._ranks, partial(self._restart, own), source=leader):
+                for one in run_on_one(partial(self._restart, own), self._ranks, source=leader):
                     self.endpoints[one["index"]] = _endpoint(one)
 
     def _restart(self, own: Sequence[int]) -> list[dict[str, Any]]:
@@ -124,7 +123,7 @@ def _endpoint(told: dict[str, Any]) -> Endpoint:
 class JoinedServers:
     """Servers that somebody else has started and will end."""
 
-    def __init__(self, ranks: Messages, urls: Sequence[str], keys: Keys, *, timeout_s: float) -> None:
+    def __init__(self, ranks: Ranks, urls: Sequence[str], keys: Keys, *, timeout_s: float) -> None:
         """Reads nothing and sends nothing; `wait_ready` does. timeout_s: deadline of an answer from all of them."""
         self._ranks = ranks
         self._timeout_s = timeout_s
@@ -143,7 +142,7 @@ class JoinedServers:
         urls = ", ".join(endpoint.url for endpoint in self.endpoints)
         log.info("waiting for SGLang servers %s, at most %g s", urls, self._timeout_s)
         with progress.phase(f"waiting for SGLang servers {urls}", deadline_s=self._timeout_s):
-            self.tp = result_of(self._ranks, self._sizes)
+            self.tp = run_on_one(self._sizes, self._ranks)
 
     def _sizes(self) -> list[int]:
         """The servers' tensor-parallel ranks, by their own word."""
@@ -160,7 +159,7 @@ class JoinedServers:
 
     def bring_back(self, lost: Sequence[int]) -> None:
         """Wait until these answer again: who started them must start them anew; collective."""
-        result_of(self._ranks, lambda: self._wait(lost))
+        run_on_one(lambda: self._wait(lost), self._ranks)
 
     def _wait(self, servers: Sequence[int]) -> None:
         deadline = time.monotonic() + self._timeout_s

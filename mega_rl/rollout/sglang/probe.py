@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.agreement import agreed, each
+from mega_rl.rollout.sglang.ask_all import each
 from mega_rl.rollout.sglang.client import NUCLEUS_OF_ONE
 from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.types import Rollout, TokenOutputs
@@ -38,12 +39,12 @@ class Probe:
     num_tokens: int
     limit: float  # nats
 
-    def __call__(self, controls: Mapping[int, Control], servers: Sequence[int], *, num_servers: int) -> Probed:
+    def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> Probed:
         """Probe `servers`; controls: of the servers that this rank steers."""
         prompt = probe_prompt(self.vocab_size)
         asked = [i for i in servers if i in controls]
         answers, failed = each(asked, lambda i: self._ask(controls[i], prompt))
-        failed = agreed(self.ranks, failed, num_servers=num_servers)
+        failed = merge_failures(failed, self.ranks)
         left = [i for i in servers if i not in failed]
         if not left:
             return Probed(failed, 0.0)
@@ -61,7 +62,7 @@ class Probe:
         for row, server in enumerate(left):
             if not bool((difference[row] <= self.limit).all()):
                 failed[server] = self._disagreement(server, tokens[row], theirs[row], ours[row], difference[row])
-        return Probed(agreed(self.ranks, failed, num_servers=num_servers), float(difference.max()))
+        return Probed(merge_failures(failed, self.ranks), float(difference.max()))
 
     def _ask(self, control: Control, prompt: Sequence[int]) -> tuple[list[float], list[float]]:
         """(tokens, log-probs) of one server."""

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from mega_rl.errors import RunError, UserErrors
+from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.agreement import agreed, each, without
+from mega_rl.rollout.sglang.ask_all import each, without
 from mega_rl.rollout.sglang.checks import Expected, check_server
 from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.rollout.sglang.probe import Probe
@@ -126,7 +127,7 @@ class SglangWeightSync:
         for server in servers:
             self._rotation.mark_stale(server, f"it is being sent the weights of version {version}")
         self._ready -= set(servers)
-        attempt = _Attempt(self._ranks, self._controls, servers, num_servers=self._num_servers)
+        attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
             self._check(attempt)
         with _timed(seconds, "pause"):
@@ -139,7 +140,7 @@ class SglangWeightSync:
         largest = 0.0
         with _timed(seconds, "probe"):
             if self._probe is not None and attempt.left:
-                probed = self._probe(self._controls, attempt.left, num_servers=self._num_servers)
+                probed = self._probe(self._controls, attempt.left)
                 attempt.fail(probed.failed)
                 largest = probed.largest
         compared = 0
@@ -169,7 +170,7 @@ class SglangWeightSync:
         )
         attempt.fail(silent)
         texts = {i: "\n".join(problems) for i, problems in wrong.items() if problems}
-        found = agreed(self._ranks, texts, num_servers=self._num_servers)
+        found = merge_failures(texts, self._ranks)
         if found:
             raise UserErrors([line for i in sorted(found) for line in found[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
@@ -188,7 +189,7 @@ class SglangWeightSync:
         attempt.fail(failed)
         # They travel as reasons do.
         texts = {i: text for i, text in sums.items() if text is not None}
-        by_server = agreed(self._ranks, texts, num_servers=self._num_servers)
+        by_server = merge_failures(texts, self._ranks)
         by_size: dict[str, dict[int, str]] = defaultdict(dict)
         for i, text in by_server.items():
             by_size[text.partition(":")[0]][i] = text
@@ -235,16 +236,14 @@ class SglangWeightSync:
 class _Attempt:
     """The servers of one update: those that are left, and why the others are not; the same on all ranks."""
 
-    def __init__(
-        self, ranks: Ranks, controls: Mapping[int, Control], servers: Sequence[int], *, num_servers: int
-    ) -> None:
-        self._ranks, self._controls, self._num_servers = ranks, controls, num_servers
+    def __init__(self, ranks: Ranks, controls: Mapping[int, Control], servers: Sequence[int]) -> None:
+        self._ranks, self._controls = ranks, controls
         self.left = list(servers)
         self.failed: dict[int, str] = {}
 
     def fail(self, failed: Mapping[int, str]) -> None:
         """Take out servers that failed on some rank; collective."""
-        found = agreed(self._ranks, failed, num_servers=self._num_servers)
+        found = merge_failures(failed, self._ranks)
         self.failed = found | self.failed
         self.left = without(self.left, found)
 
@@ -256,7 +255,7 @@ class _Attempt:
     def unreachable(self) -> set[int]:
         """Which of those that failed do not answer at all; collective."""
         _, silent = each([i for i in self.failed if i in self._controls], lambda i: _answers(self._controls[i]))
-        return set(agreed(self._ranks, silent, num_servers=self._num_servers))
+        return set(merge_failures(silent, self._ranks))
 
 
 def _answers(control: Control) -> None:

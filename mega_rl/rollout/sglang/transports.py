@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mega_rl.errors import RunError
+from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.calls import ServerError
 from mega_rl.rollout.sglang.endpoint import Endpoint
@@ -126,7 +127,7 @@ class Meeting:
     def tell(self, value: Any, *, source: int, what: str) -> Any:
         """What rank `source` of the group gives, on all, as JSON carries it."""
         with self._named(what):
-            return self._ranks.broadcast_json(value, source=source)
+            return broadcast_json(value, self._ranks, source=source)
 
     def max(self, value: float, *, what: str) -> float:
         """The largest value of all ranks."""

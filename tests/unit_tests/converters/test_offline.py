@@ -18,7 +18,6 @@ from mega_rl.converters.manifest import parse_manifest
 from mega_rl.converters.offline import Format, export_checkpoint, import_hf, open_checkpoint, reshard
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.storage import safetensors_writer
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.distributed import run_ranks
@@ -320,7 +319,7 @@ def test_targets_and_sources_that_cannot_be(tmp_path: Path) -> None:
 
 def test_too_little_room_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_random(tmp_path / "hf", "qwen2")
-    monkeypatch.setattr(safetensors_writer, "_free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("mega_rl.storage.output_folder._free_bytes", lambda folder: 1000)
     with pytest.raises(UserError, match=r"has 1\.00 KB free"):
         import_hf(source, tmp_path / "ranks", layout=ParallelLayout(), format="ranks")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -17,9 +17,9 @@ import torch
 from mega_rl.converters.hf_config import parse_hf_config
 from mega_rl.converters.sharding import Sharding
 from mega_rl.errors import RunError, UserErrors
+from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.agreement import agreed
 from mega_rl.rollout.sglang.checks import Expected, sent_tensors
 from mega_rl.rollout.sglang.control import Control, ServerError
 from mega_rl.rollout.sglang.endpoint import Endpoint
@@ -54,8 +54,8 @@ UPDATE = "/update_weights_from_tensor"
 class Trainer:
     """Weights that a version determines, sent one number per request, and their own log-probs."""
 
-    def __init__(self, controls: dict[int, Control], ranks: Ranks, num_servers: int) -> None:
-        self.controls, self.ranks, self.num_servers = controls, ranks, num_servers
+    def __init__(self, controls: dict[int, Control], ranks: Ranks) -> None:
+        self.controls, self.ranks = controls, ranks
         self.weights = weights_of_version(1)
         self.sent: list[tuple[int, list[int]]] = []
 
@@ -75,7 +75,7 @@ class Trainer:
                     )
             except ServerError as error:
                 failed[server] = str(error)
-        agreed_on = agreed(self.ranks, failed, num_servers=self.num_servers)
+        agreed_on = merge_failures(failed, self.ranks)
         return SendReport(bytes=12, buckets=3, tensors=3, requests=3 * len(servers), failed=agreed_on)
 
     def evaluate(self, batch: Rollout) -> TokenOutputs:
@@ -126,7 +126,7 @@ class Run:
         ranks = ranks or SingleRank()
         own = range(len(endpoints)) if own is None else own
         self.controls = {i: Control(endpoints[i], timeout_s) for i in own}
-        self.trainer = Trainer(self.controls, ranks, len(endpoints))
+        self.trainer = Trainer(self.controls, ranks)
         self.rotation = Rotation()
         self.sync = SglangWeightSync(
             self.trainer,
@@ -454,7 +454,7 @@ def _publish_on_two_ranks(rank: int, endpoints: list[tuple[int, str]]) -> dict[s
         {0: f"rank {rank}", 2: "both"},
         {0: ""} if rank == 0 else {2: "x" * 5000},
     ]
-    reasons = [list(agreed(GroupRanks(dist.group.WORLD), failed, num_servers=3).items()) for failed in mine]
+    reasons = [list(merge_failures(failed, GroupRanks(dist.group.WORLD)).items()) for failed in mine]
     # Server 0 is steered by rank 1, the others by rank 0.
     run = Run(
         [Endpoint(index, url, KEYS) for index, url in endpoints],
@@ -505,5 +505,5 @@ def test_all_ranks_agree_on_what_failed(servers: list[UpdateServer]) -> None:
 
 
 def test_the_alone_agree_with_themselves() -> None:
-    assert agreed(SingleRank(), {2: "so"}, num_servers=3) == {2: "so"}
-    assert agreed(SingleRank(), {}, num_servers=3) == {}
+    assert merge_failures({2: "so"}, SingleRank()) == {2: "so"}
+    assert merge_failures({}, SingleRank()) == {}

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.agreement import all_failures, broadcast_json, first_failure, raise_together, run_on_one
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.parallel.waiting import result_of
+from mega_rl.workers.reward import RewardError
 from tests.helpers.distributed import run_ranks
 
 
@@ -26,11 +27,11 @@ def _long_work(rank: int) -> object:
 
     def work() -> object:
         assert rank == 1
-        assert threading.current_thread().name == "result_of"
+        assert threading.current_thread().name == "run_on_one"
         time.sleep(7)
         return {"port": 31000}
 
-    return result_of(ranks, work, source=1, beat_s=1.0)
+    return run_on_one(work, ranks, source=1, beat_s=1.0)
 
 
 def test_all_ranks_get_what_one_worked_out_though_it_took_longer_than_a_collective_may() -> None:
@@ -45,10 +46,39 @@ def _failing_work(rank: int, kind: str) -> str:
         raise errors[kind]("port 31000 is taken")
 
     try:
-        result_of(ranks, work, beat_s=0.3)
+        run_on_one(work, ranks, beat_s=0.3)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def _agreements(rank: int) -> list[object]:
+    ranks = _world(timeout_s=60.0)
+    results: list[object] = [
+        broadcast_json({"ü": [rank, None]}, ranks, source=1),
+        first_failure(None, ranks),
+        first_failure(f"rank {rank} \ud800" if rank else None, ranks),
+        first_failure("" if rank else None, ranks),
+        [list(part) if isinstance(part, dict) else part for part in all_failures(f"{rank}", ranks, most=2)],
+    ]
+    for failure in (None, RunError("disk full") if rank == 2 else None):
+        try:
+            raise_together(failure, ranks, error=RewardError)
+            results.append("none")
+        except RunError as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def test_all_ranks_learn_the_same() -> None:
+    """Values, the first failure of several, an empty message, and an exception's own class on the rank that raised."""
+    common = [{"ü": [1, None]}, None, "rank 1 \\ud800", "?", [[0, 1], 3], "none"]
+    others = "RewardError: disk full"
+    assert run_ranks(3, _agreements, device="cpu") == [
+        [*common, others],
+        [*common, others],
+        [*common, "RunError: disk full"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""All ranks of a group learn one value, one failure or one result, or raise together. Values travel as JSON."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mega_rl.errors import RunError, UserError
+from mega_rl.protocols import Ranks
+
+
+def broadcast_json(value: Any, ranks: Ranks, *, source: int = 0) -> Any:
+    """Return the `value` of group rank `source` on every rank, sent as JSON; collective."""
+    text = json.dumps(value).encode() if ranks.rank == source else b""
+    size = int(ranks.broadcast(torch.tensor(len(text)), source=source))
+    sent = torch.frombuffer(bytearray(text or bytes(size)), dtype=torch.uint8)
+    return json.loads(bytes(ranks.broadcast(sent, source=source).tolist()))
+
+
+def first_failure(message: str | None, ranks: Ranks) -> str | None:
+    """Return the message of the lowest rank that has one, None if no rank has; collective."""
+    messages, _ = all_failures(message, ranks, most=1)
+    return next(iter(messages.values()), None)
+
+
+def all_failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[dict[int, str], int]:
+    """Return (messages by rank of the lowest `most` ranks that have one, number of ranks that have one); collective.
+
+    One all-reduce while no rank has a message, then one broadcast per message.
+    """
+    own = b"" if message is None else message.encode(errors="backslashreplace") or b"?"
+    sizes = torch.zeros(ranks.size, dtype=torch.int64)
+    sizes[ranks.rank] = len(own)
+    sizes = ranks.sum(sizes)
+    failing = [int(rank) for rank in sizes.nonzero().flatten().tolist()]
+    messages = {}
+    for rank in failing[:most]:
+        sent = torch.tensor(list(own) if rank == ranks.rank else [0] * int(sizes[rank]), dtype=torch.uint8)
+        messages[rank] = bytes(ranks.broadcast(sent, source=rank).tolist()).decode(errors="replace")
+    return messages, len(failing)
+
+
+def raise_together(failure: Exception | None, ranks: Ranks, *, error: type[RunError]) -> None:
+    """Raise on every rank if any rank has failed, else return; collective.
+
+    A rank that has failed raises its own failure, the others an `error` with the lowest failed rank's message. Without
+    it they would wait for the failed one until a collective's deadline.
+    """
+    message = first_failure(None if failure is None else str(failure), ranks)
+    if message is not None:
+        raise failure or error(message)
+
+
+def merge_failures(own: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
+    """Return every rank's failures (number of a thing -> reason) merged, equal on all ranks; collective.
+
+    Where several ranks give a reason for one thing, the lowest rank's counts.
+    """
+    texts, _ = all_failures(json.dumps(list(own.items())) if own else None, ranks, most=ranks.size)
+    merged: dict[int, str] = {}
+    for text in texts.values():
+        merged = {int(number): str(reason) for number, reason in json.loads(text)} | merged
+    return dict(sorted(merged.items()))
+
+
+def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s: float = 5.0) -> Any:
+    """Call `work` on group rank `source` alone and return its result (JSON) on every rank; collective.
+
+    While it runs the ranks meet every `beat_s` seconds, so the deadline of a collective is no bound on the work, which
+    must have one of its own, and a dead rank is noticed. `work` runs on a thread of its own and may do no collective.
+
+    Raises:
+        RunError: on all ranks, when the work raised (UserError for a UserError); on `source` the error itself.
+    """
+    if ranks.rank != source:
+        while True:
+            state = broadcast_json(None, ranks, source=source)
+            if "error" in state:
+                error = UserError if state["user"] else RunError
+                raise error(state["error"])
+            if "result" in state:
+                return state["result"]
+    done: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            done["result"] = work()
+        except BaseException as error:
+            done["error"] = error
+
+    thread = threading.Thread(target=run, name="run_on_one", daemon=True)
+    thread.start()
+    while True:
+        thread.join(beat_s)
+        if thread.is_alive():
+            broadcast_json({}, ranks, source=source)
+        elif "error" in done:
+            error = done["error"]
+            broadcast_json({"error": str(error), "user": isinstance(error, UserError)}, ranks, source=source)
+            raise error
+        else:
+            return broadcast_json({"result": done["result"]}, ranks, source=source)["result"]
