@@ -36,11 +36,11 @@ def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dic
     import torch
     import torch.distributed as dist
 
-    from mega_rl.rollout.sglang.broadcast import DistributedTransport
-    from mega_rl.rollout.sglang.on_disk import DiskTransport
-    from mega_rl.rollout.sglang.shared_memory import SharedMemoryTransport
-    from mega_rl.rollout.sglang.trainer_weights import TrainerWeights
-    from mega_rl.rollout.sglang.transports import Server
+    from mega_rl.rollout.sglang.weights.source import TrainerWeights
+    from mega_rl.rollout.sglang.weights.transport import Server
+    from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
+    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+    from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
 
     rank = dist.get_rank()
     weights = TrainerWeights(engine, torch.bfloat16)
@@ -108,9 +108,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from mega_rl.assemble import session
     from mega_rl.config.schema import Config, ModelConfig, ParallelConfig
     from mega_rl.engines.build import build_engine
-    from mega_rl.rollout.sglang.control import Control
-    from mega_rl.rollout.sglang.endpoint import Endpoint
-    from mega_rl.rollout.sglang.keys import Keys
+    from mega_rl.rollout.sglang.http.control import Control
+    from mega_rl.rollout.sglang.http.endpoint import Endpoint
+    from mega_rl.rollout.sglang.http.keys import Keys
 
     address = json.loads((folder / "endpoint.json").read_text())
     receiver = Control(Endpoint(0, address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=120.0)
@@ -188,8 +188,8 @@ def stand_in(folder: Path) -> Iterator[dict[str, str]]:
 @contextlib.contextmanager
 def real_server(folder: Path) -> Iterator[dict[str, str]]:
     """A SGLang server of the same model in bfloat16, paused, as it is during an update."""
-    from mega_rl.rollout.sglang.control import Control
-    from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
+    from mega_rl.rollout.sglang.http.control import Control
+    from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
     settings = ServerSettings(
         model_path=folder / "model", tp=1, dtype="bfloat16", device="cpu", max_total_tokens=4096, start_timeout_s=300.0

@@ -15,7 +15,7 @@ from mega_rl import versions
 from mega_rl.accelerator import megatron_core
 from mega_rl.accelerator.patches import patches
 from mega_rl.config.checkout import made_by_make
-from mega_rl.rollout.sglang.installation import SGLANG_VERSION, find_sglang, how_to_install
+from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install
 from mega_rl.versions import installed_version
 
 CORE = (

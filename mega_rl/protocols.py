@@ -164,7 +164,7 @@ class EmbeddedEngine(RolloutEngine, Protocol):
         ...
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
-        """Checksum of the named weights as this engine holds them; see mega_rl.rollout.weight_sync.checksum."""
+        """Return the checksum of each named weight (`mega_rl.rollout.embedded.weight_sync.checksum`)."""
         ...
 
     def finish_update(self, version: int) -> None:

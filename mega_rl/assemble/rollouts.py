@@ -13,20 +13,20 @@ from transformers import AutoConfig
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.roles import Roles
+from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.config.schema import Config
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, WeightSync
-from mega_rl.rollout.hf import HFRolloutEngine
-from mega_rl.rollout.sglang.connect import Connection, connect
-from mega_rl.rollout.sglang.engine import FailedSamples, Sampled, SglangRolloutEngine
-from mega_rl.rollout.sglang.keys import Keys
-from mega_rl.rollout.sglang.pool import JoinedServers, StartedServers, ranks_on_this_host
-from mega_rl.rollout.sglang.results import Progress
-from mega_rl.rollout.sglang.samples import Sampling
-from mega_rl.rollout.sglang.settings import ServerSettings
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
+from mega_rl.rollout.sglang.generation.engine import FailedSamples, Sampled, SglangRolloutEngine
+from mega_rl.rollout.sglang.generation.results import Progress
+from mega_rl.rollout.sglang.generation.samples import Sampling
+from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.server.pool import JoinedServers, StartedServers, ranks_on_this_host
+from mega_rl.rollout.sglang.server.settings import ServerSettings
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.rollout.weight_sync import EmbeddedWeightSync
 from mega_rl.types import Prompt
 from mega_rl.workers.ahead import AheadOfTraining
 from mega_rl.workers.background import ThreadedRollouts

@@ -12,8 +12,8 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.parts import hf_tensors
 from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.installation import require_sglang
-from mega_rl.rollout.sglang.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.server.installation import require_sglang
 from mega_rl.storage.disk import free_bytes
 
 # Families whose model in SGLang 0.5.20 never reads tie_word_embeddings: its output layer would have no weights.

@@ -16,9 +16,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from mega_rl.rollout.sglang.endpoint import Endpoint
-from mega_rl.rollout.sglang.keys import Keys
-from mega_rl.rollout.sglang.samples import Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Keys
 
 VOCABULARY = 50
 STOP = 2

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from mega_rl.rollout.sglang import group, launcher
-from mega_rl.rollout.sglang.endpoint import Endpoint
-from mega_rl.rollout.sglang.installation import find_sglang
-from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.server import group
+from mega_rl.rollout.sglang.server.installation import find_sglang
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, launcher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # `make test` installs SGLang for CPUs on Linux, so there it is never skipped; on a GPU machine it comes with an extra.

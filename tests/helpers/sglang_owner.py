@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
 
 def main(checkpoint: str, folder: str, how: str, ready: str) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mega_rl.rollout.sglang.calls import ServerError
-from mega_rl.rollout.sglang.endpoint import Endpoint
-from mega_rl.rollout.sglang.keys import Keys
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.request import ServerError
 from mega_rl.storage.safetensors_reader import CheckpointReader
 
 

@@ -17,7 +17,7 @@ from mega_rl import cli, doctor, versions
 from mega_rl.config import checkout, packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.installation import Installation
+from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -405,7 +405,7 @@ def test_doctor_names_commands_of_the_installation_that_is_there(
     from_checkout: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "made_by_make", lambda: from_checkout)
-    monkeypatch.setattr("mega_rl.rollout.sglang.installation.made_by_make", lambda: from_checkout)
+    monkeypatch.setattr("mega_rl.rollout.sglang.server.installation.made_by_make", lambda: from_checkout)
     monkeypatch.setattr(doctor, "find_sglang", lambda: None)
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torch>=2.13", "wandb; extra == 'wandb'"])

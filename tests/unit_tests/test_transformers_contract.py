@@ -31,7 +31,7 @@ from transformers.initialization import no_init_weights
 import mega_rl
 from mega_rl.converters.transformers_names import weights_on_disk
 from mega_rl.preflight import TRAINED
-from mega_rl.rollout.kv_cache import ATTENTION, GrowingLayer, make_cache
+from mega_rl.rollout.embedded.kv_cache import ATTENTION, GrowingLayer, make_cache
 from tests.helpers.models import SMALL, TINY
 
 # module -> name -> what of mega_rl stops working without it

@@ -47,14 +47,14 @@ def config_of(case: str, root: Path) -> Config:
 def weights_of(case: str, root: Path, *, dtype: torch.dtype | None = None) -> Iterator[Any]:
     """An engine on this rank, as transports see it."""
     with running_engine(config_of(case, root), trainable=case == "fsdp2") as engine:
-        from mega_rl.rollout.sglang.trainer_weights import TrainerWeights
+        from mega_rl.rollout.sglang.weights.source import TrainerWeights
 
         yield TrainerWeights(engine, dtype or DTYPES[CASES[case][3]])
 
 
 def servers_for(rank: int, hosts: tuple[str, ...], leaders: dict[int, int], **kwargs: Any) -> list[Any]:
     """Server i of every leader's host; the receiver on its leader."""
-    from mega_rl.rollout.sglang.transports import Server
+    from mega_rl.rollout.sglang.weights.transport import Server
     from tests.helpers.weight_receiver import FakeReceiver
 
     return [
@@ -85,9 +85,9 @@ def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
 
 
 def makers(weights: Any, root: Path) -> dict[str, Callable[[list[Any], tuple[str, ...]], Any]]:
-    from mega_rl.rollout.sglang.broadcast import DistributedTransport
-    from mega_rl.rollout.sglang.on_disk import DiskTransport
-    from mega_rl.rollout.sglang.shared_memory import SharedMemoryTransport
+    from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
+    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+    from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
 
     def shared(nbytes: int) -> Callable[[list[Any], tuple[str, ...]], Any]:
         return lambda servers, hosts: SharedMemoryTransport(
@@ -106,7 +106,7 @@ def makers(weights: Any, root: Path) -> dict[str, Callable[[list[Any], tuple[str
 
 
 def send_twice(rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any]) -> dict[str, Any]:
-    from mega_rl.rollout.sglang.reshard import covers
+    from mega_rl.rollout.sglang.weights.reshard import covers
 
     world, layout = int(os.environ["WORLD_SIZE"]), weights.engine.sharding.layout
     # Two hosts where each has a whole copy, else one.

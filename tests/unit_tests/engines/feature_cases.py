@@ -274,11 +274,11 @@ def steps_on_host(engine: Any) -> bool:
 
 def transports(rank: int, engine: Any, root: Path) -> dict[str, bool]:
     """Whether a server has every bit of the engine's weights, by the way that they took."""
-    from mega_rl.rollout.sglang.broadcast import DistributedTransport
-    from mega_rl.rollout.sglang.on_disk import DiskTransport
-    from mega_rl.rollout.sglang.shared_memory import SharedMemoryTransport
-    from mega_rl.rollout.sglang.trainer_weights import TrainerWeights
-    from mega_rl.rollout.sglang.transports import Server
+    from mega_rl.rollout.sglang.weights.source import TrainerWeights
+    from mega_rl.rollout.sglang.weights.transport import Server
+    from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
+    from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+    from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
     from tests.helpers.weight_receiver import FakeReceiver
 
     weights, expected = TrainerWeights(engine, torch.float32), exported(engine)

@@ -9,7 +9,7 @@ import torch
 
 from mega_rl.parity.reference import hf_logits
 from mega_rl.preflight import NOT_SAMPLED, TRAINED
-from mega_rl.rollout.hf import HFRolloutEngine
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import Prompt
 from tests.helpers.models import TINY, write_tiny_checkpoint

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.hf import HFRolloutEngine
-from mega_rl.rollout.weight_sync import checksum
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.types import Prompt, Rollout
 from tests.unit_tests.rollout.tiny_qwen3 import (
     EOS_ID,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.rollout.counter_rng import stream_keys, uniform_at
-from mega_rl.rollout.sampling import Sampler, _first_above
+from mega_rl.rollout.embedded.sampling import Sampler, _first_above
 
 NUM_DRAWS = 40_000
 

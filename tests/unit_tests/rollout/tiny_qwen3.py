@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from mega_rl.rollout.hf import HFRolloutEngine
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.types import Prompt
 
 VOCAB_SIZE = 131  # not a multiple of the sampler's block

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.rollout.hf import HFRolloutEngine
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.rollout import KnownTokens, RolloutWorker, share
 from tests.helpers.models import write_tiny_checkpoint

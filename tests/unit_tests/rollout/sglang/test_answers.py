@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.rollout.sglang.answers import LOGPROB_ROUNDING, Expected, parse_answer
-from mega_rl.rollout.sglang.failures import KINDS, STATUS_KINDS, BadAnswer
+from mega_rl.rollout.sglang.generation.answers import LOGPROB_ROUNDING, Expected, parse_answer
+from mega_rl.rollout.sglang.generation.failures import KINDS, STATUS_KINDS, BadAnswer
 from tests.helpers.fake_sglang import STOP, VOCABULARY, right_answer
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
 

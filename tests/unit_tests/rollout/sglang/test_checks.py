@@ -16,7 +16,7 @@ from mega_rl.converters.hf_config import read_hf_config
 from mega_rl.converters.parts import hf_tensors
 from mega_rl.converters.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sglang.checks import Expected, SentTensor, mismatches, sent_tensors
+from mega_rl.rollout.sglang.weights.checks import Expected, SentTensor, mismatches, sent_tensors
 from tests.helpers.models import write_tiny_checkpoint
 
 SERVER = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mega_rl.rollout.sglang.calls import ServerError
-from mega_rl.rollout.sglang.control import Control
-from mega_rl.rollout.sglang.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.control import Control
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.request import ServerError
 from tests.helpers.update_server import KEYS, UpdateServer
 
 

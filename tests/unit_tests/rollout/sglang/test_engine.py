@@ -12,15 +12,15 @@ import torch
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.rollout.sglang.engine import (
+from mega_rl.rollout.sglang.generation.engine import (
     FailedSamples,
     RolloutFailedError,
     ServersLostError,
     SglangRolloutEngine,
     sampling_seed,
 )
-from mega_rl.rollout.sglang.results import FleetResult, State
-from mega_rl.rollout.sglang.samples import Failure, Key, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.results import FleetResult, State
+from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample, SampleRequest, Sampling
 from mega_rl.types import Prompt
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))

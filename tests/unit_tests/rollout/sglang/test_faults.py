@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from mega_rl.rollout.sglang import jobs, replicas
-from mega_rl.rollout.sglang.failures import KINDS
-from mega_rl.rollout.sglang.fleet import Fleet
-from mega_rl.rollout.sglang.results import FleetResult, State
-from mega_rl.rollout.sglang.samples import SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation import jobs, replicas
+from mega_rl.rollout.sglang.generation.failures import KINDS
+from mega_rl.rollout.sglang.generation.results import FleetResult, State
+from mega_rl.rollout.sglang.generation.router import Fleet
+from mega_rl.rollout.sglang.generation.samples import SampleRequest, Sampling
 from tests.helpers.fake_sglang import STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
 

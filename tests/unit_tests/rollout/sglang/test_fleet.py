@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.fleet import Fleet, FleetHungError
-from mega_rl.rollout.sglang.jobs import Job
-from mega_rl.rollout.sglang.results import FleetResult, Progress, State
-from mega_rl.rollout.sglang.samples import Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.jobs import Job
+from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
+from mega_rl.rollout.sglang.generation.router import Fleet, FleetHungError
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from tests.helpers.fake_sglang import KEYS, STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, stop_token_ids=(STOP,))
@@ -300,8 +300,8 @@ def test_closing_ends_a_generation_under_way() -> None:
 
 
 def test_a_generation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mega_rl.rollout.sglang import fleet as module
-    from mega_rl.rollout.sglang.generation import Generation
+    from mega_rl.rollout.sglang.generation import router as module
+    from mega_rl.rollout.sglang.generation.scheduler import Generation
 
     async def hang(_: Generation) -> FleetResult:
         await asyncio.sleep(60)
@@ -348,5 +348,5 @@ def test_keys_are_in_no_repr_and_no_message() -> None:
 
 
 def test_the_client_needs_no_torch() -> None:
-    code = "import sys, mega_rl.rollout.sglang.fleet as f; sys.exit('torch' in sys.modules)"
+    code = "import sys, mega_rl.rollout.sglang.generation.router as f; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.rollout.sglang import group, launcher
+from mega_rl.rollout.sglang.server import group, launcher
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import assert_gone, needs_sglang, owner, private_folder, shared_files, wait_until
 
@@ -88,7 +88,7 @@ def test_a_forked_child_that_holds_the_line_of_life_open_does_not_keep_the_serve
     program = f"""
 import os, time
 from pathlib import Path
-from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 server = ServerProcess(ServerSettings(Path({str(checkpoint)!r})), index=0, folder=Path({str(tmp_path)!r}))
 server.start()
 child = os.fork()

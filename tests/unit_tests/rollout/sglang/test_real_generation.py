@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mega_rl.rollout.sglang.endpoint import Endpoint
-from mega_rl.rollout.sglang.fleet import Fleet
-from mega_rl.rollout.sglang.results import FleetResult, State
-from mega_rl.rollout.sglang.samples import Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.results import FleetResult, State
+from mega_rl.rollout.sglang.generation.router import Fleet
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import needs_sglang, request, running_server
 

@@ -20,9 +20,9 @@ from mega_rl.converters.plan import build_plan
 from mega_rl.converters.sharding import Sharding, check_layout
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight import TRAINED
-from mega_rl.rollout.sglang import reshard
-from mega_rl.rollout.sglang.buckets import filled, slot_tensor, write_parts
-from mega_rl.rollout.sglang.reshard import Bucket, covers, plan_buckets, writes
+from mega_rl.rollout.sglang.weights import reshard
+from mega_rl.rollout.sglang.weights.buckets import filled, slot_tensor, write_parts
+from mega_rl.rollout.sglang.weights.reshard import Bucket, covers, plan_buckets, writes
 from mega_rl.storage.matrix import matrix_shape
 from tests.unit_tests.converters.fakes import hf_state
 from tests.unit_tests.converters.tiny_configs import TINY

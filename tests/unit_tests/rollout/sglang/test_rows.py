@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from mega_rl.rollout.sglang.rows import rollout_of
-from mega_rl.rollout.sglang.samples import Sample, SampleRequest
+from mega_rl.rollout.sglang.generation.rows import rollout_of
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest
 
 REQUESTS = [
     SampleRequest((4, 0), (7, 8, 9), seed=1),

@@ -25,11 +25,16 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang import group, installation, launcher, server
-from mega_rl.rollout.sglang.endpoint import Endpoint
-from mega_rl.rollout.sglang.keys import GENERATION, Keys
-from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings, ServerStartError
-from mega_rl.rollout.sglang.settings import arguments, cpu_binding, environment
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import GENERATION, Keys
+from mega_rl.rollout.sglang.server import group, installation, launcher
+from mega_rl.rollout.sglang.server import process as server
+from mega_rl.rollout.sglang.server.process import (
+    ServerProcess,
+    ServerSettings,
+    ServerStartError,
+)
+from mega_rl.rollout.sglang.server.settings import arguments, cpu_binding, environment
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import (
     DEVICE,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.rollout.sglang.installation import SGLANG_VERSION, find_sglang
-from mega_rl.rollout.sglang.stand_ins import murmur_hash32
+from mega_rl.rollout.sglang.server.cpu_stand_ins import murmur_hash32
+from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang
 from tests.helpers.sglang import DEVICE, needs_sglang
 
 

@@ -20,12 +20,12 @@ from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.checks import Expected, sent_tensors
-from mega_rl.rollout.sglang.control import Control, ServerError
-from mega_rl.rollout.sglang.endpoint import Endpoint
-from mega_rl.rollout.sglang.probe import Probe
-from mega_rl.rollout.sglang.sync import SglangWeightSync
-from mega_rl.rollout.sglang.transports import SendReport
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.weights.checks import Expected, sent_tensors
+from mega_rl.rollout.sglang.weights.probe import Probe
+from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
+from mega_rl.rollout.sglang.weights.transport import SendReport
 from mega_rl.types import Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.update_server import KEYS, VOCAB_SIZE, UpdateServer, next_logprobs, payload, weights_of_version

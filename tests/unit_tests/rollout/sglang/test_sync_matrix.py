@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from mega_rl.config.schema import ParallelConfig, RolloutConfig, SglangConfig
-from mega_rl.rollout.sglang.control import Control, ServerError
-from mega_rl.rollout.sglang.endpoint import Endpoint
-from mega_rl.rollout.sglang.keys import Keys
-from mega_rl.rollout.sglang.server import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, running_engine
@@ -163,8 +163,8 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
         for model, transport in zip("ba", transports, strict=True):
             config = _config(root, case, model, transport, servers[source])
             with running_engine(config, trainable=False) as engine:
+                from mega_rl.assemble.sglang import connect
                 from mega_rl.parallel.comm import GroupRanks
-                from mega_rl.rollout.sglang.connect import connect
 
                 world = GroupRanks(engine.groups.world)
                 pool = Joined(servers[source])
@@ -200,10 +200,10 @@ def _has_left(endpoint: Endpoint, group: str) -> bool:
 
 def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[Any]:
     """(tokens, lengths, log-probs) of the embedded engine and of the servers, greedy."""
-    from mega_rl.rollout.hf import HFRolloutEngine
-    from mega_rl.rollout.sglang.engine import FailedSamples, SglangRolloutEngine
-    from mega_rl.rollout.sglang.samples import Sampling
-    from mega_rl.rollout.weight_sync import EmbeddedWeightSync
+    from mega_rl.rollout.embedded.engine import HFRolloutEngine
+    from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
+    from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine
+    from mega_rl.rollout.sglang.generation.samples import Sampling
 
     embedded = HFRolloutEngine(
         path,
@@ -290,8 +290,8 @@ def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], 
     config = _config(root, "tp2", "b", "shared_memory", told)
     config = dataclasses.replace(config, parallel=ParallelConfig())
     with running_engine(config, trainable=False) as engine:
+        from mega_rl.assemble.sglang import connect
         from mega_rl.parallel.comm import GroupRanks
-        from mega_rl.rollout.sglang.connect import connect
 
         world = GroupRanks(engine.groups.world)
         with connect(config, Joined(told), actor=engine, world=world, colocated=False) as connection:

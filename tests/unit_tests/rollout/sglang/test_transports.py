@@ -23,14 +23,21 @@ import torch
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sglang import choose
-from mega_rl.rollout.sglang.broadcast import address_towards
-from mega_rl.rollout.sglang.buckets import MappedFile, payload, slot_tensor
-from mega_rl.rollout.sglang.choose import Placement, choose_transport, host_identity, hosts_of, leader_of, why_not
-from mega_rl.rollout.sglang.cuda_ipc import CudaHandle, with_uuid
-from mega_rl.rollout.sglang.reshard import Bucket, Slot
-from mega_rl.rollout.sglang.shared_memory import _anonymous_file, _places
-from mega_rl.rollout.sglang.transports import Requests, Server, chosen
+from mega_rl.rollout.sglang.weights.buckets import MappedFile, payload, slot_tensor
+from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
+from mega_rl.rollout.sglang.weights.transport import Requests, Server, chosen
+from mega_rl.rollout.sglang.weights.transports import choose
+from mega_rl.rollout.sglang.weights.transports.choose import (
+    Placement,
+    choose_transport,
+    host_identity,
+    hosts_of,
+    leader_of,
+    why_not,
+)
+from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaHandle, with_uuid
+from mega_rl.rollout.sglang.weights.transports.process_group import address_towards
+from mega_rl.rollout.sglang.weights.transports.shared_memory import _anonymous_file, _places
 from tests.helpers.weight_receiver import FakeReceiver
 
 # SafeUnpickler.ALLOWED_MODULE_PREFIXES and DENY_CLASSES of SGLang 0.5.20 (srt/utils/common.py), as far as they matter.
@@ -102,7 +109,7 @@ def test_payload_has_no_name_that_sglang_refuses(shared: tuple[str, torch.Tensor
 def test_memory_ends_with_the_process_that_made_it() -> None:
     """Killed at any moment it leaves nothing: no name in /dev/shm, and the descriptor's path is gone."""
     program = (
-        "from mega_rl.rollout.sglang.shared_memory import _anonymous_file; import os, time\n"
+        "from mega_rl.rollout.sglang.weights.transports.shared_memory import _anonymous_file; import os, time\n"
         "print(f'/proc/{os.getpid()}/fd/{_anonymous_file(1 << 20)}', flush=True); time.sleep(60)"
     )
     before = set(os.listdir("/dev/shm"))
@@ -277,7 +284,7 @@ def test_who_talks_to_a_server() -> None:
 
 
 def test_the_same_machine_has_one_identity() -> None:
-    program = "from mega_rl.rollout.sglang.choose import host_identity; print(host_identity())"
+    program = "from mega_rl.rollout.sglang.weights.transports.choose import host_identity; print(host_identity())"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_identity()
     assert hosts_of(SingleRank()) == (host_identity(),)

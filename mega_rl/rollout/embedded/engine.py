@@ -1,0 +1,282 @@
+"""Embedded rollout engine: a Hugging Face model with the policy's synced weights, in the trainer's own process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from mega_rl import progress
+from mega_rl.converters.transformers_names import weights_on_disk
+from mega_rl.errors import RunError, UserError
+from mega_rl.rollout.counter_rng import stream_keys
+from mega_rl.rollout.embedded.decoding import Decoded, DecodingLoop
+from mega_rl.rollout.embedded.kv_cache import ATTENTION, make_cache
+from mega_rl.rollout.embedded.sampling import Sampler
+from mega_rl.rollout.embedded.weight_sync import checksum
+from mega_rl.rollout.stop_tokens import with_end_of_sequence
+from mega_rl.types import Metrics, Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of a rollout to be made."""
+
+    number: int  # place in the result
+    prompt: int  # place in the caller's prompts
+    sample: int
+
+
+class HFRolloutEngine:
+    """Samples responses with a Hugging Face model that holds its own copy of the policy's weights.
+
+    The model is built from config.json alone; every weight comes through `load_weights`.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int],
+        batch_size: int,
+        pad_token_id: int = 0,
+    ) -> None:
+        """Raises UserError for a directory without a config.json that transformers knows."""
+        self._sampler = Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
+        self._device = torch.device(device)
+        self._max_new_tokens = max_new_tokens
+        self._batch_size = batch_size
+        self._pad_token_id = pad_token_id
+        config = read_model_config(Path(model_path))
+        self._model = _build_model(config, dtype=dtype, device=self._device)
+        self._max_positions: int = config.max_position_embeddings
+        stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
+        self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
+        self._weights = weights_on_disk(self._model)
+        self._written: set[int] = set()
+        self._weight_version: int | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The Hugging Face model."""
+        return self._model
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        n: int,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Rollout:
+        """n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`.
+
+        prompt_index: [number of prompts], enters the random stream of each sample and the result. Responses hold their
+        stop token, on the loss mask. Raises UserError for prompts that are empty or leave no room for a response in the
+        model's context, RuntimeError before the first weights, RunError when logits are not finite.
+        """
+        if self._weight_version is None:
+            raise RuntimeError("generate was called before any weights were published to the rollout engine")
+        if len(prompts) != len(prompt_index) or n < 1:
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(prompt_index)} indices, n={n}: one index per prompt, n >= 1"
+            )
+        self._check_lengths(prompts)
+        rows = [_Row(number=p * n + s, prompt=p, sample=s) for p in range(len(prompts)) for s in range(n)]
+        # Neighbours of like length share a batch: little is padded.
+        rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
+        batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
+        decoded = []
+        for number, batch in enumerate(batches):
+            progress.report(number * self._batch_size, len(rows), unit="rows")
+            decoded.append(self._generate_batch(batch, prompts, prompt_index, seed=seed, greedy=greedy))
+        rollout = self._assemble(rows, decoded, prompts, prompt_index)
+        self._check_finite(rollout)
+        return rollout
+
+    def metrics(self) -> Metrics:
+        """None: what it does is timed with the trainer's own phases."""
+        return {}
+
+    def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
+        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+        if longest + self._max_new_tokens > self._max_positions:
+            raise UserError(
+                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={self._max_new_tokens}: together "
+                f"more than the model's max_position_embeddings={self._max_positions}; lower data.max_prompt_tokens or "
+                "rollout.max_new_tokens"
+            )
+        empty = [prompt.index for prompt in prompts if not prompt.token_ids]
+        if empty:
+            raise UserError(f"prompts without tokens, data set rows {empty[:8]}: a prompt needs one token; remove them")
+
+    @torch.inference_mode()
+    def _generate_batch(
+        self,
+        rows: Sequence[_Row],
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        seed: tuple[int, ...],
+        greedy: bool,
+    ) -> Decoded:
+        """Responses of `rows`; each distinct prompt among them is read once."""
+        distinct = list(dict.fromkeys(row.prompt for row in rows))
+        place = {prompt: i for i, prompt in enumerate(distinct)}
+        indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
+        samples = torch.tensor([row.sample for row in rows], dtype=torch.int64, device=self._device)
+        loop = DecodingLoop(
+            prompt_of_row=torch.tensor([place[row.prompt] for row in rows], device=self._device),
+            keys=stream_keys(seed, indices, samples),
+            sampler=self._sampler,
+            greedy=greedy,
+            max_new_tokens=self._max_new_tokens,
+            stop_token_ids=self._stop_token_ids,
+            cache=make_cache(self._model.config),
+        )
+        token_ids = [prompts[prompt].token_ids for prompt in distinct]
+        input_ids, attention_mask = _left_padded(token_ids, self._pad_token_id, self._device)
+        return loop.run(self._model, input_ids, attention_mask)
+
+    def _assemble(
+        self,
+        rows: Sequence[_Row],
+        decoded: Sequence[Decoded],
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+    ) -> Rollout:
+        """The rows in the caller's order, prompt and response joined and right-padded, on the host."""
+        num_rows = len(rows)
+
+        def integers(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int64)
+
+        back = torch.argsort(integers(row.number for row in rows))
+        prompt_lengths = integers(len(prompts[row.prompt].token_ids) for row in rows)
+        responses = _joined(decoded)
+        lengths = prompt_lengths + responses.lengths
+        columns = torch.arange(int(lengths.max()) if num_rows else 0)
+        prompt_mask = columns < prompt_lengths[:, None]
+        loss_mask = (columns < lengths[:, None]) & ~prompt_mask
+        in_response = torch.arange(responses.tokens.shape[1]) < responses.lengths[:, None]
+        tokens = torch.full(loss_mask.shape, self._pad_token_id, dtype=torch.int64)
+        tokens[prompt_mask] = integers(token for row in rows for token in prompts[row.prompt].token_ids)
+        tokens[loss_mask] = responses.tokens[in_response]
+        logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32)
+        logprobs[loss_mask] = responses.logprobs[in_response]
+        return Rollout(
+            tokens=tokens[back],
+            loss_mask=loss_mask[back],
+            prompt_lengths=prompt_lengths[back],
+            lengths=lengths[back],
+            rollout_logprobs=logprobs[back],
+            finished=responses.finished[back],
+            prompt_index=integers(prompt_index[row.prompt] for row in rows)[back],
+            sample_index=integers(row.sample for row in rows)[back],
+            weight_version=integers([self._weight_version or 0] * num_rows),
+            batch_size=[num_rows],  # type: ignore[call-arg]
+        )
+
+    def _check_finite(self, rollout: Rollout) -> None:
+        bad = (~torch.isfinite(rollout.rollout_logprobs)).nonzero()
+        if len(bad):
+            row, position = bad[0].tolist()
+            raise RunError(
+                f"the rollout model's logits are not finite: prompt_index={int(rollout.prompt_index[row])}, "
+                f"sample_index={int(rollout.sample_index[row])}, position {position} ({len(bad)} tokens in all); "
+                "the weights have diverged"
+            )
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
+        """Overwrite the named weights; see `protocols.RolloutEngine`.
+
+        Raises ValueError that lists every unknown name and every wrong shape of the bucket; then nothing is written.
+        """
+        named = list(bucket)
+        problems = [problem for name, tensor in named if (problem := self._mismatch(name, tensor.shape))]
+        if problems:
+            raise ValueError("the rollout model cannot take these weights:\n" + "\n".join(problems))
+        for name, tensor in named:
+            self._weights[name].copy_(tensor)
+            self._written.add(self._weights[name].data_ptr())
+
+    def _mismatch(self, name: str, shape: torch.Size) -> str | None:
+        """What is wrong with a weight, in words; None if nothing is."""
+        if name not in self._weights:
+            return f"{name}: the model has no such weight"
+        if self._weights[name].shape != shape:
+            return f"{name}: shape {list(shape)}, the model's is {list(self._weights[name].shape)}"
+        return None
+
+    def checksums(self, names: Iterable[str]) -> dict[str, str]:
+        """Checksum of each named weight as the model holds it; KeyError for a name it has not."""
+        return {name: checksum(self._weights[name], self._weights[name].dtype) for name in names}
+
+    def finish_update(self, version: int) -> None:
+        """Later rollouts carry `version`. Raises RuntimeError naming the weights not written since the last call."""
+        missing = [name for name, tensor in self._weights.items() if tensor.data_ptr() not in self._written]
+        if missing:
+            raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
+        self._written.clear()
+        self._weight_version = version
+
+
+def read_model_config(model_path: Path) -> PreTrainedConfig:
+    """The checkpoint's config, from a local directory only."""
+    if not (model_path / "config.json").is_file():
+        raise UserError(f"model.path={model_path}: no config.json there; give a Hugging Face checkpoint directory")
+    try:
+        return AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={model_path}: transformers cannot read its config.json: {error}") from error
+
+
+def _build_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model with unset weights and true buffers (the rotary frequencies are computed from the config)."""
+    with no_init_weights(), torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+        )
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def _left_padded(sequences: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tokens [P, L] int64, mask [P, L] int64 with 0 on padding), padded on the left to the longest."""
+    longest = max(len(sequence) for sequence in sequences)
+    padded = [[pad_token_id] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
+    mask = [[0] * (longest - len(sequence)) + [1] * len(sequence) for sequence in sequences]
+    return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
+
+
+def _joined(parts: Sequence[Decoded]) -> Decoded:
+    """The batches one after the other, on the host."""
+    if not parts:
+        none = torch.zeros(0, dtype=torch.int64)
+        return Decoded(tokens=none[:, None], logprobs=none[:, None].float(), lengths=none, finished=none.bool())
+    return Decoded(
+        tokens=torch.cat([part.tokens.cpu() for part in parts]),
+        logprobs=torch.cat([part.logprobs.cpu() for part in parts]),
+        lengths=torch.cat([part.lengths.cpu() for part in parts]),
+        finished=torch.cat([part.finished.cpu() for part in parts]),
+    )

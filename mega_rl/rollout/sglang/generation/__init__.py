@@ -1,0 +1,1 @@
+"""Rollouts over several servers: the engine, the router, the scheduler of samples, health of replicas."""

@@ -1,0 +1,250 @@
+"""One SGLang server, spoken to in token ids. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from mega_rl.rollout.sglang.generation.answers import Expected, parse_answer
+from mega_rl.rollout.sglang.generation.failures import STATUS_KINDS, BadAnswer, NoAnswer, RequestFailure
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE
+
+_CONNECT_S = 10.0
+_ERROR_BYTES = 4096  # of a refusal; its first 200 characters are shown
+
+
+class SglangClient:
+    """Generation on one endpoint. All methods belong to the event loop that first called one.
+
+    n samples of a prompt are n requests, each with its own `sampling_seed`, rather than one with n: a sample then
+    depends on its own seed alone, whatever is generated beside it, and is retried, continued or given up alone. The
+    prompt is still computed once: the server's prefix cache shares it.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, vocab_size: int, max_concurrency: int) -> None:
+        self.endpoint = endpoint
+        self._vocab_size = vocab_size
+        # Beside the requests in flight: an abort, a health check, a probe, one to spare.
+        # One connection, one answer: what a server sends beyond it can never be read as the answer to another request,
+        # and no request goes into a connection that the server is about to close. To connect costs less than a token.
+        limits = httpx.Limits(max_connections=max_concurrency + 4, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(
+            base_url=endpoint.url,
+            limits=limits,
+            # Reading is bounded by each request's deadline as a whole: a limit per read would let a slow drip live.
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            trust_env=False,  # no proxy and no netrc: keys and tokens go to the server and nowhere else
+            headers={"Accept-Encoding": "identity", "Content-Type": "application/json"},  # nothing to unpack, no bombs
+        )
+
+    def __repr__(self) -> str:
+        return f"SglangClient(server {self.endpoint.index} at {self.endpoint.url})"
+
+    def move(self, endpoint: Endpoint) -> None:
+        """Speak to the server's successor from the next request on."""
+        self.endpoint = endpoint
+        self._http.base_url = endpoint.url
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def generate(
+        self,
+        request: SampleRequest,
+        sampling: Sampling,
+        *,
+        rid: str,
+        version: int,
+        timeout_s: float,
+        partial: Sample | None = None,
+        mixed_versions: bool = False,
+        grace_s: float = 0.0,
+    ) -> Sample:
+        """The sample, or what there was of it when the server aborted it (finish "partial").
+
+        `partial`, a response so far, is continued, as it would have gone on: SGLang seeds each position by itself.
+        When `timeout_s` has passed the request is aborted, and for `grace_s` what it had is waited for.
+
+        Raises:
+            NoAnswer: with the tokens that came before the time was up as `partial`.
+            BadAnswer: for an answer that is not one to this request.
+        """
+        before = partial or Sample()
+        to_come = sampling.max_new_tokens - len(before.token_ids)
+        assert to_come > 0, f"sample {request.key} has all of its {sampling.max_new_tokens} tokens"
+        context = [*request.prompt, *before.token_ids]
+        body = {
+            "rid": rid,
+            "input_ids": context,
+            "sampling_params": _sampling_params(sampling, seed=request.seed, max_new_tokens=to_come),
+            "return_logprob": True,
+        }
+        if sampling.return_routing:
+            body["return_routed_experts"] = True
+        expected = Expected(
+            rid=rid,
+            prompt_tokens=len(context),
+            max_new_tokens=to_come,
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            vocab_size=self._vocab_size,
+            version=version,
+            mixed_versions=mixed_versions,
+            routing=sampling.return_routing,
+        )
+        where = f"server {self.endpoint.index} at {self.endpoint.url}, sample {request.key}"
+        answer = asyncio.ensure_future(self._answer(body, expected, where))
+        try:
+            if not (await asyncio.wait({answer}, timeout=timeout_s))[0]:
+                late = await self._abandon(answer, rid, grace_s)
+                raise NoAnswer("timeout", f"{where}: no answer in {timeout_s:.3g} s", partial=_joined(before, late))
+            return _joined(before, answer.result())
+        finally:
+            await _cancel(answer)
+
+    async def abort(self, rid: str = "", *, timeout_s: float) -> bool:
+        """Ask the server to end one request, or all when `rid` is empty; each answers with what it has.
+
+        Returns whether the server took note. A request that has not reached its scheduler yet goes on.
+        """
+        body = {"rid": rid} if rid else {"abort_all": True}
+        try:
+            await self._within(timeout_s, "POST", "/abort_request", body, self.endpoint.keys.admin_key)
+        except RequestFailure:
+            return False
+        return True
+
+    async def check_alive(self, *, timeout_s: float) -> None:
+        """Return if tokens come out of the server, which /health does not say: it answers with a dead scheduler too.
+
+        A busy server answers as soon as any request of its has a token, an idle one after a generation of one token.
+        Raises NoAnswer.
+        """
+        await self._within(timeout_s, "GET", "/health_generate", None, self.endpoint.keys.api_key)
+
+    async def probe(self, *, rid: str, version: int, mixed_versions: bool, timeout_s: float) -> None:
+        """Generate one token through everything a sample goes through. Raises RequestFailure."""
+        sampling = Sampling(
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=(), greedy=True, return_routing=False
+        )
+        request = SampleRequest(key=(-1, -1), prompt=(0,), seed=0)
+        sample = await self.generate(
+            request, sampling, rid=rid, version=version, mixed_versions=mixed_versions, timeout_s=timeout_s
+        )
+        if sample.finish == "partial":
+            raise BadAnswer("aborted", f"server {self.endpoint.index} at {self.endpoint.url}: aborted a probe")
+
+    async def _answer(self, body: Mapping[str, Any], expected: Expected, where: str) -> Sample:
+        content = await self._send("POST", "/generate", body, self.endpoint.keys.api_key, expected.max_bytes, where)
+        try:
+            return parse_answer(content, expected)
+        except BadAnswer as bad:
+            shown = bad.what if not self._holds_key(content) else "(not shown: the answer holds a key)"
+            raise BadAnswer(bad.kind, f"{where}: {shown}") from None
+
+    async def _abandon(self, answer: asyncio.Future[Sample], rid: str, grace_s: float) -> Sample | None:
+        """What a request that is out of time had, if the server says so within `grace_s`."""
+        if grace_s <= 0:
+            return None  # closing the connection also tells the server, which looks every few seconds
+        await self.abort(rid, timeout_s=grace_s / 2)
+        await asyncio.wait({answer}, timeout=grace_s / 2)
+        return answer.result() if answer.done() and answer.exception() is None else None
+
+    async def _within(self, timeout_s: float, method: str, path: str, body: Mapping[str, Any] | None, key: str) -> None:
+        where = f"server {self.endpoint.index} at {self.endpoint.url}{path}"
+        task = asyncio.ensure_future(self._send(method, path, body, key, _ERROR_BYTES, where))
+        try:
+            if not (await asyncio.wait({task}, timeout=timeout_s))[0]:
+                raise NoAnswer("timeout", f"{where}: no answer in {timeout_s:.3g} s")
+            task.result()
+        finally:
+            await _cancel(task)
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, key: str, max_bytes: int, where: str
+    ) -> bytes:
+        """The body of a 200 answer, as far as `max_bytes` + one read. No deadline of its own but the connection's."""
+        content = b"" if body is None else json.dumps(body).encode()
+        # The cause of a failure is told by its type alone, and kept out of the traceback: httpx's errors hold the
+        # request with its key.
+        try:
+            async with self._http.stream(
+                method, path, content=content, headers={"Authorization": f"Bearer {key}"}
+            ) as response:
+                bound = max_bytes if response.status_code == 200 else _ERROR_BYTES
+                received = bytearray()
+                async for chunk in response.aiter_raw():
+                    received += chunk
+                    if len(received) > bound:
+                        break
+        except httpx.ConnectTimeout:
+            raise NoAnswer("connect_timeout", f"{where}: no connection in {_CONNECT_S:g} s") from None
+        except httpx.ConnectError:
+            raise NoAnswer("refused", f"{where}: cannot connect") from None
+        except (httpx.RemoteProtocolError, httpx.DecodingError) as error:
+            ended = "disconnected" in str(error) or "closed connection" in str(error)
+            kind = "disconnected" if ended else "protocol"
+            raise NoAnswer(kind, f"{where}: {type(error).__name__}") from None
+        except httpx.NetworkError as error:
+            raise NoAnswer("disconnected", f"{where}: {type(error).__name__}") from None
+        except httpx.HTTPError as error:
+            raise NoAnswer("protocol", f"{where}: {type(error).__name__}") from None
+        if response.status_code != 200:
+            text = "(not shown: it holds a key)" if self._holds_key(received) else repr(bytes(received[:200]))
+            kind = STATUS_KINDS.get(response.status_code, "unexpected_status")
+            raise NoAnswer(kind, f"{where}: HTTP {response.status_code}: {text}")
+        return bytes(received)
+
+    def _holds_key(self, content: bytes | bytearray) -> bool:
+        keys = self.endpoint.keys
+        return any(key.encode() in content for key in (keys.api_key, keys.admin_key))
+
+
+def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> dict[str, Any]:
+    """As SGLang names them.
+
+    Greedy is a nucleus of one token: at temperature 0, and with top_k=1, SGLang gives log-probs at temperature 1.
+    """
+    shared = {
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        # Also turns stop_token_ids off, so only where there are none: else a model's own end would still stop it.
+        "ignore_eos": not sampling.stop_token_ids,
+    }
+    if sampling.greedy:
+        return {**shared, "temperature": sampling.temperature, "top_p": NUCLEUS_OF_ONE}
+    return {
+        **shared,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "sampling_seed": seed,
+    }
+
+
+def _joined(before: Sample, new: Sample | None) -> Sample:
+    """A response so far and what followed. The routing of the last answer speaks of all tokens."""
+    if new is None:
+        return before
+    return Sample(
+        before.token_ids + new.token_ids,
+        before.logprobs + new.logprobs,
+        before.versions + new.versions,
+        new.finish,
+        new.routing,
+    )
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """End a request and let it close its connection."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=5.0)
+    if task.done() and not task.cancelled():
+        task.exception()  # seen, so that asyncio does not log it

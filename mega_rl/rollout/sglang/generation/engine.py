@@ -1,0 +1,304 @@
+"""The rollout engine over SGLang servers: prompts in, rows out, servers brought back when they are lost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.agreement import raise_together
+from mega_rl.protocols import Ranks
+from mega_rl.rollout.counter_rng import stream_keys
+from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
+from mega_rl.rollout.sglang.generation.router import Fleet, Handle
+from mega_rl.rollout.sglang.generation.rows import rollout_of
+from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample, SampleRequest, Sampling
+from mega_rl.types import Metrics, Prompt, Rollout
+
+log = logging.getLogger(__name__)
+
+_NAMED_FAILURES = 3  # in an error message
+
+
+class RolloutFailedError(RunError):
+    """Samples stayed without an answer, and the run was told not to go on without them."""
+
+
+class ServersLostError(RunError):
+    """No server was left, or none could be brought back."""
+
+
+@dataclass(frozen=True)
+class FailedSamples:
+    """What becomes of samples that have no response after all their tries."""
+
+    mask: bool  # leave them out of the loss; False ends the run
+    max_share: float  # of a generation's samples over all ranks; more end the run
+
+
+@dataclass
+class Sampled:
+    """What one rank asked for and has so far."""
+
+    prompts: Sequence[Prompt]
+    requests: list[SampleRequest]  # in the order of the rows
+    sampling: Sampling
+    samples: dict[Key, Sample] = field(default_factory=dict)
+    failures: dict[Key, Failure] = field(default_factory=dict)
+    unserved: dict[Key, Sample] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def add(self, result: FleetResult) -> None:
+        """Take in a generation of what was unserved."""
+        self.samples |= result.samples
+        self.failures |= result.failures
+        self.unserved = result.unserved
+        stats = result.stats
+        for name, value in (
+            ("requests", stats.requests),
+            ("retries", stats.retries),
+            ("failed_tries", stats.failed_tries.total()),
+            ("tokens", stats.tokens),
+            ("seconds", stats.seconds),
+        ):
+            self.numbers[name] = self.numbers.get(name, 0.0) + value
+
+
+class SglangRolloutEngine:
+    """`protocols.BackgroundEngine` over a `Fleet`. Every rank is a client and asks for its own prompts' samples.
+
+    `sample` talks to servers and does no collective, so it may run beside training; `collect` is collective over all
+    ranks: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        everyone: Ranks,
+        weight_version: Callable[[], int],
+        bring_back: Callable[[Sequence[int]], None],
+        sampling: Sampling,
+        max_positions: int,
+        timeout_s: float,
+        concurrency: int,
+        restarts: int,
+        failed: FailedSamples,
+        token_versions: bool = False,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """
+        weight_version: of the weights last published.
+        bring_back: starts these servers again where they are dead and sends the weights; collective.
+        timeout_s: of one sample, from its first try to its last.
+        concurrency: requests of this rank in flight at all servers together; the others wait their turn.
+        restarts: times that servers are brought back for one generation.
+        token_versions: responses may go on under later weights, and tokens carry their version.
+        """
+        self._fleet = fleet
+        self._everyone = everyone
+        self._version = weight_version
+        self._bring_back = bring_back
+        self._sampling = sampling
+        self._max_positions = max_positions
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
+        self._restarts = restarts
+        self._failed = failed
+        self._token_versions = token_versions
+        self._progress = progress
+        self._metrics: Metrics = {}
+        self._handle: Handle | None = None
+        self._turn = threading.Condition()
+        self._held = False  # between interrupt and resume: nothing may be sent
+        self._sending = False
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        n: int,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Rollout:
+        """n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`. Collective."""
+        return self.collect(self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy))
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        prompt_index: Sequence[int],
+        *,
+        n: int,
+        seed: tuple[int, ...],
+        greedy: bool = False,
+    ) -> Sampled:
+        """What the servers answer within the deadline; for `collect`. No collective.
+
+        Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
+        """
+        self._check_lengths(prompts)
+        requests = [
+            SampleRequest((index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number))
+            for prompt, index in zip(prompts, prompt_index, strict=True)
+            for number in range(n)
+        ]
+        sampled = Sampled(prompts, requests, replace(self._sampling, greedy=greedy))
+        sampled.unserved = {request.key: Sample() for request in requests}
+        deadline = time.monotonic() + self.deadline_s(len(requests))
+        while sampled.unserved:
+            result = self._ask_servers(sampled, deadline)
+            sampled.add(result)
+            if not result.interrupted:
+                break
+        return sampled
+
+    def collect(self, sampled: Sampled) -> Rollout:
+        """The rows of `sampled`, complete; collective over all ranks.
+
+        Raises on all ranks RolloutFailedError for samples that failed, ServersLostError when servers cannot be had.
+        """
+        for times in range(self._restarts + 1):
+            lost = self._lost_servers()
+            unserved = int(self._everyone.sum(torch.tensor(len(sampled.unserved))))
+            if not unserved and not (lost and times == 0):
+                break
+            if times == self._restarts:
+                raise ServersLostError(
+                    f"{unserved} samples are without an answer and servers {lost} have been brought back "
+                    f"{times} times (sglang.restarts={self._restarts}): " + "; ".join(self._reasons())
+                )
+            if lost:
+                log.warning("servers %s are out of rotation: %s", lost, "; ".join(self._reasons()))
+                self._bring_back(lost)
+            failure: RunError | UserError | None = None
+            try:
+                if sampled.unserved:
+                    deadline = time.monotonic() + self.deadline_s(len(sampled.unserved))
+                    sampled.add(self._ask_servers(sampled, deadline))
+            except (RunError, UserError) as error:
+                failure = error
+            raise_together(failure, self._everyone, error=RolloutFailedError)
+        any_failed = self._settle_failures(sampled)
+        self._count(sampled)
+        return rollout_of(
+            sampled.requests,
+            sampled.samples,
+            weight_version=self._version(),
+            with_failed=any_failed,
+            with_token_versions=self._token_versions and not sampled.sampling.greedy,
+        )
+
+    def deadline_s(self, count: int) -> float:
+        """Seconds in which `count` samples must be there."""
+        return self._timeout_s * max(1, math.ceil(count / self._concurrency))
+
+    def metrics(self) -> Metrics:
+        """Numbers of the generations since the last call, over all ranks; see `_count`."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    # -- interruption: a weight update in the middle of a generation that runs beside training ------------------------
+
+    def interrupt(self) -> None:
+        """Break off what is in flight, keep its tokens, send nothing more; returns when nothing is in flight."""
+        with self._turn:
+            self._held = True
+            if self._handle is not None:
+                self._handle.interrupt()
+            if not self._turn.wait_for(lambda: not self._sending, timeout=self._timeout_s):
+                raise RunError(f"requests in flight did not end within {self._timeout_s:g} s of their interruption")
+
+    def resume(self) -> None:
+        """Go on with what `interrupt` broke off, with the weights of now."""
+        with self._turn:
+            self._held = False
+            self._turn.notify_all()
+
+    def _ask_servers(self, sampled: Sampled, deadline: float) -> FleetResult:
+        """One generation of what is unserved, begun when no update holds it back."""
+        with self._turn:
+            if not self._turn.wait_for(lambda: not self._held, timeout=max(0.0, deadline - time.monotonic())):
+                raise RunError("waited for a weight update to end until the deadline of the generation it broke off")
+            handle = self._handle = self._fleet.start(
+                [request for request in sampled.requests if request.key in sampled.unserved],
+                sampled.sampling,
+                version=self._version(),
+                deadline=deadline,
+                partials=sampled.unserved,
+                progress=self._progress,
+            )
+            self._sending = True
+        try:
+            return handle.result()
+        finally:
+            with self._turn:
+                self._handle, self._sending = None, False
+                self._turn.notify_all()
+
+    # -- what went wrong ---------------------------------------------------------------------------------------------
+
+    def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
+        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+        if longest + self._sampling.max_new_tokens > self._max_positions:
+            raise UserError(
+                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={self._sampling.max_new_tokens}: "
+                f"together more than the model's max_position_embeddings={self._max_positions}; lower "
+                "data.max_prompt_tokens or rollout.max_new_tokens"
+            )
+
+    def _lost_servers(self) -> list[int]:
+        """Servers that are out of rotation on some rank; collective."""
+        lost = torch.tensor([int(state is not State.READY) for state, _ in self._fleet.states()])
+        return self._everyone.max(lost).nonzero().flatten().tolist()
+
+    def _reasons(self) -> list[str]:
+        return [f"server {i}: {why}" for i, (state, why) in enumerate(self._fleet.states()) if state is not State.READY]
+
+    def _settle_failures(self, sampled: Sampled) -> bool:
+        """Whether any rank has samples that failed; raises on all ranks when the run is not to go on without them."""
+        counts = self._everyone.sum(torch.tensor([len(sampled.failures), len(sampled.requests)])).tolist()
+        if not counts[0]:
+            return False
+        share = counts[0] / counts[1]
+        too_many = not self._failed.mask or share > self._failed.max_share
+        if too_many:
+            own = [f"sample {key}: {failure.message}" for key, failure in sampled.failures.items()][:_NAMED_FAILURES]
+            rule = (
+                f"more than sglang.max_failed_share={self._failed.max_share:g}"
+                if self._failed.mask
+                else "sglang.failed_samples=fatal; mask leaves them out of the loss"
+            )
+            text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own)
+            raise_together(RolloutFailedError(text) if own else None, self._everyone, error=RolloutFailedError)
+        return True
+
+    def _count(self, sampled: Sampled) -> None:
+        """Tokens, requests, retries and failures of all ranks, and the slowest rank's tokens per second; collective."""
+        numbers = sampled.numbers
+        names = ("requests", "retries", "failed_tries", "tokens")
+        sums = self._everyone.sum(
+            torch.tensor([numbers.get(name, 0.0) for name in names], dtype=torch.float64)
+        ).tolist()
+        seconds = float(self._everyone.max(torch.tensor(numbers.get("seconds", 0.0), dtype=torch.float64)))
+        for name, value in zip(names, sums, strict=True):
+            key = f"sglang/{name}"
+            self._metrics[key] = self._metrics.get(key, 0.0) + value
+        self._metrics["sglang/seconds"] = self._metrics.get("sglang/seconds", 0.0) + seconds
+        if self._metrics["sglang/seconds"] > 0:
+            self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
+
+
+def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:
+    """31 bits that differ with every coordinate: who asks, and when, does not matter."""
+    key = stream_keys(seed, torch.tensor(prompt_index), torch.tensor(sample_index))
+    return int(key) & (2**31 - 1)

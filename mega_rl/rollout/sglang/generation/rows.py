@@ -1,0 +1,60 @@
+"""Samples as the rows of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mega_rl.rollout.sglang.generation.samples import Key, Sample, SampleRequest
+from mega_rl.types import Rollout
+
+
+def rollout_of(
+    requests: Sequence[SampleRequest],
+    samples: Mapping[Key, Sample],
+    *,
+    weight_version: int,
+    with_failed: bool,
+    with_token_versions: bool,
+) -> Rollout:
+    """One row per request, in their order, prompt and response joined and right-padded with 0, on the host.
+
+    A request without a sample is a row without a response. A row's version is its oldest token's; `weight_version`
+    where it has none.
+    """
+    answers = [samples.get(request.key, Sample()) for request in requests]
+    lengths = [len(request.prompt) + len(answer.token_ids) for request, answer in zip(requests, answers, strict=True)]
+    width = max(lengths, default=0)
+
+    def rows(of_prompt: int, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        """[B, S]: `of_prompt` on the prompts, one value per response token, 0 on padding."""
+        table = torch.zeros(len(requests), width, dtype=dtype)
+        for row, request, own in zip(table, requests, values, strict=True):
+            row[: len(request.prompt)] = of_prompt
+            row[len(request.prompt) : len(request.prompt) + len(own)] = torch.tensor(own, dtype=dtype)
+        return table
+
+    tokens = rows(0, [answer.token_ids for answer in answers], torch.int64)
+    for row, request in zip(tokens, requests, strict=True):
+        row[: len(request.prompt)] = torch.tensor(request.prompt)
+    versions = [min(answer.versions, default=weight_version) for answer in answers]
+    return Rollout(
+        tokens=tokens,
+        loss_mask=rows(0, [[1] * len(answer.token_ids) for answer in answers], torch.int64).bool(),
+        prompt_lengths=_integers([len(request.prompt) for request in requests]),
+        lengths=_integers(lengths),
+        rollout_logprobs=rows(0, [answer.logprobs for answer in answers], torch.float32),
+        finished=_integers([answer.finish == "stop" for answer in answers]).bool(),
+        prompt_index=_integers([request.key[0] for request in requests]),
+        sample_index=_integers([request.key[1] for request in requests]),
+        weight_version=_integers(versions),
+        token_versions=rows(0, [answer.versions for answer in answers], torch.int64) if with_token_versions else None,
+        failed=_integers([request.key not in samples for request in requests]).bool() if with_failed else None,
+        batch_size=[len(requests)],  # type: ignore[call-arg]
+    )
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""SGLang servers as processes of the trainer's: settings, start, readiness, restart, end."""

@@ -1,0 +1,74 @@
+"""Where SGLang is on this machine, found without importing it. Imports no torch.
+
+Two ways exist. The `sglang` extra puts it beside everything else (machines with CUDA). On a CPU it has a folder of its
+own, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
+is a CUDA build, and transformers in the trainer's process must not find it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_rl.config.checkout import made_by_make
+from mega_rl.errors import UserError
+
+SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
+CPU_REQUIREMENTS = Path(__file__).parents[1] / "requirements-cpu.txt"
+FOLDER = "sglang"  # below the environment's prefix
+
+
+@dataclass(frozen=True)
+class Installation:
+    """One SGLang."""
+
+    version: str
+    folder: Path | None  # to go on the server's path; None where the interpreter finds it by itself
+
+
+def find_sglang(prefix: Path | None = None) -> Installation | None:
+    """The interpreter's own SGLang, else the one in its folder below `prefix` (sys.prefix); None without either."""
+    folder = (Path(sys.prefix) if prefix is None else prefix) / FOLDER
+    spec = importlib.util.find_spec("sglang")
+    if spec is not None and spec.origin is not None:
+        try:
+            return Installation(importlib.metadata.version("sglang"), None)
+        except importlib.metadata.PackageNotFoundError:
+            return Installation("unknown", None)
+    if not (folder / "sglang" / "__init__.py").is_file():
+        return None
+    found = importlib.metadata.distributions(name="sglang", path=[str(folder)])
+    return Installation(next((one.version for one in found), "unknown"), folder)
+
+
+def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:
+    """The SGLang that serves on `device` ("cpu", "cuda", or "" where that is not known yet).
+
+    Raises UserError, which says what to install, where there is none, another version, or only the one for CPUs.
+    """
+    found = find_sglang(prefix)
+    if found is None:
+        raise UserError(
+            f"rollout.backend=sglang needs SGLang {SGLANG_VERSION}, which is not installed; {how_to_install(device)}"
+        )
+    if found.version != SGLANG_VERSION:
+        raise UserError(
+            f"SGLang {found.version} is installed; mega_rl works with {SGLANG_VERSION}; {how_to_install(device)}"
+        )
+    if device == "cuda" and found.folder is not None:
+        raise UserError(
+            f"SGLang in {found.folder} has no CUDA kernels and serves CPUs only; on a GPU machine install "
+            "'mega_rl[sglang]'"
+        )
+    return found
+
+
+def how_to_install(device: str = "") -> str:
+    """Return the command in words, for `device` as in `require_sglang`."""
+    pip = f"pip install --no-deps --target {Path(sys.prefix) / FOLDER} -r {CPU_REQUIREMENTS}"
+    on_cpu = f"'{'make sglang' if made_by_make() else pip}' installs it on a CPU"
+    on_cuda = "'pip install mega_rl[sglang]' does so on a GPU machine"
+    return {"cpu": on_cpu, "cuda": on_cuda}.get(device, f"{on_cpu}, {on_cuda}")

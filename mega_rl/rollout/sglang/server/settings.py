@@ -1,0 +1,117 @@
+"""What a server is to be, and what its process is told: command line and environment. Imports no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mega_rl
+from mega_rl.errors import UserError
+from mega_rl.rollout.sglang.server import launcher
+
+_CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
+# What torchrun tells the trainer's ranks. A server that heard it would take itself for one of them.
+_OF_A_RANK = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+)  # fmt: skip
+_PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "PET_", "MEGA_RL_SGLANG_")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What one server is to be."""
+
+    model_path: Path  # checkpoint in Hugging Face's format
+    host: str = "127.0.0.1"  # address to listen on
+    tp: int = 1  # tensor-parallel ranks
+    dtype: str = "float32"  # of weights and activations: float32, bfloat16 or float16
+    device: str = "cpu"  # or cuda
+    max_total_tokens: int = 0  # in the KV cache; 0: SGLang's choice on CUDA, 32768 on a CPU
+    mem_fraction: float = 0.0  # CUDA: share of the memory for weights and KV cache; 0: SGLang's choice
+    memory_saver: bool = False  # CUDA: weights and KV cache can be released
+    deterministic: bool = False  # CUDA: the same tokens whatever else is in the batch
+    base_gpu: int = 0  # CUDA: the first of `tp` devices, counted in CUDA_VISIBLE_DEVICES
+    seed: int = 0  # of requests without a sampling seed
+    start_timeout_s: float = 600.0  # from start() to the first token
+
+    def __post_init__(self) -> None:
+        """Raises UserError for an address that would open the server to every network of the machine."""
+        if self.host in ("", "*") or (is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified):
+            raise UserError(f"sglang.host={self.host!r} listens on all interfaces; name one address, such as 127.0.0.1")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether nothing but this machine can reach the server."""
+        return self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an IPv4 or IPv6 address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def arguments(settings: ServerSettings, port: int) -> list[str]:
+    """SGLang's command line. Keys are never on it; trust_remote_code is never either."""
+    given = {
+        "--model-path": settings.model_path.resolve(),
+        "--host": settings.host,
+        "--port": port,
+        "--device": settings.device,
+        "--dtype": settings.dtype,
+        "--tp-size": settings.tp,
+        "--random-seed": settings.seed,
+    }
+    flags = ["--skip-tokenizer-init"]
+    if settings.device == "cpu":
+        given["--attention-backend"] = "torch_native"
+        given["--max-total-tokens"] = settings.max_total_tokens or _CPU_TOKENS
+        flags += ["--sleep-on-idle"]  # else a server without requests keeps a core busy, which the trainer needs
+    else:
+        given["--base-gpu-id"] = settings.base_gpu
+        if settings.max_total_tokens:
+            given["--max-total-tokens"] = settings.max_total_tokens
+        if settings.mem_fraction:
+            given["--mem-fraction-static"] = settings.mem_fraction
+        flags += ["--enable-memory-saver"] if settings.memory_saver else []
+        flags += ["--enable-deterministic-inference"] if settings.deterministic else []
+    return [*(str(part) for pair in given.items() for part in pair), *flags]
+
+
+def environment(settings: ServerSettings, *, scratch: Path, packages: Path | None) -> dict[str, str]:
+    """Of the server's process: the trainer's own, less what makes it a rank, plus where the server finds its things."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_A_RANK and not name.startswith(_PREFIXES_OF_A_RANK)
+    }
+    paths = [str(Path(mega_rl.__file__).parents[1]), *([str(packages)] if packages else [])]
+    clean["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [clean.get("PYTHONPATH")])])
+    clean[launcher.SCRATCH_VARIABLE] = str(scratch)
+    clean[launcher.KEYS_VARIABLE] = str(scratch / launcher.KEYS_FILE)
+    clean[launcher.TRAINER_VARIABLE] = str(os.getpid())
+    clean[launcher.DEVICE_VARIABLE] = settings.device
+    if settings.device == "cpu":
+        clean["SGLANG_CPU_OMP_THREADS_BIND"], threads = cpu_binding(settings.tp, sorted(os.sched_getaffinity(0)))
+        clean["OMP_NUM_THREADS"] = str(threads)
+        clean["OMP_WAIT_POLICY"] = "passive"  # nor do threads without work
+    if settings.loopback:
+        clean["GLOO_SOCKET_IFNAME"] = clean["NCCL_SOCKET_IFNAME"] = "lo"
+    return clean
+
+
+def cpu_binding(ranks: int, cpus: Sequence[int]) -> tuple[str, int]:
+    """SGLang's way to write which CPUs each rank has, "0,1|2,3", and the threads of each.
+
+    Ranks have equal shares of `cpus`; where there are more ranks than CPUs they take turns on them.
+    """
+    share = max(1, len(cpus) // ranks)
+    groups = [[cpus[(rank * share + place) % len(cpus)] for place in range(share)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, own)) for own in groups), share

@@ -1,0 +1,135 @@
+"""Proof that servers compute what the trainer does: greedy tokens of a fixed prompt, log-probs on both sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_rl.parallel.agreement import merge_failures
+from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.http.ask_all import each
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE
+from mega_rl.types import Rollout, TokenOutputs
+
+_PROMPT_TOKENS = 8
+_LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}  # nats
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found; equal on all ranks."""
+
+    failed: dict[int, str]  # server -> why
+    largest: float  # |trainer - server| in nats over all tokens of all servers that answered
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Compares servers with the trainer. Collective over `ranks`, all of the run's."""
+
+    evaluate: Callable[[Rollout], TokenOutputs]  # the actor's log-probs; collective, the same rows on every rank
+    ranks: Ranks
+    vocab_size: int
+    temperature: float  # that divides the trainer's logits
+    num_tokens: int
+    limit: float  # nats
+
+    def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> Probed:
+        """Probe `servers`; controls: of the servers that this rank steers."""
+        prompt = probe_prompt(self.vocab_size)
+        asked = [i for i in servers if i in controls]
+        answers, failed = each(asked, lambda i: self._ask(controls[i], prompt))
+        failed = merge_failures(failed, self.ranks)
+        left = [i for i in servers if i not in failed]
+        if not left:
+            return Probed(failed, 0.0)
+        # Each server is steered by one rank, so a sum is what that rank has.
+        own = torch.zeros(2, len(left), self.num_tokens, dtype=torch.float64)
+        for row, server in enumerate(left):
+            if server in answers:
+                own[0, row], own[1, row] = torch.tensor(answers[server], dtype=torch.float64)
+        tokens, theirs = self.ranks.sum(own)
+        ours = self._own_logprobs(prompt, tokens.long())
+        difference = (ours - theirs).abs()
+        difference = torch.where(difference.isnan(), math.inf, difference)
+        # The ranks that share a model agree to the bit; replicas of it need not.
+        difference = self.ranks.max(difference)
+        for row, server in enumerate(left):
+            if not bool((difference[row] <= self.limit).all()):
+                failed[server] = self._disagreement(server, tokens[row], theirs[row], ours[row], difference[row])
+        return Probed(merge_failures(failed, self.ranks), float(difference.max()))
+
+    def _ask(self, control: Control, prompt: Sequence[int]) -> tuple[list[float], list[float]]:
+        """(tokens, log-probs) of one server."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {
+                "max_new_tokens": self.num_tokens,
+                "temperature": self.temperature,
+                "top_p": NUCLEUS_OF_ONE,  # greedy, with log-probs at the temperature, as the trainer's are
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+        }
+        answer = control.generate(body)
+        try:
+            pairs = [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]
+            tokens = [int(token) for token in answer["output_ids"]]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise _malformed(control, f"{type(error).__name__}: {error}") from None
+        if tokens != [token for _, token in pairs] or len(tokens) != self.num_tokens:
+            raise _malformed(control, f"{len(tokens)} tokens and {len(pairs)} log-probs, asked for {self.num_tokens}")
+        for logprob, token in pairs:
+            if not 0 <= token < self.vocab_size or not math.isfinite(logprob):
+                raise _malformed(control, f"token {token} with log-prob {logprob}, vocabulary {self.vocab_size}")
+        return [float(token) for token in tokens], [logprob for logprob, _ in pairs]
+
+    def _own_logprobs(self, prompt: Sequence[int], responses: Tensor) -> Tensor:
+        """[R, N] float64: the trainer's log-probs of `responses` [R, N] int64 after the prompt."""
+        rows, first = responses.size(0), len(prompt)
+        tokens = torch.cat([torch.tensor(prompt).expand(rows, first), responses], dim=1)
+        mask = torch.zeros(tokens.shape, dtype=torch.bool)
+        mask[:, first:] = True
+        outputs = self.evaluate(
+            Rollout(
+                tokens=tokens,
+                loss_mask=mask,
+                prompt_lengths=torch.full((rows,), first),
+                lengths=torch.full((rows,), tokens.size(1)),
+                rollout_logprobs=torch.zeros(tokens.shape),
+                finished=torch.ones(rows, dtype=torch.bool),
+                prompt_index=torch.arange(rows),
+                sample_index=torch.zeros(rows, dtype=torch.int64),
+                weight_version=torch.zeros(rows, dtype=torch.int64),
+                batch_size=[rows],  # type: ignore[call-arg]
+            )
+        )
+        assert outputs.logprobs is not None, "the model that evaluates a probe has no log-probs"
+        return outputs.logprobs[:, first:].double()
+
+    def _disagreement(self, server: int, tokens: Tensor, theirs: Tensor, ours: Tensor, difference: Tensor) -> str:
+        worst = int(difference.argmax())
+        return (
+            f"SGLang server {server}: probe token {worst} (id {int(tokens[worst])}) has log-prob "
+            f"{float(theirs[worst]):.7g} at the server and {float(ours[worst]):.7g} at the trainer, apart by "
+            f"{float(difference[worst]):.3g}, limit {self.limit:g} (sglang.probe_limit)"
+        )
+
+
+def probe_prompt(vocab_size: int) -> tuple[int, ...]:
+    """Eight ids, evenly over the vocabulary."""
+    return tuple((2 * i + 1) * vocab_size // (2 * _PROMPT_TOKENS) for i in range(_PROMPT_TOKENS))
+
+
+def probe_limit(setting: float, dtype: str) -> float:
+    """The limit in nats: the setting, or for 0 what rounding in the server's dtype allows."""
+    return setting or _LIMITS[dtype]
+
+
+def _malformed(control: Control, what: str) -> ServerError:
+    return ServerError(control.endpoint, "/generate", f"no answer to a probe: {what}")

@@ -1,0 +1,299 @@
+"""Sending the policy's weights to SGLang servers: the bracket around an update, and the proofs after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from mega_rl.errors import RunError, UserErrors
+from mega_rl.parallel.agreement import merge_failures
+from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.http.ask_all import each, without
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.weights.checks import Expected, check_server
+from mega_rl.rollout.sglang.weights.probe import Probe
+from mega_rl.rollout.sglang.weights.transport import SendReport, Transport
+from mega_rl.types import Metrics
+
+log = logging.getLogger(__name__)
+
+PHASES = ("check", "pause", "send", "continue", "probe", "checksum")
+
+
+class Rotation(Protocol):
+    """Which servers generate: a part of `generation.router.Fleet`, on every rank."""
+
+    def mark_down(self, index: int, reason: str) -> None:
+        """It does not answer."""
+        ...
+
+    def mark_stale(self, index: int, reason: str) -> None:
+        """It answers, but its weights are not, or not yet, the policy's."""
+        ...
+
+    def mark_ready(self, index: int, version: int) -> None:
+        """It holds the weights of `version` and may generate."""
+        ...
+
+
+class SglangWeightSync:
+    """`protocols.WeightSync` for SGLang servers. Methods are collective over `ranks`, all of the run's.
+
+    From the start of an update to its last proof a server is out of rotation, and only one that has passed every proof
+    comes back. A server that fails stays out, which hinders no other; the next publish or `refit` tries it again.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rotation: Rotation,
+        ranks: Ranks,
+        *,
+        controls: Mapping[int, Control],
+        num_servers: int,
+        expected: Expected,
+        probe: Probe | None,
+        verify_interval: int,
+        before: Callable[[], None] = lambda: None,
+        after_send: Callable[[Sequence[int]], Mapping[int, str]] = lambda servers: {},
+    ) -> None:
+        """
+        controls: of the servers that this rank steers; every server has one rank that does.
+        probe: None proves nothing; else it runs after every update.
+        verify_interval: checksums at the first publish and each so many.
+        before: called first in `publish`, on all ranks: no request is in flight when it returns, or all may be aborted.
+        after_send: called between loading and generating with the servers that have all weights; returns those that
+            it failed with (on any rank) and why.
+        """
+        if verify_interval < 1 or num_servers < 1:
+            raise ValueError(f"verify_interval={verify_interval}, num_servers={num_servers}: both are at least 1")
+        self._transport, self._rotation, self._ranks = transport, rotation, ranks
+        self._controls, self._num_servers = controls, num_servers
+        self._expected, self._probe, self._verify_interval = expected, probe, verify_interval
+        self._before, self._after_send = before, after_send
+        self._weight_version = 0
+        self._num_publishes = 0
+        self._ready: set[int] = set()
+        self._checked: set[int] = set()
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights last published; 0 before the first time."""
+        return self._weight_version
+
+    @property
+    def ready(self) -> frozenset[int]:
+        """Servers that took the last update; the same on all ranks."""
+        return frozenset(self._ready)
+
+    def resume_at(self, version: int) -> None:
+        """The next publish sends the weights of `version` again: the count goes on as if the run had never stopped."""
+        self._weight_version = version - 1
+
+    def publish(self) -> Metrics:
+        """Sends every weight to every server that answers, proves that it arrived, raises the version.
+
+        Raises on all ranks alike: UserErrors for servers of another model or setting (with all differences), before
+        anything is sent; RunError when no server took the update, and the version then stays.
+        """
+        self._before()
+        verify = self._num_publishes % self._verify_interval == 0
+        metrics = self._update(range(self._num_servers), self._weight_version + 1, verify=verify)
+        self._weight_version += 1
+        self._num_publishes += 1
+        return {"rollout/weight_version": float(self._weight_version), **metrics}
+
+    def refit(self, servers: Sequence[int]) -> Metrics:
+        """Sends the last published version to these servers, as after their restart; errors as in `publish`.
+
+        The trainer must still hold those weights. Raises RunError only when no server at all is ready then.
+        """
+        if not self._weight_version:
+            raise RuntimeError("refit was called before any weights were published")
+        self._checked -= set(servers)
+        return self._update(sorted(servers), self._weight_version, verify=True)
+
+    # -- one update ------------------------------------------------------------------------------------------------
+
+    def _update(self, servers: Sequence[int], version: int, *, verify: bool) -> Metrics:
+        seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        requests = sum(control.requests for control in self._controls.values())
+        for server in servers:
+            self._rotation.mark_stale(server, f"it is being sent the weights of version {version}")
+        self._ready -= set(servers)
+        attempt = _Attempt(self._ranks, self._controls, servers)
+        with _timed(seconds, "check"):
+            self._check(attempt)
+        with _timed(seconds, "pause"):
+            attempt.all_do(_pause)
+        with _timed(seconds, "send"):
+            report = self._send(attempt, version)
+            attempt.fail(self._after_send(tuple(attempt.left)))
+        with _timed(seconds, "continue"):
+            attempt.all_do(lambda control: _finish(control, version))
+        largest = 0.0
+        with _timed(seconds, "probe"):
+            if self._probe is not None and attempt.left:
+                probed = self._probe(self._controls, attempt.left)
+                attempt.fail(probed.failed)
+                largest = probed.largest
+        compared = 0
+        with _timed(seconds, "checksum"):
+            if verify:
+                compared = self._compare_checksums(attempt)
+        self._conclude(attempt, version)
+        requests = sum(control.requests for control in self._controls.values()) - requests
+        return {
+            "sync/bytes": float(report.bytes),
+            "sync/buckets": float(report.buckets),
+            "sync/tensors": float(report.tensors),
+            "sync/requests": float(self._ranks.sum(torch.tensor(requests))),
+            "sync/verified": float(compared > 0),
+            "sync/probe_logprob_diff_max": largest,
+            "sync/failed_servers": float(len(attempt.failed)),
+            "sync/seconds": sum(seconds.values()),
+            **{f"sync/{phase}_seconds": spent for phase, spent in seconds.items()},
+        }
+
+    def _check(self, attempt: _Attempt) -> None:
+        """Servers that answer, and whether they are what they must be: asked of each once, again after a failure."""
+        attempt.all_do(_answers)
+        fresh = [i for i in attempt.left if i not in self._checked]
+        wrong, silent = each(
+            [i for i in fresh if i in self._controls], lambda i: check_server(self._controls[i], self._expected)
+        )
+        attempt.fail(silent)
+        texts = {i: "\n".join(problems) for i, problems in wrong.items() if problems}
+        found = merge_failures(texts, self._ranks)
+        if found:
+            raise UserErrors([line for i in sorted(found) for line in found[i].split("\n")])
+        self._checked |= set(fresh) & set(attempt.left)
+
+    def _send(self, attempt: _Attempt, version: int) -> SendReport:
+        if not attempt.left:
+            return SendReport()
+        report = self._transport.send(version=version, servers=list(attempt.left))
+        attempt.fail(report.failed)
+        return report
+
+    def _compare_checksums(self, attempt: _Attempt) -> int:
+        """Servers whose checksums were compared: those of one tensor-parallel size must hold the same bits."""
+        asked = [i for i in attempt.left if i in self._controls]
+        sums, failed = each(asked, lambda i: _checksum(self._controls[i]))
+        attempt.fail(failed)
+        # They travel as reasons do.
+        texts = {i: text for i, text in sums.items() if text is not None}
+        by_server = merge_failures(texts, self._ranks)
+        by_size: dict[str, dict[int, str]] = defaultdict(dict)
+        for i, text in by_server.items():
+            by_size[text.partition(":")[0]][i] = text
+        compared = 0
+        for held in by_size.values():
+            if len(held) < 2:
+                continue
+            compared += len(held)
+            usual, count = Counter(held.values()).most_common(1)[0]
+            if 2 * count <= len(held):  # nobody is believed without a majority
+                usual = ""
+            attempt.fail(
+                {
+                    i: f"SGLang server {i}: the checksum of its weights differs from the other servers' ({text})"
+                    for i, text in held.items()
+                    if text != usual
+                }
+            )
+        return compared
+
+    def _conclude(self, attempt: _Attempt, version: int) -> None:
+        """Servers back into rotation, or not. Raises RunError when none is left."""
+        dead = attempt.unreachable()
+        for i, why in attempt.failed.items():
+            self._checked.discard(i)
+            (self._rotation.mark_down if i in dead else self._rotation.mark_stale)(i, why)
+        self._ready |= set(attempt.left)
+        for i in attempt.left:
+            self._rotation.mark_ready(i, version)
+        if attempt.failed and self._ranks.rank == 0:
+            reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
+            log.warning(
+                "weights of version %d: %d of %d servers are out of rotation until they are refit:\n%s",
+                version,
+                len(attempt.failed),
+                self._num_servers,
+                reasons,
+            )
+        if not self._ready:
+            reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
+            raise RunError(f"no SGLang server took the weights of version {version}:\n{reasons}")
+
+
+class _Attempt:
+    """The servers of one update: those that are left, and why the others are not; the same on all ranks."""
+
+    def __init__(self, ranks: Ranks, controls: Mapping[int, Control], servers: Sequence[int]) -> None:
+        self._ranks, self._controls = ranks, controls
+        self.left = list(servers)
+        self.failed: dict[int, str] = {}
+
+    def fail(self, failed: Mapping[int, str]) -> None:
+        """Take out servers that failed on some rank; collective."""
+        found = merge_failures(failed, self._ranks)
+        self.failed = found | self.failed
+        self.left = without(self.left, found)
+
+    def all_do(self, ask: Callable[[Control], Any]) -> None:
+        """Something of every server that is left, by the rank that steers it, all at once; collective."""
+        _, failed = each([i for i in self.left if i in self._controls], lambda i: ask(self._controls[i]))
+        self.fail(failed)
+
+    def unreachable(self) -> set[int]:
+        """Which of those that failed do not answer at all; collective."""
+        _, silent = each([i for i in self.failed if i in self._controls], lambda i: _answers(self._controls[i]))
+        return set(merge_failures(silent, self._ranks))
+
+
+def _answers(control: Control) -> None:
+    if not control.responsive():
+        raise ServerError(control.endpoint, "/server_info", "its scheduler does not answer")
+
+
+def _pause(control: Control) -> None:
+    """Stop generating and forget what old weights have cached; in this order, since flushing needs an idle server."""
+    control.pause("abort")
+    control.flush()
+
+
+def _finish(control: Control, version: int) -> None:
+    """Generate again, unless the last bucket's version is not there."""
+    found = control.weight_version()
+    if found != str(version):
+        raise ServerError(
+            control.endpoint, "/model_info", f"weight_version is {found!r} after the update to version {version}"
+        )
+    control.continue_()
+
+
+def _checksum(control: Control) -> str | None:
+    """ "2:<hash of rank 0>:<hash of rank 1>" of a server's weights; None where it has no checksums."""
+    ranks = control.checksums()
+    if ranks is None:
+        return None
+    try:
+        parts = {int(entry["parallelism_info"]["tp_rank"]): str(entry["per_gpu_checksum"]) for entry in ranks}
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"no checksum per rank in the answer: {type(error).__name__}: {error}"
+        raise ServerError(control.endpoint, "/weights_checker", what) from None
+    return ":".join([str(len(parts)), *(parts[rank] for rank in sorted(parts))])
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[phase] += time.perf_counter() - start

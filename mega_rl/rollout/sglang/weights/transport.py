@@ -1,0 +1,225 @@
+"""How weights travel from the trainer into servers: what every way has in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from mega_rl.errors import RunError
+from mega_rl.parallel.agreement import broadcast_json
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.request import ServerError
+
+GRACE_S = 60.0  # beyond a server's deadline, for what ranks do between two meetings
+
+
+class Receiver(Protocol):
+    """The endpoints of one server that carry weights: a part of `control.Control`.
+
+    A call returns when the server has done what it asks; every call has a deadline, and raises ServerError for
+    anything but success. Calls come from several threads.
+    """
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Another one after a restart of the server."""
+        ...
+
+    def update_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
+    ) -> None: ...
+
+    def init_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
+    ) -> None: ...
+
+    def update_from_distributed(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        load_format: str | None = None,
+        version: int | None = None,
+    ) -> None: ...
+
+    def destroy_group(self, group: str) -> None: ...
+
+    def update_from_disk(
+        self, model_path: str, *, load_format: str | None = None, version: int | None = None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server as a transport sees it; equal on all ranks but for `receiver`."""
+
+    index: int  # number of the server in the run
+    tp: int  # its tensor-parallel ranks
+    host: str | None  # where it runs, as `choose.host_identity` says there; None: not known, as behind a URL
+    receiver: Receiver | None = None  # needed on the rank that leads it: the first of its host, or rank 0
+
+
+@dataclass
+class SendReport:
+    """What one `send` did; equal on all ranks."""
+
+    bytes: int = 0  # of weights, counted once however many servers got them
+    buckets: int = 0
+    tensors: int = 0
+    requests: int = 0  # HTTP requests to all servers together
+    seconds: float = 0.0  # of the slowest rank
+    failed: dict[int, str] = field(default_factory=dict)  # server -> why; all others have all weights
+
+
+class Transport(Protocol):
+    """Sends the trainer's weights to servers; made by `choose.choose_transport`, collective over the run's ranks."""
+
+    @property
+    def name(self) -> str:
+        """shared_memory, cuda_ipc, distributed or disk."""
+        ...
+
+    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
+        """Sends every weight to these servers (None: all); collective, with equal arguments on all ranks.
+
+        The servers must be paused; their cache is not flushed. The weight version goes with the last bucket. A server
+        that fails is reported, not raised, and hinders no other.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back memory, groups and files; collective. A later `send` sets all up again."""
+        ...
+
+
+class Meeting:
+    """Ranks of the trainer that wait for each other, with a deadline: over gloo, whatever the trainer's backend."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._ranks = GroupRanks(group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._ranks.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first."""
+        return self._ranks.rank == 0
+
+    def barrier(self, what: str) -> None:
+        """Returns when all ranks are here."""
+        with self._named(what):
+            dist.barrier(group=self._group)
+
+    def tell(self, value: Any, *, source: int, what: str) -> Any:
+        """What rank `source` of the group gives, on all, as JSON carries it."""
+        with self._named(what):
+            return broadcast_json(value, self._ranks, source=source)
+
+    def max(self, value: float, *, what: str) -> float:
+        """The largest value of all ranks."""
+        with self._named(what):
+            return float(self._ranks.max(torch.tensor(value, dtype=torch.float64)))
+
+    def close(self) -> None:
+        """Gives back the group."""
+        dist.destroy_process_group(self._group)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+            raise RanksLost(
+                f"weight update: the ranks {ranks} did not meet {what} (deadline {self._timeout_s:g} s): {error}"
+            ) from error
+
+
+class RanksLost(RunError):
+    """Other ranks of the trainer ended, or did not come in time."""
+
+
+class Requests:
+    """One request at a time to each of some servers, all servers at once; a server that failed gets no more."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self.sent = 0
+        self.failed: dict[int, str] = {}
+        self._bug: BaseException | None = None
+        self._waiting: list[tuple[Server, Future[None]]] = []
+        self._servers = list(servers)
+        threads = max(1, len(self._servers))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-update")
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those that have not failed."""
+        return [server for server in self._servers if server.index not in self.failed]
+
+    def start(self, work: Callable[[Server, Receiver], None], *, only: Sequence[Server] | None = None) -> None:
+        """Calls work(server, its receiver), one request, for each server that has not failed, in a thread of its own.
+
+        `only`: these servers (None: all).
+        """
+        assert not self._waiting, "requests are under way"
+        for server in self.servers if only is None else only:
+            assert server.receiver is not None, f"this rank does not lead server {server.index}"
+            self.sent += 1
+            self._waiting.append((server, self._pool.submit(work, server, server.receiver)))
+
+    def fail_all(self, why: str) -> None:
+        """Gives up all servers that have not failed."""
+        self.failed |= {server.index: why for server in self.servers}
+
+    def wait(self) -> None:
+        """Until all that were started are answered, well or not."""
+        for server, future in self._waiting:
+            error = future.exception()
+            if isinstance(error, ServerError):
+                self.failed[server.index] = str(error)
+            elif error is not None:
+                # Not now: the other ranks are inside the same collectives.
+                self.failed[server.index] = f"{type(error).__name__}: {error}"
+                self._bug = error
+        self._waiting = []
+
+    def agree(self, report: SendReport, meeting: Meeting, *, leaders: Sequence[int], started: float) -> SendReport:
+        """The report with what every leader's requests came to, equal on all ranks; raises what was no server's fault.
+
+        `leaders`: ranks of `meeting` that had servers. `started`: time.perf_counter() at the beginning.
+        """
+        for leader in leaders:
+            words = meeting.tell([self.sent, list(self.failed.items())], source=leader, what="at the end of an update")
+            report.requests += words[0]
+            report.failed |= {int(index): str(why) for index, why in words[1]}
+        report.seconds = meeting.max(time.perf_counter() - started, what="at the end of an update")
+        if self._bug is not None:
+            raise self._bug
+        return report
+
+
+def chosen(servers: Sequence[Server], indices: Sequence[int] | None) -> list[Server]:
+    """The servers of these numbers; all for None."""
+    known = {server.index: server for server in servers}
+    assert indices is None or set(indices) <= set(known), f"servers {indices} of {sorted(known)}"
+    return [server for server in servers if indices is None or server.index in indices]

@@ -1,0 +1,1 @@
+"""Ways that buckets of weights travel: shared memory, CUDA IPC, process groups, disk."""

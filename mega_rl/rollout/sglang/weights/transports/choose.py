@@ -1,0 +1,169 @@
+"""Which transport carries the weights: by where servers run, what devices there are, and what the user asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mega_rl.errors import UserError
+from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.weights.reshard import covers
+from mega_rl.rollout.sglang.weights.transport import Server, Transport
+from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
+from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
+from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
+from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from mega_rl.rollout.sglang.weights.source import TrainerWeights
+
+# What a setting of sglang.transport may become, best first. Between GPUs a process group is faster than the way
+# through the host's memory; between CPUs it is that way, only longer.
+_SETTINGS = {
+    "auto": ("cuda_ipc", "shared_memory", "distributed", "disk"),
+    "auto on GPUs": ("cuda_ipc", "distributed", "shared_memory", "disk"),
+    "shared_memory": ("cuda_ipc", "shared_memory"),
+    "distributed": ("distributed",),
+    "disk": ("disk",),
+}
+
+
+def host_identity() -> str:
+    """What processes have in common that see one /proc on one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii") if sys.platform == "linux" else ""
+    namespace = os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
+    return hashlib.sha256(f"{os.uname().nodename} {boot} {namespace}".encode()).hexdigest()[:15]
+
+
+def hosts_of(ranks: Ranks) -> tuple[str, ...]:
+    """`host_identity` of every rank; collective."""
+    mine = torch.zeros(ranks.size, dtype=torch.int64)
+    mine[ranks.rank] = int(host_identity(), 16)
+    return tuple(f"{number:015x}" for number in ranks.sum(mine).tolist())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where trainer and servers are; the same on all ranks."""
+
+    hosts: tuple[str, ...]  # of each rank of the trainer: `hosts_of`
+    colocated: bool  # servers share the trainer's devices and take turns with it
+
+
+def choose_transport(
+    setting: str,
+    weights: TrainerWeights,
+    servers: Sequence[Server],
+    placement: Placement,
+    *,
+    bucket_bytes: int,
+    timeout_s: float,
+    folder: Path,
+    source: Path,
+) -> Transport:
+    """The transport for `sglang.transport=setting`; equal arguments on all ranks, no communication.
+
+    A server's `receiver` is needed on `leader_of` it. timeout_s: of a server's answer. folder: of the run, seen by rank
+    0 and all servers, in which weights may lie for a moment. source: the model's checkpoint.
+
+    Raises UserError when what is asked for is not possible, with the reasons.
+    """
+    reasons = []
+    on_gpu = weights.device.type == "cuda"
+    for name in _SETTINGS["auto on GPUs" if setting == "auto" and on_gpu else setting]:
+        reason = why_not(name, weights, servers, placement)
+        if reason is None:
+            return _MAKERS[name](weights, servers, placement, _Settings(bucket_bytes, timeout_s, folder, source))
+        reasons.append(f"{name}: {reason}")
+    others = " or ".join(name for name in ("shared_memory", "distributed", "disk") if name != setting)
+    raise UserError(f"sglang.transport={setting} is not possible ({'; '.join(reasons)}); try {others}")
+
+
+def leader_of(server: Server, transport: Transport, placement: Placement) -> int:
+    """The trainer's rank that talks to a server: of shared memory the first of its host, else 0."""
+    if transport.name != "shared_memory":
+        return 0
+    assert server.host is not None, f"shared memory with server {server.index} on a host that is not known"
+    return placement.hosts.index(server.host)
+
+
+def why_not(name: str, weights: TrainerWeights, servers: Sequence[Server], placement: Placement) -> str | None:
+    """Why a transport cannot reach these servers; None when it can."""
+    on_gpu = weights.device.type == "cuda"
+    if name == "cuda_ipc":
+        return _why_not_cuda_ipc(servers, placement, on_gpu=on_gpu)
+    if name == "shared_memory":
+        return _why_not_shared_memory(weights, servers, placement)
+    if name == "distributed" and on_gpu and placement.colocated:
+        return "NCCL has no groups of several processes on one GPU, and servers share the trainer's"
+    return None
+
+
+def _why_not_cuda_ipc(servers: Sequence[Server], placement: Placement, *, on_gpu: bool) -> str | None:
+    if not on_gpu:
+        return "the trainer runs on CPUs"
+    if not placement.colocated:
+        return "servers have GPUs of their own"
+    if len({*placement.hosts, *(server.host for server in servers)}) > 1:
+        return "trainer and servers are on several hosts"
+    needed = sum(server.tp for server in servers)
+    if needed > len(placement.hosts):
+        return f"servers have {needed} tensor-parallel ranks together, the trainer has {len(placement.hosts)} GPUs"
+    return None
+
+
+def _why_not_shared_memory(weights: TrainerWeights, servers: Sequence[Server], placement: Placement) -> str | None:
+    if not hasattr(os, "memfd_create"):
+        return "memory without a file is shared on Linux only"
+    layout = weights.engine.sharding.layout
+    for server in servers:
+        if server.host is None:
+            return f"whether server {server.index} runs on the trainer's host is not known"
+        ranks = [rank for rank, host in enumerate(placement.hosts) if host == server.host]
+        if not ranks:
+            return f"server {server.index} runs on a host without ranks of the trainer"
+        if not covers(layout, ranks, experts=weights.experts):
+            return f"the ranks on the host of server {server.index} have no whole copy of the model in layout {layout}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Settings:
+    bucket_bytes: int
+    timeout_s: float
+    folder: Path
+    source: Path
+
+
+def _cuda_ipc(weights: TrainerWeights, servers: Sequence[Server], _: Placement, s: _Settings) -> Transport:
+    # Servers have the host's GPUs one after the other, and so have ranks.
+    ends = [sum(server.tp for server in servers[: i + 1]) for i in range(len(servers))]
+    ranks = [range(end - server.tp, end) for server, end in zip(servers, ends, strict=True)]
+    return CudaIpcTransport(weights, servers, ranks=ranks, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
+
+
+def _shared_memory(weights: TrainerWeights, servers: Sequence[Server], at: Placement, s: _Settings) -> Transport:
+    return SharedMemoryTransport(weights, servers, hosts=at.hosts, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
+
+
+def _distributed(weights: TrainerWeights, servers: Sequence[Server], _: Placement, s: _Settings) -> Transport:
+    return DistributedTransport(weights, servers, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
+
+
+def _disk(weights: TrainerWeights, servers: Sequence[Server], _: Placement, s: _Settings) -> Transport:
+    return DiskTransport(weights, servers, folder=s.folder / "weights", source=s.source, timeout_s=s.timeout_s)
+
+
+_MAKERS: dict[str, Callable[[TrainerWeights, Sequence[Server], Placement, _Settings], Transport]] = {
+    "cuda_ipc": _cuda_ipc,
+    "shared_memory": _shared_memory,
+    "distributed": _distributed,
+    "disk": _disk,
+}

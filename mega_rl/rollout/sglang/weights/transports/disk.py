@@ -1,0 +1,102 @@
+"""Weights as a checkpoint that servers read: slow, and possible wherever all see one file system."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mega_rl.converters.save import save_hf
+from mega_rl.errors import UserError
+from mega_rl.rollout.sglang.weights.transport import GRACE_S, Meeting, Receiver, Requests, SendReport, Server, chosen
+
+if TYPE_CHECKING:
+    from mega_rl.rollout.sglang.weights.source import TrainerWeights
+
+BUCKET_BYTES = 64 << 20  # that ranks gather at a time; what waits to be written is bounded besides
+
+
+class DiskTransport:
+    """`transports.Transport` through a folder, which is complete and flushed before a server hears of it, then removed.
+
+    Rank 0 writes and asks all servers; a bucket is the whole model.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        weights: TrainerWeights,
+        servers: Sequence[Server],
+        *,
+        folder: Path,
+        source: Path,
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """folder: for this transport alone, seen by rank 0 and all servers. source: the model's checkpoint.
+
+        timeout_s: of a server's answer. A server's `receiver` is needed on rank 0.
+        """
+        self._weights, self._servers = weights, list(servers)
+        self._folder, self._source = folder, source
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s + GRACE_S
+        self._world: Meeting | None = None
+
+    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
+        """See `Transport.send`. A full disk is a failure of all servers."""
+        started = time.perf_counter()
+        if self._world is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+            self._world = Meeting(group, timeout_s=self._timeout_s)
+        target = (self._folder / f"version-{version}").absolute()
+        leads = dist.get_rank() == 0
+        with Requests(chosen(self._servers, servers) if leads else []) as requests:
+            try:
+                self._write(target)
+            except (UserError, OSError) as error:
+                requests.fail_all(f"weights could not be written for it: {error}")
+            self._world.barrier("when the weights were written")
+
+            def load(server: Server, receiver: Receiver) -> None:
+                receiver.update_from_disk(str(target), version=version)
+
+            requests.start(load)
+            requests.wait()
+            if leads:
+                shutil.rmtree(target, ignore_errors=True)
+            slots = [slot for bucket in self._weights.buckets(self._bucket_bytes) for slot in bucket.slots]
+            report = SendReport(bytes=sum(slot.end - slot.start for slot in slots), buckets=1, tensors=len(slots))
+            return requests.agree(report, self._world, leaders=[0], started=started)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+    def _write(self, target: Path) -> None:
+        """One checkpoint; collective, and an error is raised on rank 0 only, after all have done their part."""
+        groups = self._weights.engine.groups
+        save_hf(
+            self._weights.chunks(),
+            target,
+            source=self._source,
+            sharding=self._weights.engine.sharding,
+            coordinates=groups.coordinates,
+            tp_group=groups.tp,
+            pp_group=groups.pp,
+            expert_group=groups.experts,
+            bucket_bytes=self._bucket_bytes,
+            dtype=self._weights.dtype,
+            mtp="drop",
+            overwrite=True,
+            sharded=self._weights.sharded,
+        )

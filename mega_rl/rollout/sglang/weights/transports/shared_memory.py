@@ -1,0 +1,175 @@
+"""Weights through memory that the trainer's ranks of a host and its servers share. Linux.
+
+Every rank writes its parts of a bucket straight to their places in it: nothing is gathered, and no rank holds more of
+the model than its own part. Then the host's first rank sends each server one request, in which stands where the bytes
+are. While servers load a bucket the ranks write the next one.
+
+The memory is an anonymous file of the first rank (memfd_create(2)), which others open through /proc. It is no file of
+/dev/shm, where containers often have 64 MB, and it has no name that could stay behind: the kernel frees it with the
+last process that maps it, whatever ends the trainer. All processes must see one /proc and belong to one user.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mega_rl.rollout.sglang.weights.buckets import FORMAT, MappedFile, payload, write_parts
+from mega_rl.rollout.sglang.weights.reshard import Bucket, ParamWrites, writes
+from mega_rl.rollout.sglang.weights.transport import GRACE_S, Meeting, Receiver, Requests, SendReport, Server, chosen
+
+if TYPE_CHECKING:
+    from mega_rl.rollout.sglang.weights.source import TrainerWeights
+
+_ALIGNMENT = 64  # bytes; of any dtype, and of a cache line
+
+
+class SharedMemoryTransport:
+    """`transports.Transport` through shared memory, on any number of hosts, each with a whole copy of the model."""
+
+    name = "shared_memory"
+
+    def __init__(
+        self,
+        weights: TrainerWeights,
+        servers: Sequence[Server],
+        *,
+        hosts: Sequence[str],
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        """hosts: of each rank of the run. timeout_s: longest that a server takes to answer, in seconds.
+
+        A server's `receiver` is needed on the first rank of its host.
+        """
+        self._weights, self._servers, self._hosts = weights, list(servers), list(hosts)
+        self._timeout_s = timeout_s + GRACE_S
+        self._bucket_bytes = bucket_bytes
+        self._open: _Opened | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Shared memory in use on this host: two consecutive buckets, which is 0 before the first `send`."""
+        return 0 if self._open is None else self._open.memory.numel()
+
+    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
+        """See `Transport.send`."""
+        started = time.perf_counter()
+        if self._open is None:
+            self._open = _Opened(self._weights, self._hosts, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
+        opened = self._open
+        to = chosen(self._servers, servers)
+        here = [server for server in to if server.host == opened.host_name]
+        live, sharded = self._weights.live(), self._weights.sharded
+        with Requests(here if opened.host.leads else []) as requests:
+            for number, part in enumerate(opened.parts):
+                if here or sharded:
+                    write_parts(part, live, opened.view(number), self._weights.dtype)
+                requests.wait()  # for the bucket before this one: the one after this one takes its place
+                opened.host.barrier(f"when bucket {number} of {len(opened.parts)} was written")
+                last = number == len(opened.parts) - 1
+                requests.start(_Post(opened.payload(number), version if last else None))
+            requests.wait()
+            report = SendReport(
+                bytes=sum(bucket.nbytes for bucket in opened.buckets),
+                buckets=len(opened.buckets),
+                tensors=sum(len(bucket.slots) for bucket in opened.buckets),
+            )
+            leaders = sorted({self._hosts.index(server.host) for server in to if server.host is not None})
+            return requests.agree(report, opened.world, leaders=leaders, started=started)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class _Post:
+    """The request for one bucket."""
+
+    def __init__(self, text: str, version: int | None) -> None:
+        self._text, self._version = text, version
+
+    def __call__(self, server: Server, receiver: Receiver) -> None:
+        receiver.update_from_tensor([self._text] * server.tp, load_format=FORMAT, version=self._version)
+
+
+class _Opened:
+    """Plan, groups and memory: made by the first `send`, collectively, and kept."""
+
+    def __init__(self, weights: TrainerWeights, hosts: Sequence[str], *, bucket_bytes: int, timeout_s: float) -> None:
+        rank = dist.get_rank()
+        layout = weights.engine.sharding.layout
+        self.host_name = hosts[rank]
+        self.buckets: tuple[Bucket, ...] = weights.buckets(bucket_bytes)
+        together = [other for other, host in enumerate(hosts) if host == self.host_name]
+        self.parts: list[list[ParamWrites]] = writes(self.buckets, layout, rank=rank, ranks=together)
+        timeout = timedelta(seconds=timeout_s)
+        self.world = Meeting(dist.new_group(backend="gloo", timeout=timeout), timeout_s=timeout_s)
+        self.host = self.world
+        for name in sorted(set(hosts)) if len(set(hosts)) > 1 else ():
+            members = [other for other, host in enumerate(hosts) if host == name]
+            group = dist.new_group(members, backend="gloo", timeout=timeout)
+            if name == self.host_name:
+                self.host = Meeting(group, timeout_s=timeout_s)
+        self._dtype = weights.dtype
+        self._offsets, size = _places(self.buckets)
+        self._descriptor = _anonymous_file(size) if self.host.leads else -1
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._path: str = self.host.tell(path, source=0, what="to share memory")
+        self.memory: Tensor = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+        self._payloads: dict[int, str] = {}
+
+    def view(self, number: int) -> Tensor:
+        """The bytes of a bucket."""
+        at = self._offsets[number]
+        return self.memory[at : at + self.buckets[number].nbytes]
+
+    def payload(self, number: int) -> str:
+        """What a server is told; the same at every update, for the memory stays where it is."""
+        if not self.host.leads:
+            return ""
+        if number not in self._payloads:
+            bucket, at = self.buckets[number], self._offsets[number]
+            mapped = MappedFile(self._path, at + bucket.nbytes)
+            self._payloads[number] = payload(mapped, bucket, self._dtype, offset=at)
+        return self._payloads[number]
+
+    def close(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        if self.host is not self.world:
+            self.host.close()
+        self.world.close()
+
+
+def _places(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
+    """(offset of each bucket, bytes in all) such that no bucket meets the one before or after it.
+
+    Buckets lie at the front and at the end in turn, so that it takes the largest sum of two neighbours: two buckets, or
+    one and the largest group of tensors that stays together.
+    """
+    sizes = [bucket.nbytes for bucket in buckets]
+    pairs = [first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)]
+    total = _aligned(max(pairs) + _ALIGNMENT)
+    return [(total - size) // _ALIGNMENT * _ALIGNMENT if i % 2 else 0 for i, size in enumerate(sizes)], total
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _anonymous_file(size: int) -> int:
+    """Descriptor of a file without a name, which programs that this one starts do not inherit."""
+    descriptor = os.memfd_create("mega_rl-weights", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    return descriptor
