@@ -77,8 +77,8 @@ def write_source(folder: Path, config: dict[str, Any], *, num_shards: int = 3) -
     import torch
     from safetensors.torch import save_file
 
-    from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.parts import hf_tensors
+    from mega_rl.converters.hf.config import read_hf_config
+    from mega_rl.converters.plan.parameters import hf_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -108,9 +108,9 @@ def module_tree(folder: Path, rank: int, world: int, *, spec: str) -> tuple[Any,
     import torch
     from torch import nn
 
-    from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.plan import build_plan
-    from mega_rl.converters.sharding import Sharding
+    from mega_rl.converters.hf.config import read_hf_config
+    from mega_rl.converters.plan.ranks import build_plan
+    from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.parallel.layout import ParallelLayout
 
     layout = ParallelLayout(world_size=world, tp=world, etp=world)
@@ -143,7 +143,7 @@ def digest(model: Any) -> str:
 
 def load_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """Loads with `load_hf`."""
-    from mega_rl.converters.load import load_hf
+    from mega_rl.converters.live.load import load_hf
 
     model, sharding, at = module_tree(folder, rank, world, spec="local")
     nbytes = sum(p.nbytes for p in model.parameters())
@@ -225,8 +225,8 @@ def _mbridge(folder: Path, rank: int, world: int) -> tuple[Any, Any]:
 
 def export_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """`save_hf` into a new folder: everything is on disk when it returns."""
-    from mega_rl.converters.load import load_hf
-    from mega_rl.converters.save import save_hf
+    from mega_rl.converters.live.load import load_hf
+    from mega_rl.converters.live.save import save_hf
 
     model, sharding, at = module_tree(folder, rank, world, spec="local")
     load_hf([model], folder, sharding=sharding, coordinates=at)
@@ -245,8 +245,8 @@ def export_stream(folder: Path, rank: int, world: int) -> dict[str, Callable[[],
     from mega_rl import accelerator
 
     device = accelerator.prepare("cpu")
-    from mega_rl.converters.export import export_hf
-    from mega_rl.converters.load import load_hf
+    from mega_rl.converters.live.export import export_hf
+    from mega_rl.converters.live.load import load_hf
     from mega_rl.parallel import groups
 
     model, sharding, at = module_tree(folder, rank, world, spec="local")
@@ -302,7 +302,7 @@ def export_save_file_unsynced(folder: Path, rank: int, world: int) -> dict[str, 
 
 def import_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """Offline import into a distributed checkpoint."""
-    from mega_rl.converters.offline import import_hf
+    from mega_rl.converters.offline.convert import import_hf
     from mega_rl.parallel.layout import ParallelLayout
 
     out = folder.with_name("import_mega_rl")

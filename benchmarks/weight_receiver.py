@@ -21,8 +21,8 @@ import torch.multiprocessing.reductions
 import xxhash
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.parts import hf_tensors
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.storage.safetensors_reader import CheckpointReader
 
 

@@ -14,8 +14,8 @@ from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import recorded, short_commit
 from mega_rl.config.schema import Config
-from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine, implementation

@@ -23,7 +23,7 @@ from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.schema import Config
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
 from mega_rl.metrics.sinks import make_sink

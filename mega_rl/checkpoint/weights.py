@@ -10,18 +10,18 @@ from pathlib import Path
 from mega_rl.checkpoint.headers import StoredPiece
 from mega_rl.checkpoint.manifest import Manifest
 from mega_rl.checkpoint.reader import Checkpoint as RunCheckpoint
-from mega_rl.converters import checkpoints
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.checkpoints import Whole, assembled
-from mega_rl.converters.compose import Home
-from mega_rl.converters.dist_keys import whole_model
-from mega_rl.converters.dist_metadata import Chunk, DistTensor
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.sharding import Head, Sharding
-from mega_rl.converters.slabs import Slabs
-from mega_rl.converters.transformers_names import disk_tensors
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.transformers_names import disk_tensors
+from mega_rl.converters.offline import formats as checkpoints
+from mega_rl.converters.offline.dist_keys import whole_model
+from mega_rl.converters.offline.dist_metadata import Chunk, DistTensor
+from mega_rl.converters.offline.formats import Whole, assembled
+from mega_rl.converters.offline.slabs import Slabs
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.compose import Home
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo

@@ -48,7 +48,7 @@ def export(
     trained = _DTYPES.get(str(_model_settings(manifest).get("dtype")))
     with progress_bar() as progress:
         from mega_rl.checkpoint.weights import open_weights
-        from mega_rl.converters.offline import export_checkpoint
+        from mega_rl.converters.offline.convert import export_checkpoint
 
         report = export_checkpoint(
             folder,

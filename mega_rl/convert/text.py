@@ -18,8 +18,8 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import in_units
 
 if TYPE_CHECKING:
-    from mega_rl.convert.verification import Verification
-    from mega_rl.converters.compare import Comparison
+    from mega_rl.converters.offline.compare import Comparison
+    from mega_rl.converters.offline.verification import Verification
     from mega_rl.parity.twin import Parity
 
 SHOWN = 20  # names listed of each kind; --json has them all

@@ -31,7 +31,7 @@ from mega_rl.help import Commands
 from mega_rl.hub.arguments import checkpoint, description
 
 if TYPE_CHECKING:
-    from mega_rl.converters.sharding import Sharding
+    from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.parallel.layout import ParallelLayout
 
 EXIT_DIFFERS = 1
@@ -86,7 +86,7 @@ def inspect(
     """Show a checkpoint and what each rank of a layout would hold of it. Reads headers only; config.json is enough."""
     layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
     if not _is_hf(path):
-        from mega_rl.converters.checkpoints import open_checkpoint
+        from mega_rl.converters.offline.formats import open_checkpoint
 
         with open_checkpoint(path) as opened:
             facts = {
@@ -101,7 +101,7 @@ def inspect(
         print_facts(facts, as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
-    from mega_rl.converters.describe import describe, describe_config
+    from mega_rl.converters.offline.describe import describe, describe_config
 
     kind = "hf"
     if not any(path.glob("*.safetensors*")):
@@ -152,7 +152,7 @@ def import_(
     _choice("--spec", spec, ("te", "local"))
     _sharding(source, layout := _layout(tp, pp, vpp, ep, etp, pp_layout), head=head, mtp=mtp)
     with progress_bar() as progress:
-        from mega_rl.converters.offline import import_hf
+        from mega_rl.converters.offline.convert import import_hf
 
         report = import_hf(
             source,
@@ -198,7 +198,7 @@ def export(
     _choice("--mtp", mtp, ("keep", "drop"))
     shard_bytes = parse_size(shard_size)
     with progress_bar() as progress:
-        from mega_rl.converters.offline import export_checkpoint
+        from mega_rl.converters.offline.convert import export_checkpoint
 
         report = export_checkpoint(
             source,
@@ -244,7 +244,7 @@ def reshard(
         _choice("--spec", spec, ("te", "local"))
     layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
     with progress_bar() as progress:
-        from mega_rl.converters import offline
+        from mega_rl.converters.offline import convert as offline
 
         report = offline.reshard(
             source,
@@ -286,8 +286,8 @@ def plan(
     if rank >= layout.world_size:
         raise UserError(f"--rank={rank}: layout {layout} has ranks 0 to {layout.world_size - 1}")
     sharding = _sharding(path, layout, head=head, mtp=mtp, spec=spec)
-    from mega_rl.converters.plan import build_plan
-    from mega_rl.converters.proof import prove_complete
+    from mega_rl.converters.plan.proof import prove_complete
+    from mega_rl.converters.plan.ranks import build_plan
 
     prove_complete(sharding)
     params = [
@@ -335,7 +335,7 @@ def verify(
     layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
     sharding = _sharding(first, layout, head=head, mtp=mtp)
     with progress_bar() as progress:
-        from mega_rl.convert.verification import verify_checkpoint
+        from mega_rl.converters.offline.verification import verify_checkpoint
 
         report = verify_checkpoint(
             first, second, sharding=sharding, allow_missing=allow_missing or (), progress=progress
@@ -361,7 +361,7 @@ def diff(
 ) -> None:
     """Show which tensors differ between two checkpoints, and by how much."""
     with progress_bar() as progress:
-        from mega_rl.convert.verification import compare_checkpoints
+        from mega_rl.converters.offline.verification import compare_checkpoints
 
         found = compare_checkpoints(first, second, allow_missing=allow_missing or (), progress=progress)
     print_comparison(found, as_json)
@@ -400,8 +400,8 @@ def _layout(tp: int, pp: int, vpp: int, ep: int, etp: int | None, pp_layout: str
 
 def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: str = "local") -> Sharding:
     """The model of a config.json, cut into `layout`; refused here, before torch is imported, if it cannot be."""
-    from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.sharding import Sharding, check_layout
+    from mega_rl.converters.hf.config import read_hf_config
+    from mega_rl.converters.plan.sharding import Sharding, check_layout
 
     _choice("--head", head, ("lm", "value"))
     _choice("--mtp", mtp, ("drop", "load"))

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from mega_rl.config.attention import Role
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
 

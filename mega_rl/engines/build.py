@@ -15,9 +15,9 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.schema import Config, MoeConfig
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.load import load_hf
-from mega_rl.converters.sharding import Head, Sharding, Spec
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.ddp.frozen import freeze
 from mega_rl.ddp.optimizer import build_optimizer
 from mega_rl.ddp.wrap import wrap_chunks

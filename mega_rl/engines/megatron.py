@@ -20,9 +20,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mega_rl.config.attention import Role
-from mega_rl.converters.export import export_hf
-from mega_rl.converters.save import save_hf
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.live.export import export_hf
+from mega_rl.converters.live.save import save_hf
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.ddp.access import (
     WholeChunk,

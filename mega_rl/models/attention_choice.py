@@ -8,7 +8,7 @@ from typing import Literal
 
 from mega_rl.config.attention import RequestedAttention, Role
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.sharding import Spec
+from mega_rl.converters.plan.sharding import Spec
 from mega_rl.errors import UserError
 
 # As the start-up table shows it; those of Transformer Engine by the name of its backend.

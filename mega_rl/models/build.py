@@ -20,14 +20,14 @@ from torch import Tensor
 
 from mega_rl.config.schema import Config, ModelConfig
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.model_config import (
+from mega_rl.converters.live.model_config import (
     extra_config_attributes,
     gpt_model_kwargs,
     transformer_config_kwargs,
     unfused,
     uses_mla,
 )
-from mega_rl.converters.sharding import Head, Spec
+from mega_rl.converters.plan.sharding import Head, Spec
 from mega_rl.errors import UserError
 from mega_rl.models.attention_choice import TE, Attention
 from mega_rl.models.heads import ValueHead

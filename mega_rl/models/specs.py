@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from mega_rl.accelerator.megatron_core import mtp_layer_field, submodules_of
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig, Mla
-from mega_rl.converters.sharding import Spec
+from mega_rl.converters.plan.sharding import Spec
 from mega_rl.errors import UserError
 from mega_rl.models.attention import CoreAttention
 from mega_rl.models.layer import DecoderLayer

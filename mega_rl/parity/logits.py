@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import Config, ModelConfig
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.load import load_hf
-from mega_rl.converters.sharding import Sharding, Spec
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.plan.sharding import Sharding, Spec
 from mega_rl.models.build import build_chunks, transformer_config
 from mega_rl.parallel.groups import Groups
 from mega_rl.parity.reference import Outputs, hf_logits, recorded

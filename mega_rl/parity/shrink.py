@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig, Moe
-from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
-from mega_rl.converters.parts import as_on_disk, hf_tensors
-from mega_rl.converters.rules import DISK_LAYER
+from mega_rl.converters.families.rules import DISK_LAYER
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint

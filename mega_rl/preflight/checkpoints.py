@@ -8,7 +8,7 @@ from pathlib import Path
 from mega_rl.config.facts import ModelFacts
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline

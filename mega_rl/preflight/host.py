@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.parts import hf_tensors
+from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.installation import require_sglang

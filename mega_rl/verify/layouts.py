@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.sharding import check_layout
+from mega_rl.converters.plan.sharding import check_layout
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 

@@ -13,7 +13,7 @@ import torch
 
 from mega_rl import progress
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
 from mega_rl.parity.shrink import num_elements, shrink, write_random_twin, write_twin
 from mega_rl.verify.launcher import RanksFailed, run_ranks

@@ -14,7 +14,7 @@ import typer
 
 from mega_rl import progress
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.help import Commands
 from mega_rl.hub.resolve import checkpoint_folder

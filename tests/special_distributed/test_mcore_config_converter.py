@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from mega_rl.config.schema import Config
-from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.parallel.layout import ParallelLayout
 from tests.special_distributed.program import finish, pass_on_four_ranks, world
 from tests.unit_tests.converters.tiny_configs import TINY

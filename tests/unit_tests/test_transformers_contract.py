@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.initialization import no_init_weights
 
 import mega_rl
-from mega_rl.converters.transformers_names import weights_on_disk
+from mega_rl.converters.live.transformers_names import weights_on_disk
 from mega_rl.preflight import TRAINED
 from mega_rl.rollout.embedded.kv_cache import ATTENTION, GrowingLayer, make_cache
 from tests.helpers.models import SMALL, TINY

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mega_rl.converters.architecture import Mla, Moe, Window
-from mega_rl.converters.fields import Fields
-from mega_rl.converters.rules import Rule
+from mega_rl.converters.families.fields import Fields
+from mega_rl.converters.families.rules import Rule
 
 
 @dataclass(frozen=True)

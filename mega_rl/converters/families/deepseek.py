@@ -7,9 +7,9 @@ from dataclasses import replace
 from mega_rl.converters.architecture import Mla, Moe
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
 from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT
+from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.moe import EXPERTS, MOE_NORM, ROUTER, num_experts, shared_experts, softmax_moe
-from mega_rl.converters.fields import Fields
-from mega_rl.converters.rules import col, copy, in_layers, in_mtp_layers, of_mtp, row
+from mega_rl.converters.families.rules import col, copy, in_layers, in_mtp_layers, of_mtp, row
 
 # SGLang fuses the two down projections as they arrive, so they are exported together.
 TOGETHER = "mla_down"

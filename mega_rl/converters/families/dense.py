@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
-from mega_rl.converters.rules import copy, gated, in_layers, qkv, row, vocab
+from mega_rl.converters.families.rules import copy, gated, in_layers, qkv, row, vocab
 
 EMBEDDING = (vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight"),)
 

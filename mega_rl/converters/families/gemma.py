@@ -8,8 +8,8 @@ from typing import Any
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
 from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
-from mega_rl.converters.fields import Fields
-from mega_rl.converters.rules import copy, gated, in_layers, row
+from mega_rl.converters.families.fields import Fields
+from mega_rl.converters.families.rules import copy, gated, in_layers, row
 
 GEMMA3_LAYERS = ATTENTION + in_layers(
     copy("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", "hidden"),

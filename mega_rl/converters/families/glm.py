@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_rl.converters.families.base import Family
 from mega_rl.converters.families.deepseek import MTP, MTP_REPEATED, SHARED_MOE, SIGMOID_ROUTER, sigmoid_moe
 from mega_rl.converters.families.dense import ATTENTION, DENSE_NORM, EMBEDDING, MLP, OUTPUT
-from mega_rl.converters.rules import copy, fused_gated, in_layers, in_mtp_layers, row
+from mega_rl.converters.families.rules import copy, fused_gated, in_layers, in_mtp_layers, row
 
 GLM4_LAYERS = ATTENTION + in_layers(
     copy("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight", "hidden"),

@@ -8,9 +8,9 @@ from mega_rl.converters.architecture import Moe
 from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import Family
 from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
+from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.moe import EXPERT, MOE_NORM, TE_EXPERT, mixtral_moe
-from mega_rl.converters.fields import Fields
-from mega_rl.converters.rules import col, copy, fused_gated, in_layers, row
+from mega_rl.converters.families.rules import col, copy, fused_gated, in_layers, row
 
 # On disk an expert's weights are (input, output), gate and up taking turns along the output.
 GPT_OSS_MOE = in_layers(

@@ -14,8 +14,8 @@ from mega_rl.converters.families.dense import (
     OUTPUT,
     QWEN_WINDOW,
 )
-from mega_rl.converters.fields import MOST_EXPERTS, Fields
-from mega_rl.converters.rules import Rule, col, copy, fused_gated, gated, in_layers, row
+from mega_rl.converters.families.fields import MOST_EXPERTS, Fields
+from mega_rl.converters.families.rules import Rule, col, copy, fused_gated, gated, in_layers, row
 
 # Parameters of one expert, without Transformer Engine and with it.
 EXPERT, TE_EXPERT = "mlp.experts.local_experts.{expert}.linear_", "mlp.experts.linear_"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mega_rl.converters.architecture import Window
-from mega_rl.converters.fields import Fields
+from mega_rl.converters.families.fields import Fields
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

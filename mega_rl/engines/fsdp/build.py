@@ -13,8 +13,8 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role
 from mega_rl.config.schema import Config
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.fsdp.model import freeze, shard, sharded_parameters, skeleton
 from mega_rl.engines.fsdp.optimizer import build_adam

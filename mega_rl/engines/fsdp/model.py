@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.initialization import no_init_weights
 
 from mega_rl.config.schema import FsdpConfig
-from mega_rl.converters.sharding import Head
+from mega_rl.converters.plan.sharding import Head
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.fsdp.attention import attention_name
 from mega_rl.engines.fsdp.collectives import use_host_collectives

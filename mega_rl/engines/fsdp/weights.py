@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.fill import fill_all
-from mega_rl.converters.load import LoadReport, check_tensors
-from mega_rl.converters.parts import as_on_disk
-from mega_rl.converters.sharding import Sharding
-from mega_rl.converters.transformers_names import DiskTensor, disk_tensors
+from mega_rl.converters.live.copying import fill_all
+from mega_rl.converters.live.load import LoadReport, check_tensors
+from mega_rl.converters.live.transformers_names import DiskTensor, disk_tensors
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.parameters import as_on_disk
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.ddp.access import Whole
 from mega_rl.engines.fsdp.model import TokenClassifier, sharded_parameters
 from mega_rl.storage.matrix import matrix_shape

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from mega_rl import progress
-from mega_rl.converters.transformers_names import weights_on_disk
+from mega_rl.converters.live.transformers_names import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.embedded.decoding import Decoded, DecodingLoop

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mega_rl.converters.load import weights_of
-from mega_rl.converters.plan import ParamPlan, build_plan
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.live.load import weights_of
+from mega_rl.converters.plan.ranks import ParamPlan, build_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import RankCoordinates
 
 

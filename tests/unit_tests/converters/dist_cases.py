@@ -21,7 +21,7 @@ WORLDS: dict[int, dict[str, dict[str, Any]]] = {
 
 
 def _weights(chunks: list[nn.Module]) -> list[dict[str, Tensor]]:
-    from mega_rl.converters.load import weights_of
+    from mega_rl.converters.live.load import weights_of
 
     return [{name: tensor.detach().clone() for name, tensor in weights_of(chunk).items()} for chunk in chunks]
 
@@ -42,7 +42,7 @@ def _differing(chunks: list[nn.Module], expected: list[dict[str, Tensor]]) -> li
 
 
 def _spoil(chunks: list[nn.Module]) -> None:
-    from mega_rl.converters.load import weights_of
+    from mega_rl.converters.live.load import weights_of
 
     for chunk in chunks:
         for tensor in weights_of(chunk).values():
@@ -60,10 +60,10 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
     accelerator = prepare("auto")
     from megatron.core import dist_checkpointing
 
-    from mega_rl.converters.load_ranks import load_ranks
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
     from mega_rl.parity.logits import load_model
+    from tests.helpers.load_ranks import load_ranks
 
     found: dict[str, list[str]] = {}
     for layout, sizes in WORLDS[world_size].items():

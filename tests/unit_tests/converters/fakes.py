@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig, Mla, Moe, Rope
-from mega_rl.converters.parts import hf_tensors
+from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates, parse_pipeline
 
 State = dict[str, Tensor]

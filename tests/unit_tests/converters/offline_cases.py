@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mega_rl.converters import offline
-from mega_rl.converters.offline import export_checkpoint, import_hf
+from mega_rl.converters.offline import convert as offline
+from mega_rl.converters.offline.convert import export_checkpoint, import_hf
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.sharding import Head
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.sharding import Head
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.safetensors_writer import CheckpointWriter, TensorSpec
 from tests.unit_tests.converters.tiny_configs import TINY

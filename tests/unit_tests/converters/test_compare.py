@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.converters.compare import Comparison, compare, compare_configs, merge
-from mega_rl.converters.describe import describe
-from mega_rl.converters.roundtrip import round_trip
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, merge
+from mega_rl.converters.offline.describe import describe
+from mega_rl.converters.offline.roundtrip import round_trip
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.unit_tests.converters.fakes import LAYOUTS, hf_state, small_config
@@ -148,7 +148,7 @@ def test_round_trip_in_memory(tmp_path: Path, layout: str, head: str) -> None:
 
 def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two rows of the plan's copies exchanged the tensors they belong to are named."""
-    from mega_rl.converters import roundtrip
+    from mega_rl.converters.offline import roundtrip
 
     hf = small_config()
     write_checkpoint(tmp_path / "hf", hf_state(hf).items())

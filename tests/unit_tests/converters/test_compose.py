@@ -13,15 +13,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.checkpoints import whole_shapes
-from mega_rl.converters.compose import Home, Window, compose, home_faults, invert
-from mega_rl.converters.dist_keys import possible_slabs, slab_of, whole_model
-from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.manifest import storage_layout
-from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.rank_files import rank_homes, rank_tensors
-from mega_rl.converters.sharding import Sharding, check_layout
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.offline.dist_keys import possible_slabs, slab_of, whole_model
+from mega_rl.converters.offline.formats import whole_shapes
+from mega_rl.converters.offline.manifest import storage_layout
+from mega_rl.converters.offline.rank_files import rank_homes, rank_tensors
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.compose import Home, Window, compose, home_faults, invert
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.matrix import matrix_shape
 from tests.unit_tests.converters.tiny_configs import TINY

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.companions import companions
-from mega_rl.converters.export import assemble_bucket, buckets, export_hf
-from mega_rl.converters.export_plan import export_plan
-from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
-from mega_rl.converters.load import load_hf
-from mega_rl.converters.model_config import gpt_model_kwargs, transformer_config_kwargs
-from mega_rl.converters.save import save_hf
-from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.converters.hf.companions import companions
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.live.export import assemble_bucket, buckets, export_hf
+from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.live.model_config import gpt_model_kwargs, transformer_config_kwargs
+from mega_rl.converters.live.save import save_hf
+from mega_rl.converters.plan.export import export_plan
+from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.helpers.distributed import run_ranks

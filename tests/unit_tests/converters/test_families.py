@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
-from mega_rl.converters.parts import as_on_disk, hf_tensors
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.unit_tests.converters.tiny_configs import TINY
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mega_rl.converters import fill as fill_module
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.fill import fill, fill_all, in_threads
+from mega_rl.converters.live import copying as fill_module
+from mega_rl.converters.live.copying import fill, fill_all, in_threads
+from mega_rl.converters.plan.blocks import Copy
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import CheckpointReader
 

@@ -14,7 +14,7 @@ import pytest
 
 from mega_rl.converters.architecture import HFConfig, Llama3Rope, Mla, Moe, Rope, Window, Yarn
 from mega_rl.converters.families import FAMILIES
-from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError, UserErrors
 from tests.unit_tests.converters.hub_configs import FP8, HUB
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -518,5 +518,5 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_imports_no_torch() -> None:
-    script = "import sys, mega_rl.converters.hf_config; sys.exit('torch' in sys.modules)"
+    script = "import sys, mega_rl.converters.hf.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

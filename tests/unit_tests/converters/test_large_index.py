@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.parts import hf_tensors
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.storage.safetensors_header import INDEX_FILE
 from mega_rl.storage.safetensors_reader import FP8_BLOCK, SCALE_SUFFIX
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -24,12 +24,12 @@ NUM_SHARDS = 163
 # machine that runs the tests may be busy.
 MEASURED = """
 import json, resource, sys, time
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.load import check_tensors
-from mega_rl.converters.parts import as_on_disk
-from mega_rl.converters.plan import build_plan
-from mega_rl.converters.sharding import Sharding
-from mega_rl.converters.proof import prove_complete
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.load import check_tensors
+from mega_rl.converters.plan.parameters import as_on_disk
+from mega_rl.converters.plan.ranks import build_plan
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.parallel.layout import ParallelLayout
 

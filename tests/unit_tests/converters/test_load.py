@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.load import LoadReport, load_hf, weights_of
-from mega_rl.converters.parts import VALUE_HEADS
-from mega_rl.converters.plan import build_plan
-from mega_rl.converters.sharding import Head, Sharding, Spec
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.load import LoadReport, load_hf, weights_of
+from mega_rl.converters.plan.parameters import VALUE_HEADS
+from mega_rl.converters.plan.ranks import build_plan
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.storage.safetensors_reader import CheckpointReader

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.model_config import (
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.live.model_config import (
     extra_config_attributes,
     gpt_model_kwargs,
     transformer_config_kwargs,

@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mega_rl.converters import fill, offline, streaming
-from mega_rl.converters.compare import compare
-from mega_rl.converters.manifest import parse_manifest
-from mega_rl.converters.offline import Format, export_checkpoint, import_hf, open_checkpoint, reshard
+from mega_rl.converters.live import copying as fill
+from mega_rl.converters.offline import convert as offline
+from mega_rl.converters.offline import streaming
+from mega_rl.converters.offline.compare import compare
+from mega_rl.converters.offline.convert import Format, export_checkpoint, import_hf, open_checkpoint, reshard
+from mega_rl.converters.offline.manifest import parse_manifest
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.safetensors_reader import CheckpointReader

@@ -12,18 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.converters import blocks, plan, proof
 from mega_rl.converters.architecture import HFConfig, Mla, Moe
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.export_plan import export_plan
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.dense import DENSE, MLP
-from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
-from mega_rl.converters.plan import ParamPlan, build_plan
-from mega_rl.converters.proof import prove_complete, tiling_faults
-from mega_rl.converters.rules import Rule, Source
-from mega_rl.converters.sharding import Head, Sharding, Spec, check_layout, padded_vocab_size
+from mega_rl.converters.families.rules import Rule, Source
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.plan import blocks, proof
+from mega_rl.converters.plan import ranks as plan
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.export import export_plan
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
+from mega_rl.converters.plan.proof import prove_complete, tiling_faults
+from mega_rl.converters.plan.ranks import ParamPlan, build_plan
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec, check_layout, padded_vocab_size
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.storage.matrix import matrix_shape

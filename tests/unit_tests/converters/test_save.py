@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.converters import save as save_module
-from mega_rl.converters.companions import changed_config, config_changes
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.load import load_hf
-from mega_rl.converters.parts import ignored_tensors
-from mega_rl.converters.save import save_hf
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.hf.companions import changed_config, config_changes
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live import save as save_module
+from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.live.save import save_hf
+from mega_rl.converters.plan.parameters import ignored_tensors
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.storage.safetensors_reader import CheckpointReader
@@ -133,7 +133,7 @@ def test_config_changes() -> None:
 
 
 def test_8_bit_sources_are_saved_as_plain_weights() -> None:
-    from mega_rl.converters.hf_config import parse_hf_config
+    from mega_rl.converters.hf.config import parse_hf_config
     from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
     assert config_changes(parse_hf_config(DEEPSEEK_V3)) == {"quantization_config": None}

@@ -20,15 +20,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
-from mega_rl.converters import dist_keys
-from mega_rl.converters.compare import compare
-from mega_rl.converters.dist_metadata import read_metadata
-from mega_rl.converters.load_ranks import load_ranks
-from mega_rl.converters.offline import export_checkpoint, import_hf, open_checkpoint
+from mega_rl.converters.offline import dist_keys
+from mega_rl.converters.offline.compare import compare
+from mega_rl.converters.offline.convert import export_checkpoint, import_hf, open_checkpoint
+from mega_rl.converters.offline.dist_metadata import read_metadata
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.helpers.distributed import run_ranks
+from tests.helpers.load_ranks import load_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.dist_cases import WORLDS, load_and_save, load_critic
 from tests.unit_tests.converters.random_checkpoints import write_random

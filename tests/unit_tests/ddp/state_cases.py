@@ -177,8 +177,8 @@ def multi_token_prediction(path: Path) -> list[tuple[str, int, int, bool]]:
     import dataclasses
 
     from mega_rl.assemble import session
-    from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.sharding import Sharding
+    from mega_rl.converters.hf.config import read_hf_config
+    from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.ddp.regions import find_regions
     from mega_rl.models.build import build_chunks, transformer_config
 

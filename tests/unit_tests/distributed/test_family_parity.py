@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.parity.known_bugs import known_bug
 from mega_rl.parity.reference import hf_logits
 from tests.helpers.distributed import run_ranks

@@ -89,7 +89,7 @@ def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> 
 
     accelerator = prepare("auto")
     from mega_rl.config.schema import Config
-    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.models.build import transformer_config
 
     with pytest.raises(UserError, match="sequence_parallel=true"):

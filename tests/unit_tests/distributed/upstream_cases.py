@@ -22,7 +22,7 @@ BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be 
 
 def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, Any]:
     """How far a layout of a family's twin is from one rank, by `mega_rl.verify`."""
-    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.verify.case import compare
 
     folder = Path(root) / family
@@ -178,7 +178,7 @@ def expert_norm_names(root: str) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.models.specs import decoder_spec
 
     hf = read_hf_config(Path(root) / "qwen3_moe" / "twin")

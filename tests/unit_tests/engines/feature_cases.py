@@ -149,11 +149,11 @@ def one_step(engine: str, root: Path) -> dict[str, bool]:
 
 def has_families(engine: str, root: Path) -> bool:
     """Whether every tensor of a checkpoint has its place, once, in a model of each family that trains."""
-    from mega_rl.converters.hf_config import read_hf_config
-    from mega_rl.converters.parts import hf_tensors
-    from mega_rl.converters.proof import prove_complete
-    from mega_rl.converters.sharding import Sharding
-    from mega_rl.converters.transformers_names import disk_tensors
+    from mega_rl.converters.hf.config import read_hf_config
+    from mega_rl.converters.live.transformers_names import disk_tensors
+    from mega_rl.converters.plan.parameters import hf_tensors
+    from mega_rl.converters.plan.proof import prove_complete
+    from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.engines.fsdp.model import skeleton
     from mega_rl.engines.fsdp.weights import disk_buffers
     from mega_rl.parallel.layout import ParallelLayout

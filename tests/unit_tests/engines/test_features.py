@@ -15,7 +15,7 @@ import pytest
 from mega_rl.config.facts import ModelFacts
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.converters.hf_config import parse_hf_config
+from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError
 from mega_rl.models import attention_choice
 from mega_rl.verify.layouts import ALL, fsdp, resolve_all

@@ -195,7 +195,7 @@ def backends() -> dict[str, tuple[str, str | None]]:
     from typing import get_args
 
     from mega_rl.config.schema import Config
-    from mega_rl.converters.hf_config import parse_hf_config
+    from mega_rl.converters.hf.config import parse_hf_config
     from mega_rl.models.attention_choice import Attention
     from mega_rl.models.build import transformer_config
     from mega_rl.parallel.layout import ParallelLayout

@@ -120,7 +120,7 @@ def family_norm_cases() -> dict[str, Any]:
 
 def te_layer_cases(folder: Path) -> dict[str, Any]:
     """What Megatron-Core is asked for, layer by layer, and what Transformer Engine's layers are said to lack."""
-    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.models import specs
 
     asked: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ def refusal_cases(folder: Path) -> dict[str, str]:
     """What the user is told of models and layouts that do not go together."""
     from megatron.core.transformer import multi_latent_attention
 
-    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.models.build import transformer_config
     from mega_rl.models.specs import decoder_spec
     from mega_rl.parallel.layout import ParallelLayout

@@ -143,7 +143,7 @@ def no_bias_to_move(checkpoint: str) -> str:
 
 def refused_settings(checkpoint: str) -> list[str]:
     """What is said of settings that Transformer Engine's layers, and local ones, cannot follow; of some that fit."""
-    from mega_rl.converters.hf_config import read_hf_config
+    from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.errors import UserError
     from mega_rl.models.specs import check_experts
 

@@ -12,7 +12,7 @@ import pytest
 from mega_rl.config.attention import Role, requested_attention
 from mega_rl.config.loader import load
 from mega_rl.config.schema import ATTENTION, Config, ModelConfig, RewardConfig
-from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.models.attention_choice import check_one_backend, choose_attention
 from tests.helpers.models import write_tiny_checkpoint

@@ -44,7 +44,7 @@ LENGTH = 32  # tokens of every row
 
 def write_models(root: Path) -> None:
     """A checkpoint with random weights of each model."""
-    from mega_rl.converters.hf_config import parse_hf_config
+    from mega_rl.converters.hf.config import parse_hf_config
     from mega_rl.parity.shrink import random_tensors
     from mega_rl.storage.safetensors_writer import write_checkpoint
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.parity.known_bugs import known_bug
 from mega_rl.parity.shrink import MAX_LAYERS, shrink, write_twin
 from mega_rl.parity.twin import GATE, Parity, compare_twin, judge, suspects

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.describe import describe
-from mega_rl.converters.hf_config import parse_hf_config, read_hf_config
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.offline.describe import describe
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parity.shrink import random_tensors, write_random_twin
 from mega_rl.storage.safetensors_reader import CheckpointReader

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.parity.shrink import write_random_twin
 from mega_rl.verify.layouts import ALL, Layout, resolve

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mega_rl.cli import main
-from mega_rl.converters.hf_config import read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError
 from mega_rl.parity.shrink import write_random_twin
 from mega_rl.verify import run as verify_run

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.export_plan import export_plan
-from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.plan.export import export_plan
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION

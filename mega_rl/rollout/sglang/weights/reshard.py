@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.export_plan import ExportUnit, Piece, export_plan
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.export import ExportUnit, Piece, export_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 FLOAT32_BYTES = 4

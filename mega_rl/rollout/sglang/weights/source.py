@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mega_rl.converters.export import export_hf
-from mega_rl.converters.load import weights_of
+from mega_rl.converters.live.export import export_hf
+from mega_rl.converters.live.load import weights_of
 from mega_rl.rollout.sglang.weights.reshard import Bucket, plan_buckets
 
 if TYPE_CHECKING:

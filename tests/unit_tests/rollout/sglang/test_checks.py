@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang.weights.checks import Expected, SentTensor, mismatches, sent_tensors
 from tests.helpers.models import write_tiny_checkpoint

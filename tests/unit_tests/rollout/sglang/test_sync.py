@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.converters.hf_config import parse_hf_config
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from mega_rl.converters.save import save_hf
+from mega_rl.converters.live.save import save_hf
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.weights.transport import GRACE_S, Meeting, Receiver, Requests, SendReport, Server, chosen
 

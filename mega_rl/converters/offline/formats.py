@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.compose import Homes, Window, compose, home_faults, invert
-from mega_rl.converters.dist_keys import EXTRA_STATE, FOREIGN_PREFIXES, whole_model
-from mega_rl.converters.dist_metadata import METADATA_FILE, DistTensor, read_metadata
-from mega_rl.converters.fill import BlockReader, fill
-from mega_rl.converters.hf_config import read_hf_config
-from mega_rl.converters.manifest import HF_FOLDER, MANIFEST_FILE, Manifest, check_fits, read_manifest
-from mega_rl.converters.parts import OUTPUT, as_on_disk, hf_tensors
-from mega_rl.converters.rank_files import rank_homes, rank_tensors
-from mega_rl.converters.sharding import Head, Sharding
-from mega_rl.converters.slabs import Slabs
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.live.copying import BlockReader, fill
+from mega_rl.converters.offline.dist_keys import EXTRA_STATE, FOREIGN_PREFIXES, whole_model
+from mega_rl.converters.offline.dist_metadata import METADATA_FILE, DistTensor, read_metadata
+from mega_rl.converters.offline.manifest import HF_FOLDER, MANIFEST_FILE, Manifest, check_fits, read_manifest
+from mega_rl.converters.offline.rank_files import rank_homes, rank_tensors
+from mega_rl.converters.offline.slabs import Slabs
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.compose import Homes, Window, compose, home_faults, invert
+from mega_rl.converters.plan.parameters import OUTPUT, as_on_disk, hf_tensors
+from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo, read_header

@@ -8,13 +8,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.export_plan import ExportUnit, export_plan
-from mega_rl.converters.fill import BlockReader, fill
-from mega_rl.converters.parts import hf_tensors
-from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan
-from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.live.copying import BlockReader, fill
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.export import ExportUnit, export_plan
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.proof import prove_complete
+from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.storage.bits import same_bits
 from mega_rl.storage.matrix import matrix_shape
 

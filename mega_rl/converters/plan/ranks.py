@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.blocks import Block, Copy, GlobalParam, global_param, param_name, shard
 from mega_rl.converters.families import FAMILIES
-from mega_rl.converters.parts import EMBEDDING, OUTPUT, Part, stage_experts, stage_parts
-from mega_rl.converters.rules import Source
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.families.rules import Source
+from mega_rl.converters.plan.blocks import Block, Copy, GlobalParam, global_param, param_name, shard
+from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, Part, stage_experts, stage_parts
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 # What a parameter's copies read: tensors of a Hugging Face checkpoint, or whole parameters under canonical names.

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mega_rl.converters.export_plan import ExportUnit, Piece, export_plan
-from mega_rl.converters.load import weights_of
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.live.load import weights_of
+from mega_rl.converters.plan.export import ExportUnit, Piece, export_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.storage.matrix import matrix_shape
 

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
-from mega_rl.converters.fill import BlockReader, TensorLike
-from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors
-from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan
-from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.live.copying import BlockReader, TensorLike
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.proof import prove_complete
+from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import RankCoordinates
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from mega_rl.accelerator.megatron_core import stable_name
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.fill import fill_all
-from mega_rl.converters.parts import as_on_disk, hf_tensors, ignored_tensors
-from mega_rl.converters.plan import ParamPlan, build_plan
-from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.converters.live.copying import fill_all
+from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
+from mega_rl.converters.plan.proof import prove_complete
+from mega_rl.converters.plan.ranks import ParamPlan, build_plan
+from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
-from mega_rl.converters.fields import MOST_LAYERS, Fields
-from mega_rl.converters.known_keys import HARMLESS, OFF, READ
-from mega_rl.converters.rope_config import read_rope
+from mega_rl.converters.families.fields import MOST_LAYERS, Fields
+from mega_rl.converters.hf.known_keys import HARMLESS, OFF, READ
+from mega_rl.converters.hf.rope import read_rope
 from mega_rl.errors import UserError, UserErrors, no_such
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.compose import Home
-from mega_rl.converters.dist_keys import Slab, possible_slabs
-from mega_rl.converters.dist_metadata import Chunk, DistTensor
-from mega_rl.converters.parts import EMBEDDING, OUTPUT
-from mega_rl.converters.plan import ParamPlan
-from mega_rl.converters.sharding import Sharding
-from mega_rl.converters.torch_dist import chunk_info, chunks_by_slab
+from mega_rl.converters.offline.dist_keys import Slab, possible_slabs
+from mega_rl.converters.offline.dist_metadata import Chunk, DistTensor
+from mega_rl.converters.offline.torch_dist import chunk_info, chunks_by_slab
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.compose import Home
+from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT
+from mega_rl.converters.plan.ranks import ParamPlan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import TensorInfo
 

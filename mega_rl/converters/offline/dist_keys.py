@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.plan import Origin, ParamPlan, build_plan
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.plan.ranks import Origin, ParamPlan, build_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mega_rl.converters.checkpoints import Checkpoint, fill_windows, is_plain, rows_of
-from mega_rl.converters.compose import Window
-from mega_rl.converters.dist_keys import Slab
-from mega_rl.converters.fill import in_threads
-from mega_rl.converters.torch_dist import ChunkFile, Written
-from mega_rl.converters.world import World
+from mega_rl.converters.live.copying import in_threads
+from mega_rl.converters.offline.dist_keys import Slab
+from mega_rl.converters.offline.formats import Checkpoint, fill_windows, is_plain, rows_of
+from mega_rl.converters.offline.torch_dist import ChunkFile, Written
+from mega_rl.converters.offline.world import World
+from mega_rl.converters.plan.compose import Window
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec
 

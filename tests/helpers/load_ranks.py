@@ -9,12 +9,12 @@ from time import perf_counter
 from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.checkpoints import Checkpoint, open_checkpoint
-from mega_rl.converters.fill import fill_all
-from mega_rl.converters.load import LoadReport, weights_of
-from mega_rl.converters.plan import ParamPlan, build_plan
-from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.live.copying import fill_all
+from mega_rl.converters.live.load import LoadReport, weights_of
+from mega_rl.converters.offline.formats import Checkpoint, open_checkpoint
+from mega_rl.converters.plan.proof import prove_complete
+from mega_rl.converters.plan.ranks import ParamPlan, build_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
 

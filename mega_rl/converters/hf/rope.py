@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mega_rl.converters.architecture import Llama3Rope, Rope, Yarn
 from mega_rl.converters.families import Family
-from mega_rl.converters.fields import Fields
+from mega_rl.converters.families.fields import Fields
 
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 

@@ -21,22 +21,22 @@ from typing import Literal, NamedTuple
 import torch
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.checkpoints import Checkpoint, Whole, hf_wholes, hf_windows, one_dtype, open_checkpoint
-from mega_rl.converters.companions import changed_config, companions, config_changes
-from mega_rl.converters.compose import Window
-from mega_rl.converters.dist_keys import extra_state_keys, slab_of, whole_model
-from mega_rl.converters.hf_config import DTYPES, read_hf_config
-from mega_rl.converters.load import check_tensors
-from mega_rl.converters.manifest import HF_FOLDER, Kind, manifest_of, storage_layout, write_manifest
-from mega_rl.converters.parts import EMBEDDING, OUTPUT, as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
-from mega_rl.converters.plan import Origin, ParamPlan
-from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.rank_files import rank_tensors
-from mega_rl.converters.sharding import Head, Sharding, Spec
-from mega_rl.converters.streaming import Output, OutputFile, Progress, write_files
-from mega_rl.converters.torch_dist import ChunkFile, Written, write_metadata
-from mega_rl.converters.world import World, joined_world
+from mega_rl.converters.hf.companions import changed_config, companions, config_changes
+from mega_rl.converters.hf.config import DTYPES, read_hf_config
+from mega_rl.converters.live.load import check_tensors
+from mega_rl.converters.offline.dist_keys import extra_state_keys, slab_of, whole_model
+from mega_rl.converters.offline.formats import Checkpoint, Whole, hf_wholes, hf_windows, one_dtype, open_checkpoint
+from mega_rl.converters.offline.manifest import HF_FOLDER, Kind, manifest_of, storage_layout, write_manifest
+from mega_rl.converters.offline.rank_files import rank_tensors
+from mega_rl.converters.offline.streaming import Output, OutputFile, Progress, write_files
+from mega_rl.converters.offline.torch_dist import ChunkFile, Written, write_metadata
+from mega_rl.converters.offline.world import World, joined_world
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.compose import Window
+from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
+from mega_rl.converters.plan.proof import prove_complete
+from mega_rl.converters.plan.ranks import Origin, ParamPlan
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.matrix import matrix_shape

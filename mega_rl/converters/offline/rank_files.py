@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mega_rl.converters.compose import Home, homes_of
-from mega_rl.converters.plan import Origin, ParamPlan, common_plan, expert_plan
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.plan.compose import Home, homes_of
+from mega_rl.converters.plan.ranks import Origin, ParamPlan, common_plan, expert_plan
+from mega_rl.converters.plan.sharding import Sharding
 
 
 class RankTensor(NamedTuple):

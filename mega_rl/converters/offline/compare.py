@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import xxhash
 from torch import Tensor
 
-from mega_rl.converters.fill import BlockReader, TensorLike
+from mega_rl.converters.live.copying import BlockReader, TensorLike
 from mega_rl.storage.bits import bits, same_bits
 from mega_rl.storage.matrix import matrix_shape
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.plan import ParamPlan
-from mega_rl.converters.proof import tiling_faults
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.proof import tiling_faults
+from mega_rl.converters.plan.ranks import ParamPlan
 
 
 class Home(NamedTuple):

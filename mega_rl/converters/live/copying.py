@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mega_rl import progress
-from mega_rl.converters.blocks import Copy
+from mega_rl.converters.plan.blocks import Copy
 from mega_rl.errors import UserError
 from mega_rl.storage.matrix import matrix_shape
 

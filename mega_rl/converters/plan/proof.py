@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.parts import HFTensor, hf_tensors
-from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.parameters import HFTensor, hf_tensors
+from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.storage.matrix import matrix_shape
 

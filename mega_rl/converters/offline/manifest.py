@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf_config import DTYPES
-from mega_rl.converters.parts import VALUE_HEADS
-from mega_rl.converters.sharding import Head, Sharding, Spec, check_layout
+from mega_rl.converters.hf.config import DTYPES
+from mega_rl.converters.plan.parameters import VALUE_HEADS
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec, check_layout
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.strict_json import parse_object

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.blocks import source_shape
 from mega_rl.converters.families import FAMILIES
-from mega_rl.converters.rules import Rule, Source
-from mega_rl.converters.sharding import Head, Sharding
+from mega_rl.converters.families.rules import Rule, Source
+from mega_rl.converters.plan.blocks import source_shape
+from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.parallel.layout import ParallelLayout
 
 OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"

@@ -12,10 +12,10 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from mega_rl.converters.blocks import Copy
-from mega_rl.converters.parts import HFTensor, Part, hf_tensors, in_model_order, stage_experts, stage_parts
-from mega_rl.converters.plan import ParamPlan, common_plan, expert_plan, experts_of
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.parameters import HFTensor, Part, hf_tensors, in_model_order, stage_experts, stage_parts
+from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan, experts_of
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.storage.matrix import matrix_shape
 
 

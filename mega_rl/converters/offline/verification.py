@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from mega_rl.converters.checkpoints import Checkpoint, open_checkpoint
-from mega_rl.converters.companions import config_changes
-from mega_rl.converters.compare import Comparison, compare, compare_configs, merge
-from mega_rl.converters.describe import describe
-from mega_rl.converters.offline import Progress
-from mega_rl.converters.parts import ignored_tensors
-from mega_rl.converters.proof import prove_complete
-from mega_rl.converters.roundtrip import round_trip
-from mega_rl.converters.sharding import Sharding
-from mega_rl.converters.world import World, joined_world
+from mega_rl.converters.hf.companions import config_changes
+from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, merge
+from mega_rl.converters.offline.convert import Progress
+from mega_rl.converters.offline.describe import describe
+from mega_rl.converters.offline.formats import Checkpoint, open_checkpoint
+from mega_rl.converters.offline.roundtrip import round_trip
+from mega_rl.converters.offline.world import World, joined_world
+from mega_rl.converters.plan.parameters import ignored_tensors
+from mega_rl.converters.plan.proof import prove_complete
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.storage.safetensors_reader import CheckpointReader
 

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mega_rl.converters.companions import companions, config_changes, copy_companions
-from mega_rl.converters.export import BUCKET_BYTES, export_hf, join_pieces, usual_dtype
-from mega_rl.converters.export_plan import Piece, export_plan
-from mega_rl.converters.fill import in_threads, rectangle
-from mega_rl.converters.load import weights_of
-from mega_rl.converters.parts import as_on_disk, ignored_tensors, mtp_tensors
-from mega_rl.converters.sharding import Sharding
+from mega_rl.converters.hf.companions import companions, config_changes, copy_companions
+from mega_rl.converters.live.copying import in_threads, rectangle
+from mega_rl.converters.live.export import BUCKET_BYTES, export_hf, join_pieces, usual_dtype
+from mega_rl.converters.live.load import weights_of
+from mega_rl.converters.plan.export import Piece, export_plan
+from mega_rl.converters.plan.parameters import as_on_disk, ignored_tensors, mtp_tensors
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import RankCoordinates
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.output_folder import check_target, output_folder

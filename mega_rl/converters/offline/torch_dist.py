@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from mega_rl.converters.dist_metadata import (
+from mega_rl.converters.offline.dist_metadata import (
     CONFIG_FILE,
     DTYPE_GLOBALS,
     METADATA_FILE,

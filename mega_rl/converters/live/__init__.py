@@ -1,0 +1,1 @@
+"""Weights into and out of live Megatron-Core models."""

@@ -1,0 +1,1 @@
+"""Conversion, comparison and description of checkpoints without a model."""
