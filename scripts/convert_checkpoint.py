@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mega_rl.cli import main
+from mega_rl.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", *sys.argv[1:]]))

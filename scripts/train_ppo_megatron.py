@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mega_rl.cli import entry_point
+from mega_rl.cli.app import entry_point
 
 if __name__ == "__main__":
     entry_point(["train", *sys.argv[1:]])

@@ -12,7 +12,7 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
-from mega_rl.parity.known_bugs import known_bug
+from mega_rl.preflight.known_bugs import known_bug
 from mega_rl.storage.safetensors_header import read_entries
 
 # Families whose gradients are tested on every layout and whose rollouts are tested against transformers.

@@ -1,1 +1,3 @@
-"""The run behind `mega-rl quickstart`: a digit task, a tiny model of its own, a warm start and PPO."""
+"""The run behind `mega-rl quickstart`: a tiny model learns to add, supervised and then with PPO."""
+
+WARM_START = "quickstart-warm-start"  # the hidden command that runs one rank of the supervised part

@@ -17,7 +17,7 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
 from mega_rl.progress.terminal import show_progress
-from mega_rl.quickstart.commands import WARM_START
+from mega_rl.quickstart import WARM_START
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def launch(command: list[str]) -> None:
     Raises:
         RunError: it failed.
     """
-    arguments = [sys.executable, "-m", "mega_rl.launch", str(NUM_RANKS), PROGRAM, *command]
+    arguments = [sys.executable, "-m", "mega_rl.cli.torchrun", str(NUM_RANKS), PROGRAM, *command]
     # Ctrl-C reaches the launcher, too, which lets its ranks save; it is waited for.
     previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:

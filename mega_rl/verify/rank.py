@@ -42,7 +42,7 @@ def main(path: str) -> int:
             from mega_rl.accelerator import prepare
 
             accelerator = prepare("auto")
-            from mega_rl.verify.case import measure  # imports Megatron-Core
+            from mega_rl.verify.measure import measure  # imports Megatron-Core
 
         measure(plan, accelerator)
     except UserError as error:

@@ -15,11 +15,11 @@ from mega_rl import progress
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
-from mega_rl.parity.shrink import num_elements, shrink, write_random_twin, write_twin
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REFERENCE, Found, Plan
 from mega_rl.verify.tolerances import Tolerances
+from mega_rl.verify.twin.shrink import num_elements, shrink, write_random_twin, write_twin
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl import cli
+from mega_rl.cli import app as cli
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 

@@ -13,7 +13,9 @@ from types import ModuleType
 import pytest
 
 import mega_rl
-from mega_rl import cli, doctor, versions
+from mega_rl import versions
+from mega_rl.cli import app as cli
+from mega_rl.cli import doctor
 from mega_rl.config import checkout, packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
@@ -252,7 +254,7 @@ def test_more_ranks_become_torchrun(runs: list[Config], monkeypatch: pytest.Monk
     ((path, arguments, _),) = started
     assert path == sys.executable
     assert arguments[1:] == [
-        *("-m", "mega_rl.launch", "2", "mega_rl.cli"),
+        *("-m", "mega_rl.cli.torchrun", "2", "mega_rl.cli"),
         *("train", "--config", "r.yaml", *GOOD, "parallel.tp=2"),
     ]
     assert not runs

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mega_rl import launch
+from mega_rl.cli import torchrun as launch
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "4"), ("3", "3")])

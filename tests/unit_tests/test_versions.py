@@ -11,7 +11,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from mega_rl import accelerator, cli, versions
+from mega_rl import accelerator, versions
+from mega_rl.cli import app as cli
 from mega_rl.errors import UserErrors
 
 ROOT = Path(__file__).parents[2]

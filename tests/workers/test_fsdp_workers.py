@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl import cli
+from mega_rl.cli import app as cli
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import random_experience, write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.workers.reward_model_cases import write_other_tokenizer, write_reward_model

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import mega_rl.checkpoint
-from mega_rl.checkpoint import folders, verbs
+from mega_rl.checkpoint import folders
+from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.errors import UserError

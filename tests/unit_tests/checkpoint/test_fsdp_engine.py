@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega_rl import cli
+from mega_rl.cli import app as cli
 from mega_rl.config.schema import FsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint

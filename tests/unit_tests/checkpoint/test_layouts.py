@@ -18,7 +18,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mega_rl import cli
+from mega_rl.cli import app as cli
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.checkpoint.layout_cases import (

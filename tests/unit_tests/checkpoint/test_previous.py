@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.checkpoint import folders, verbs
+from mega_rl.checkpoint import folders
+from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.previous import begin_history, move_aside, previous_runs, undo_moves
 from mega_rl.errors import UserError

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl import cli
-from mega_rl.checkpoint import folders, verbs
+from mega_rl.checkpoint import folders
+from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.lock import RunLock
+from mega_rl.cli import app as cli
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint.written import save
 

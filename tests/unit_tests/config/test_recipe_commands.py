@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl import cli
+from mega_rl.cli import app as cli
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.cli import main
+from mega_rl.cli.app import main
 from mega_rl.converters.offline.formats import open_checkpoint
 from mega_rl.errors import UserError
 from tests.helpers.models import write_tiny_checkpoint

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.cli import main
-from mega_rl.convert.verbs import parse_size
+from mega_rl.cli.app import main
+from mega_rl.cli.convert import parse_size
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
@@ -114,7 +114,7 @@ def test_plan_needs_no_weights(models: Path, capsys: pytest.CaptureFixture[str])
 
 def loaded_modules(*arguments: str) -> set[str]:
     """Top-level packages that a verb imports."""
-    call = f"from mega_rl.cli import main; main(['convert', *{arguments!r}])"
+    call = f"from mega_rl.cli.app import main; main(['convert', *{arguments!r}])"
     code = f"import sys; {call}; print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     return {name.partition(".")[0] for name in done.stderr.split()}

@@ -62,7 +62,7 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
 
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
-    from mega_rl.parity.logits import load_model
+    from mega_rl.verify.twin.logits import load_model
     from tests.helpers.load_ranks import load_ranks
 
     found: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mega_rl.cli import main
+from mega_rl.cli.app import main
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.datafiles.problems import boxed, number_after_hashes

@@ -188,7 +188,7 @@ def measure(
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
-    from mega_rl.parity.logits import load_model
+    from mega_rl.verify.twin.logits import load_model
 
     found = {}
     for layout in layouts:

@@ -23,7 +23,7 @@ BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be 
 def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, Any]:
     """How far a layout of a family's twin is from one rank, by `mega_rl.verify`."""
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.verify.case import compare
+    from mega_rl.verify.measure import compare
 
     folder = Path(root) / family
     layout = resolve(name, read_hf_config(folder / "twin"))
@@ -196,7 +196,7 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
     from mega_rl.config.schema import OptimConfig
     from mega_rl.ddp.optimizer import torch_optimizers
     from mega_rl.verify.batch import random_batch
-    from mega_rl.verify.case import engine_of, policy_loss
+    from mega_rl.verify.measure import engine_of, policy_loss
     from mega_rl.verify.plan import REFERENCE
 
     plan = Plan(str(Path(root) / "qwen3" / "twin"), root, (), timeout_s=60.0)
@@ -252,7 +252,7 @@ def long_norms(accelerator: Any) -> dict[str, Any]:
 
 def write_models(root: Path, configs: dict[str, dict[str, Any]]) -> None:
     """A twin with random weights of each config, without a reference yet."""
-    from mega_rl.parity.shrink import write_random_twin
+    from mega_rl.verify.twin.shrink import write_random_twin
 
     for family, raw in configs.items():
         bare = root / family / "bare"
@@ -266,7 +266,7 @@ def references(rank: int, root: str, families: list[str]) -> None:
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.case import write_reference
+    from mega_rl.verify.measure import write_reference
 
     for family in families:
         folder = Path(root) / family

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, file_download
 
-from mega_rl.cli import main
+from mega_rl.cli.app import main
 from mega_rl.config.loader import load
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.config.render import resolved_yaml

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.cli import main
+from mega_rl.cli.app import main
 from mega_rl.errors import UserError
 from mega_rl.metrics.plot import plot_runs, series
 from mega_rl.metrics.sinks import JsonlSink

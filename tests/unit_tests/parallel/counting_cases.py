@@ -45,8 +45,8 @@ LENGTH = 32  # tokens of every row
 def write_models(root: Path) -> None:
     """A checkpoint with random weights of each model."""
     from mega_rl.converters.hf.config import parse_hf_config
-    from mega_rl.parity.shrink import random_tensors
     from mega_rl.storage.safetensors_writer import write_checkpoint
+    from mega_rl.verify.twin.shrink import random_tensors
 
     for name, raw in MODELS.items():
         config = root / f"{name}.json"
@@ -135,7 +135,7 @@ def recorded(engine: Any, *, rows: int = 4, steps: int = 1) -> Any:
     """What the last of `steps` training steps sends. What a simulated world answers need not be numbers."""
     from mega_rl.engines.megatron import NonFiniteGradientError
     from mega_rl.parallel.counting import CollectiveRecorder
-    from mega_rl.verify.case import policy_loss
+    from mega_rl.verify.measure import policy_loss
 
     for _ in range(steps):
         # Gradients of what nobody has sent, and metrics that a last stage would have sent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl import cli
+from mega_rl.cli import app as cli
 from mega_rl.errors import UserError
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
 

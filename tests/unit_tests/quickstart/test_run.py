@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl import cli
+from mega_rl.cli import app as cli
 from mega_rl.config.loader import load
 from mega_rl.config.packaged import file_of
 from mega_rl.errors import UserError
@@ -38,7 +38,7 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
     engine: str, started: list[list[str]]
 ) -> None:
     assert cli.main(["quickstart", "--engine", engine, "--seed", "3", "--run-dir", "a, b"]) == 0
-    launcher = [sys.executable, "-m", "mega_rl.launch", "2", "mega_rl.cli"]
+    launcher = [sys.executable, "-m", "mega_rl.cli.torchrun", "2", "mega_rl.cli"]
     assert [command[:5] for command in started] == [launcher, launcher]
     warm_start, train = (command[5:] for command in started)
     assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.parity.reference import hf_logits
 from mega_rl.preflight import NOT_SAMPLED, TRAINED
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import Prompt
+from mega_rl.verify.twin.reference import hf_logits
 from tests.helpers.models import TINY, write_tiny_checkpoint
 
 LENGTHS = (3, 11, 6)

@@ -22,7 +22,7 @@ def measure_all(rank: int, plans: list[str]) -> list[int]:
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.case import measure
+    from mega_rl.verify.measure import measure
 
     threads = []
     for path in plans:
@@ -37,7 +37,7 @@ def measure_broken(rank: int, plans: dict[str, str]) -> None:
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.case import measure
+    from mega_rl.verify.measure import measure
 
     for fault, path in plans.items():
         with (faults(rank) | engine_faults())[fault]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.parity.shrink import write_random_twin
 from mega_rl.verify.layouts import fsdp
 from mega_rl.verify.plan import REFERENCE, Found, Plan
 from mega_rl.verify.run import problems
 from mega_rl.verify.tolerances import FP32
+from mega_rl.verify.twin.shrink import write_random_twin
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import TIED_DENSE, bare_config, measure_all, measure_broken

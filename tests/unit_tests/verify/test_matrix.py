@@ -10,11 +10,11 @@ import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
-from mega_rl.parity.shrink import write_random_twin
 from mega_rl.verify.layouts import ALL, Layout, resolve
 from mega_rl.verify.plan import REFERENCE, Found, Plan
 from mega_rl.verify.run import problems
 from mega_rl.verify.tolerances import FP32
+from mega_rl.verify.twin.shrink import write_random_twin
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import ROUTED, TIED_DENSE, bare_config, measure_all, measure_broken

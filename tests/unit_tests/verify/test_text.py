@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mega_rl.cli.verify_text import print_verdicts
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import Found, TensorError
 from mega_rl.verify.run import Verdict
-from mega_rl.verify.text import print_verdicts
 from mega_rl.verify.tolerances import Tolerances
 
 NAMES = ("model.layers.17.mlp.experts.113.down_proj.weight", "model.layers.0.self_attn.q_proj.weight")

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from mega_rl.cli import main
+from mega_rl.cli import verify as verbs
+from mega_rl.cli.app import main
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError
-from mega_rl.parity.shrink import write_random_twin
 from mega_rl.verify import run as verify_run
-from mega_rl.verify import verbs
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import ALL
+from mega_rl.verify.twin.shrink import write_random_twin
 from tests.helpers import distributed
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -188,16 +188,15 @@ def test_not_under_a_launcher(model: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_help_imports_no_torch() -> None:
     """Help and mistakes in names answer at once."""
-    program = (
-        "import sys; from mega_rl.cli import main; main(['verify', 'layouts', '--help']); print('torch' in sys.modules)"
-    )
+    program = "import sys; from mega_rl.cli.app import main; main(['verify', 'layouts', '--help']); "
+    program += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")
 
 
 def test_a_published_config_becomes_a_small_twin(tmp_path: Path) -> None:
     """DeepSeek-V3: its heads, groups and kinds of layers, and widths that a laptop trains."""
-    from mega_rl.parity.shrink import num_elements
+    from mega_rl.verify.twin.shrink import num_elements
 
     bare = bare_config(tmp_path / "bare", DEEPSEEK_V3)
     twin = write_random_twin(bare, tmp_path / "twin", multiple=4, narrow=True)

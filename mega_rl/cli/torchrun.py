@@ -17,7 +17,7 @@ from mega_rl.progress.terminal import show_progress
 
 # Ranks that are told to stop end their step and save; torchrun's default of 30 s would kill a large model's.
 SHUTDOWN_TIMEOUT_S = 300
-STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))  # as mega_rl.cli.main ends
+STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))  # as mega_rl.cli ends
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # handed on to the ranks; without the last Slurm's would end torchrun
 QUIET = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_rl.convert.text import (
+from mega_rl.cli.convert_text import (
     copies_in_words,
     elements,
     is_main,
@@ -26,8 +26,9 @@ from mega_rl.convert.text import (
     print_verification,
     progress_bar,
 )
+from mega_rl.cli.help import Commands
+from mega_rl.cli.layout_options import LayoutOptions, with_layout
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.help import Commands
 from mega_rl.hub.arguments import checkpoint, description
 
 if TYPE_CHECKING:
@@ -38,17 +39,6 @@ EXIT_DIFFERS = 1
 
 app = Commands(name="convert", help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.")
 
-Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
-Vpp = Annotated[int, typer.Option("--vpp", min=1, help="Virtual pipeline stages per pipeline rank.")]
-Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size.")]
-Etp = Annotated[int | None, typer.Option("--etp", min=1, help="Tensor-parallel size of experts; default: --tp.")]
-PpLayout = Annotated[
-    str | None,
-    typer.Option(
-        "--pp-layout", metavar="LAYOUT", help='Layers of each stage in Megatron-Core\'s notation: "Ett|tt|t|tL".'
-    ),
-]
 Spec = Annotated[str, typer.Option("--spec", help="Whose parameter names: te (Transformer Engine) or local.")]
 Head = Annotated[str, typer.Option("--head", help="lm, or value for a critic or reward model.")]
 Mtp = Annotated[str, typer.Option("--mtp", help="Multi-token prediction layers: drop or load.")]
@@ -69,22 +59,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 @app.command()
+@with_layout
 def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="Hugging Face or converted checkpoint.", callback=checkpoint)
     ],
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vpp: Vpp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    pp_layout: PpLayout = None,
+    sizes: LayoutOptions = LayoutOptions(),
     head: Head = "lm",
     mtp: Mtp = "drop",
     as_json: Json = False,
 ) -> None:
     """Show a checkpoint and what each rank of a layout would hold of it. Reads headers only; config.json is enough."""
-    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    layout = sizes.layout()
     if not _is_hf(path):
         from mega_rl.converters.offline.formats import open_checkpoint
 
@@ -122,15 +108,11 @@ def inspect(
 
 
 @app.command("import")
+@with_layout
 def import_(
     source: HfDir,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vpp: Vpp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    pp_layout: PpLayout = None,
+    sizes: LayoutOptions = LayoutOptions(),
     kind: Annotated[
         str,
         typer.Option("--format", help="torch_dist (Megatron-Core's, loads in any layout) or ranks (a file per rank)."),
@@ -150,7 +132,7 @@ def import_(
     """Write a Hugging Face checkpoint as a Megatron-Core one."""
     _choice("--format", kind, ("torch_dist", "ranks"))
     _choice("--spec", spec, ("te", "local"))
-    _sharding(source, layout := _layout(tp, pp, vpp, ep, etp, pp_layout), head=head, mtp=mtp)
+    _sharding(source, layout := sizes.layout(), head=head, mtp=mtp)
     with progress_bar() as progress:
         from mega_rl.converters.offline.convert import import_hf
 
@@ -216,15 +198,11 @@ def export(
 
 
 @app.command()
+@with_layout
 def reshard(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help="Rank files or a distributed checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vpp: Vpp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    pp_layout: PpLayout = None,
+    sizes: LayoutOptions = LayoutOptions(),
     kind: Annotated[str | None, typer.Option("--format", help="torch_dist or ranks; default: as the source.")] = None,
     reference: Annotated[
         Path | None, typer.Option("--hf", metavar="HF_DIR", help="The model's config, where the source holds none.")
@@ -242,7 +220,7 @@ def reshard(
         _choice("--format", kind, ("torch_dist", "ranks"))
     if spec is not None:
         _choice("--spec", spec, ("te", "local"))
-    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    layout = sizes.layout()
     with progress_bar() as progress:
         from mega_rl.converters.offline import convert as offline
 
@@ -262,18 +240,14 @@ def reshard(
 
 
 @app.command()
+@with_layout
 def plan(
     path: Annotated[
         Path,
         typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint; a config.json does.", callback=description),
     ],
     rank: Annotated[int, typer.Option("--rank", min=0, help="Global rank.")] = 0,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vpp: Vpp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    pp_layout: PpLayout = None,
+    sizes: LayoutOptions = LayoutOptions(),
     spec: Spec = "te",
     head: Head = "lm",
     mtp: Mtp = "drop",
@@ -282,7 +256,7 @@ def plan(
 ) -> None:
     """Show which rows of which tensors one rank would read. Reads no tensor; needs config.json only."""
     _choice("--spec", spec, ("te", "local"))
-    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    layout = sizes.layout()
     if rank >= layout.world_size:
         raise UserError(f"--rank={rank}: layout {layout} has ranks 0 to {layout.world_size - 1}")
     sharding = _sharding(path, layout, head=head, mtp=mtp, spec=spec)
@@ -291,7 +265,7 @@ def plan(
 
     prove_complete(sharding)
     params = [
-        (f"{vp_stage}:{param.name}" if vpp > 1 else param.name, param)
+        (f"{vp_stage}:{param.name}" if layout.vpp > 1 else param.name, param)
         for vp_stage in range(layout.vpp)
         for param in build_plan(sharding, layout.coordinates(rank), vp_stage=vp_stage)
         if fnmatchcase(param.name, pattern)
@@ -308,6 +282,7 @@ def plan(
 
 
 @app.command()
+@with_layout
 def verify(
     first: HfDir,
     second: Annotated[
@@ -320,19 +295,14 @@ def verify(
         int,
         typer.Option("--logits", min=0, metavar="N", help="Compare logits of N tokens on a shrunk twin; 0: do not."),
     ] = 0,
-    tp: Tp = 1,
-    pp: Pp = 1,
-    vpp: Vpp = 1,
-    ep: Ep = 1,
-    etp: Etp = None,
-    pp_layout: PpLayout = None,
+    sizes: LayoutOptions = LayoutOptions(),
     head: Head = "lm",
     mtp: Mtp = "drop",
     allow_missing: AllowMissing = None,
     as_json: Json = False,
 ) -> None:
     """Check a conversion: every element planned once, names, every bit, and on request logits against transformers."""
-    layout = _layout(tp, pp, vpp, ep, etp, pp_layout)
+    layout = sizes.layout()
     sharding = _sharding(first, layout, head=head, mtp=mtp)
     with progress_bar() as progress:
         from mega_rl.converters.offline.verification import verify_checkpoint
@@ -344,7 +314,7 @@ def verify(
     if logits and is_main():
         with progress_bar() as progress:
             progress.start(0, "comparing logits with transformers")
-            from mega_rl.parity.twin import compare_twin
+            from mega_rl.verify.twin.compare import compare_twin
 
             parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
     print_verification(report, parity, as_json)
@@ -383,19 +353,6 @@ def parse_size(text: str) -> int:
     if not (math.isfinite(value) and value * factor >= 1):
         raise UserError(f"--shard-size={text}: must be a number of bytes above 0 with a unit, as 5GB or 500MB")
     return int(value * factor)
-
-
-def _layout(tp: int, pp: int, vpp: int, ep: int, etp: int | None, pp_layout: str | None) -> ParallelLayout:
-    """The smallest world with these sizes."""
-    from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
-
-    etp = tp if etp is None else etp
-    try:
-        pipeline = None if pp_layout is None else parse_pipeline(pp_layout)
-        world_size = pp * math.lcm(tp, ep * etp)
-        return ParallelLayout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, pipeline=pipeline)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: str = "local") -> Sharding:

@@ -1,4 +1,4 @@
-"""Logits of a checkpoint by Megatron-Core on any layout, to compare with those of `mega_rl.parity.reference`."""
+"""Logits of a checkpoint by Megatron-Core on any layout, to compare with those of `mega_rl.verify.twin.reference`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Sharding, Spec
 from mega_rl.models.build import build_chunks, transformer_config
 from mega_rl.parallel.groups import Groups
-from mega_rl.parity.reference import Outputs, hf_logits, recorded
+from mega_rl.verify.twin.reference import Outputs, hf_logits, recorded
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

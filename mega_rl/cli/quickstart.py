@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from mega_rl import versions
-from mega_rl.help import Commands
+from mega_rl.cli.help import Commands
+from mega_rl.quickstart import WARM_START
 
 app = Commands()
 
-WARM_START = "quickstart-warm-start"
 Seed = Annotated[int, typer.Option("--seed", help="Seed of data, model, order and sampling.", min=0)]
 RunDir = Annotated[
     Path,

@@ -16,16 +16,9 @@ from typing import Annotated
 import typer
 
 from mega_rl import __version__, progress
-from mega_rl.checkpoint import commands as checkpoint
-from mega_rl.config import commands as recipes
-from mega_rl.convert import run_export
-from mega_rl.convert import verbs as convert
-from mega_rl.datafiles import commands as datafiles
+from mega_rl.cli import checkpoint, convert, data, plot, quickstart, recipes, run_export, verify
+from mega_rl.cli.help import Commands
 from mega_rl.errors import RunError, UserError, UserErrors
-from mega_rl.help import Commands
-from mega_rl.metrics import commands as metrics
-from mega_rl.quickstart import commands as quickstart
-from mega_rl.verify import verbs as verify
 
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
@@ -42,7 +35,7 @@ app.add_typer(convert.app)
 app.add_typer(verify.app)
 checkpoint.app.command("export")(run_export.export)
 app.add_typer(checkpoint.app)
-app.add_typer(datafiles.app)
+app.add_typer(data.app)
 
 
 def _show_version(asked: bool) -> None:
@@ -112,18 +105,18 @@ def train(
 @app.command()
 def doctor() -> None:
     """List versions, devices and optional packages, and what is used where one is missing."""
-    from mega_rl import doctor as report
+    from mega_rl.cli.doctor import report
 
-    for line in report.report():
+    for line in report():
         typer.echo(line)
 
 
-app.command()(metrics.plot)
+app.command()(plot.plot)
 
 
 def _become_torchrun(nproc: int, config: Path | None, overrides: Sequence[str]) -> None:
     """Replace this process by torchrun, which then gets the signals and gives the exit code itself."""
-    launcher = ["-m", "mega_rl.launch", str(nproc), "mega_rl.cli"]
+    launcher = ["-m", "mega_rl.cli.torchrun", str(nproc), "mega_rl.cli"]
     recipe = [] if config is None else ["--config", str(config)]
     progress.close()
     sys.stdout.flush()
@@ -199,7 +192,3 @@ def entry_point(arguments: Sequence[str] | None = None) -> None:
     # seconds after the last line.
     gc.freeze()
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    entry_point()

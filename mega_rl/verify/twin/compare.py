@@ -13,8 +13,8 @@ from torch import Tensor
 from mega_rl.accelerator import prepare
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.parity.known_bugs import known_bug
-from mega_rl.parity.shrink import Twin, write_twin
+from mega_rl.preflight.known_bugs import known_bug
+from mega_rl.verify.twin.shrink import Twin, write_twin
 
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
 TIMEOUT_S = 600.0
@@ -43,7 +43,7 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     from transformers.utils.logging import disable_progress_bar
 
     from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
-    from mega_rl.parity.logits import hf_logits, megatron_logits
+    from mega_rl.verify.twin.logits import hf_logits, megatron_logits
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:

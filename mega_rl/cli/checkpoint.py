@@ -1,4 +1,4 @@
-"""`mega-rl checkpoint`: the command line of `mega_rl.checkpoint.verbs`. Imports no torch but to verify."""
+"""`mega-rl checkpoint`: the command line of `mega_rl.checkpoint.maintenance`. Imports no torch but to verify."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from mega_rl.checkpoint import verbs
-from mega_rl.help import Commands
+from mega_rl.checkpoint import maintenance as verbs
+from mega_rl.cli.help import Commands
 
 app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")
 

@@ -20,7 +20,7 @@ from mega_rl.errors import in_units
 if TYPE_CHECKING:
     from mega_rl.converters.offline.compare import Comparison
     from mega_rl.converters.offline.verification import Verification
-    from mega_rl.parity.twin import Parity
+    from mega_rl.verify.twin.compare import Parity
 
 SHOWN = 20  # names listed of each kind; --json has them all
 

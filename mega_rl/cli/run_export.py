@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.maintenance import checkpoints_of
 from mega_rl.checkpoint.manifest import Manifest
-from mega_rl.checkpoint.verbs import checkpoints_of
-from mega_rl.convert.text import print_report, progress_bar
-from mega_rl.convert.verbs import Dtype, Jobs, Json, Overwrite
+from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
+from mega_rl.cli.convert_text import print_report, progress_bar
 from mega_rl.errors import UserError
 from mega_rl.hub.arguments import checkpoint as hub_checkpoint
 from mega_rl.hub.resolve import checkpoint_folder

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from mega_rl import progress
+from mega_rl.cli.help import Commands
+from mega_rl.cli.verify_text import print_json, print_verdicts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
-from mega_rl.help import Commands
 from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
-from mega_rl.verify.text import print_json, print_verdicts
 from mega_rl.verify.tolerances import Tolerances, tolerances
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def layouts(
     layers = 1
     if twin:
         with _importing():
-            from mega_rl.parity.shrink import shrink
+            from mega_rl.verify.twin.shrink import shrink
 
         layers = stages(names)
         small = shrink(asked, where=str(model / "config.json"), multiple=layers).hf

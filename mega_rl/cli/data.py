@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from mega_rl.cli.help import Commands
 from mega_rl.datafiles.problems import GSM8K, INSTRUCTION, MATH, ProblemSet
 from mega_rl.datafiles.writing import Source, write_files
-from mega_rl.help import Commands
 
 app = Commands(name="data", help="Write train.jsonl and test.jsonl of a published problem set.")
 

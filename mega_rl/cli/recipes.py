@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from mega_rl.cli.help import Commands
 from mega_rl.config import packaged
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
-from mega_rl.help import Commands
 
 app = Commands(name="recipes", help="List, show and copy the recipes that come with the package.")
 
