@@ -91,7 +91,7 @@ test-swanlab: setup
 # make test-versions WITH="$$(python tests/oldest.py)"     the oldest of everything
 WITH ?=
 VERSIONS_TESTS := tests/unit_tests/test_transformers_contract.py tests/unit_tests/test_versions.py tests/unit_tests/rollout \
-	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/parity tests/unit_tests/models tests/unit_tests/data \
+	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/models tests/unit_tests/data \
 	tests/unit_tests/assemble tests/unit_tests/workers tests/unit_tests/quickstart
 test-versions:
 	@$(PYTHON) -m venv --clear .versions

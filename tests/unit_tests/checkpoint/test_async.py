@@ -28,7 +28,8 @@ PATIENCE_S = 20.0
 # What the writer imports in place of mega_rl.storage.disk's os, by the variable that tells what to do.
 FAULTS = """
     import os
-    from mega_rl.checkpoint import disk, writer
+    from mega_rl.checkpoint import writer
+    from mega_rl.storage import disk
 
     class Faulty:
         left = int(os.environ["FAULT_AT"])

@@ -115,7 +115,8 @@ time.sleep(120)
 def test_a_launcher_started_by_hand_leaves_its_callers_group(tmp_path: Path) -> None:
     """Else the end of its standard input would take the caller along."""
     code = (
-        "import os\nfrom mega_rl.rollout.sglang import launcher, private\nprivate.install = lambda _: None\n"
+        "import os\nfrom mega_rl.rollout.sglang.server import launcher, private_files\n"
+        "private_files.install = lambda _: None\n"
         "launcher.prepare(leads=True)\nprint(os.getpgrp() == os.getpid())\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGA_RL_SGLANG")}

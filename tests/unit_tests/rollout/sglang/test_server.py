@@ -108,7 +108,7 @@ def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPat
     assert not told.keys() & (ours.keys() - {"OMP_NUM_THREADS"})
     assert told["OMP_NUM_THREADS"] != "77"
     assert told["CUDA_VISIBLE_DEVICES"] == "2,3"
-    root = str(Path(server.__file__).parents[3])
+    root = str(Path(server.__file__).parents[4])
     assert told["PYTHONPATH"].split(os.pathsep) == [root, "/packages", "/mine"]
     assert len(told["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert told["GLOO_SOCKET_IFNAME"] == "lo"
@@ -150,7 +150,7 @@ def test_sglang_in_its_own_folder_is_found_by_version(tmp_path: Path, monkeypatc
 
 def test_the_trainers_process_gets_no_sglang_from_it_and_preflight_no_torch() -> None:
     code = (
-        "import sys\nfrom mega_rl.rollout.sglang import server\nserver.require_sglang()\n"
+        "import sys\nfrom mega_rl.rollout.sglang.server import process\nprocess.require_sglang()\n"
         "print(sorted({'torch', 'sglang', 'torchvision'} & sys.modules.keys()), any('sglang' in p for p in sys.path))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,7 +22,7 @@ from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LOGGED = re.compile(r"\d\d:\d\d:\d\d ")  # a line of the log, whatever it says
 GOOD = ("model.path=m", "data.train_files=[d.jsonl]")
 
@@ -195,7 +195,7 @@ def test_bad_number_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
 def test_answers_without_torch() -> None:
     code = """
     import sys
-    from mega_rl import cli
+    from mega_rl.cli import app as cli
     commands = [["--help"], ["train", "optim.lr=x"], ["train", "model.path=m"], ["train", "--print-config"]]
     commands += [["--version"], ["recipes"], ["quickstart", "--help"]]
     codes = [cli.main(command) for command in commands]
