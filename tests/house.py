@@ -1,0 +1,162 @@
+"""Measurements of the package's structure: `python -m tests.house` prints them as a table.
+
+tests/unit_tests/test_architecture.py holds them to limits. A function's lines are those of its definition with its
+docstring; nesting counts `if`, `for`, `while`, `with`, `try` and `match` inside one another, an `elif` as its `if`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+PACKAGE = Path(__file__).parents[1] / "mega_rl"
+_BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# An assignment to an attribute of a module that is not ours changes it for everyone.
+_FOREIGN = re.compile(r"^\s*(torch|megatron|transformers|dist|sglang|sys\.modules)\b[\w.\[\]\"']* = |setattr\(", re.M)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or method; `name` is "folder/file.py: function"."""
+
+    name: str
+    lines: int
+    parameters: int  # without self and cls
+    nesting: int
+
+
+@dataclass(frozen=True)
+class House:
+    """Measurements of a package; paths are relative to it."""
+
+    files: dict[str, int]  # lines
+    functions: list[Function]
+    methods: dict[str, int]  # by class, "folder/file.py: Class"
+    folders: dict[str, int]  # files that are not __init__ or __main__
+    class_names: dict[str, list[str]]  # files of each class name
+    environment_readers: list[str]
+    foreign_changes: list[str]
+    own_lazy_imports: int  # of this package, inside functions
+    any_annotations: int
+    type_ignores: int
+    broad_excepts: int
+    public_functions: int
+    documented_functions: int
+
+
+def measure(package: Path = PACKAGE) -> House:
+    """Return the measurements of every module below `package`."""
+    files: dict[str, int] = {}
+    functions: list[Function] = []
+    methods: dict[str, int] = {}
+    class_names: dict[str, list[str]] = defaultdict(list)
+    counts: Counter[str] = Counter()
+    readers, changers = [], []
+    for path in sorted(package.rglob("*.py")):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(package).as_posix()
+        tree = ast.parse(text)
+        files[name] = text.count("\n")
+        counts["ignores"] += text.count("# type: ignore")
+        if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree)):
+            readers.append(name)
+        if _FOREIGN.search(text):
+            changers.append(name)
+        for node in ast.walk(tree):
+            if isinstance(node, _FUNCTIONS):
+                functions.append(_function(name, node))
+                counts["public"] += not node.name.startswith("_")
+                counts["documented"] += not node.name.startswith("_") and ast.get_docstring(node) is not None
+            elif isinstance(node, ast.ClassDef):
+                methods[f"{name}: {node.name}"] = sum(isinstance(one, _FUNCTIONS) for one in node.body)
+                class_names[node.name].append(name)
+            elif isinstance(node, ast.Name) and node.id == "Any":
+                counts["any"] += 1
+            elif isinstance(node, ast.ExceptHandler):
+                counts["broad"] += node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+        counts["lazy"] += len(set(_own_lazy_imports(tree, package.name)))
+    folders = Counter(Path(name).parent.as_posix() for name in files if not Path(name).name.startswith("__"))
+    return House(
+        files=files,
+        functions=functions,
+        methods=methods,
+        folders=dict(folders),
+        class_names=dict(class_names),
+        environment_readers=readers,
+        foreign_changes=changers,
+        own_lazy_imports=counts["lazy"],
+        any_annotations=counts["any"],
+        type_ignores=counts["ignores"],
+        broad_excepts=counts["broad"],
+        public_functions=counts["public"],
+        documented_functions=counts["documented"],
+    )
+
+
+def _function(file: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
+    given = node.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return Function(
+        name=f"{file}: {node.name}",
+        lines=(node.end_lineno or node.lineno) - node.lineno + 1,
+        parameters=len([name for name in names if name not in ("self", "cls")]),
+        nesting=_nesting(node.body),
+    )
+
+
+def _nesting(body: Sequence[ast.stmt]) -> int:
+    """Return how deep the blocks of a body lie in one another; functions inside it count for themselves."""
+    deepest = 0
+    for node in body:
+        if not isinstance(node, _BLOCKS):
+            continue
+        parts: list[Sequence[ast.stmt]] = [getattr(node, name, []) for name in ("body", "finalbody")]
+        parts += [part.body for part in (*getattr(node, "handlers", []), *getattr(node, "cases", []))]
+        otherwise = getattr(node, "orelse", [])
+        is_elif = isinstance(node, ast.If) and len(otherwise) == 1 and isinstance(otherwise[0], ast.If)
+        below = max(_nesting(part) for part in (*parts, [] if is_elif else otherwise))
+        deepest = max(deepest, 1 + below, _nesting(otherwise) if is_elif else 0)
+    return deepest
+
+
+def _own_lazy_imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
+    for function in ast.walk(tree):
+        if isinstance(function, _FUNCTIONS):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+                    yield node.lineno, node.module or ""
+
+
+def table(house: House) -> list[str]:
+    """Return the measurements, a line each."""
+    lengths = [lines for lines in house.files.values() if lines]
+    longest = sorted(house.functions, key=lambda f: -f.lines)
+    repeated = [name for name, places in house.class_names.items() if len(places) > 1]
+    rows = {
+        "files, lines": f"{len(house.files)}, {sum(lengths)}",
+        "lines of a file: median, most": f"{median(lengths):g}, {max(lengths)}",
+        "files over 400 lines": sum(lines > 400 for lines in lengths),
+        "files of a folder: most": max(house.folders.values()),
+        "lines of a function: median, most": f"{median(f.lines for f in house.functions):g}, {longest[0].lines}",
+        "functions over 60 lines": sum(f.lines > 60 for f in house.functions),
+        "functions nested deeper than 3": sum(f.nesting > 3 for f in house.functions),
+        "functions of more than 8 parameters": sum(f.parameters > 8 for f in house.functions),
+        "classes of more than 12 methods": sum(count > 12 for count in house.methods.values()),
+        "class names used twice": len(repeated),
+        "modules that read the environment": len(house.environment_readers),
+        "modules that change foreign modules": len(house.foreign_changes),
+        "lazy imports of the package itself": house.own_lazy_imports,
+        "Any, type: ignore, broad except": f"{house.any_annotations}, {house.type_ignores}, {house.broad_excepts}",
+        "public functions with docstring": f"{house.documented_functions} of {house.public_functions}",
+    }
+    width = max(map(len, rows))
+    return [f"{name:{width}}  {value}" for name, value in rows.items()]
+
+
+if __name__ == "__main__":
+    print("\n".join(table(measure())))
