@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mega_rl import progress
-from mega_rl.checkpoint.reader import MAX_THREADS, Checkpoint, StoredPiece
-from mega_rl.checkpoint.untrusted import limited
+from mega_rl.checkpoint.format.reader import MAX_THREADS, Checkpoint, StoredPiece
+from mega_rl.checkpoint.format.untrusted import limited
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import all_failures
 from mega_rl.parallel.boxes import intersection, within

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from mega_rl.checkpoint.manifest import (
+from mega_rl.checkpoint.format.manifest import (
     COMMIT_FILE,
     MANIFEST_FILE,
     MAX_COMMIT_BYTES,
@@ -26,7 +26,7 @@ from mega_rl.checkpoint.manifest import (
     manifest_text,
     parse_manifest,
 )
-from mega_rl.checkpoint.untrusted import read_file
+from mega_rl.checkpoint.format.untrusted import read_file
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.strict_json import shorten

@@ -15,8 +15,8 @@ from typing import Any
 import typer
 
 from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.format.manifest import COMMIT_FILE, MANIFEST_FILE
 from mega_rl.checkpoint.lock import RunLock
-from mega_rl.checkpoint.manifest import COMMIT_FILE, MANIFEST_FILE
 from mega_rl.checkpoint.previous import CHECKPOINTS, previous_runs
 from mega_rl.errors import UserError, UserErrors
 
@@ -196,7 +196,7 @@ def _targets(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
 
 def _verified(folder: Path) -> dict[str, Any]:
     """What `verify` says of a checkpoint."""
-    from mega_rl.checkpoint.reader import Checkpoint
+    from mega_rl.checkpoint.format.reader import Checkpoint
 
     report: dict[str, Any] = {"path": str(folder), "tensors": 0, "pieces": 0, "bytes": 0, "faults": []}
     try:

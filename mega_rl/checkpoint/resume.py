@@ -13,11 +13,11 @@ import torch
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.changes import changes, in_words
 from mega_rl.checkpoint.fill import fill
+from mega_rl.checkpoint.format.manifest import COMMIT_FILE, Manifest
+from mega_rl.checkpoint.format.reader import Checkpoint
+from mega_rl.checkpoint.format.untrusted import RESUME_HINT
 from mega_rl.checkpoint.identity import differences
-from mega_rl.checkpoint.manifest import COMMIT_FILE, Manifest
 from mega_rl.checkpoint.previous import PREVIOUS
-from mega_rl.checkpoint.reader import Checkpoint
-from mega_rl.checkpoint.untrusted import ANOTHER
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
@@ -99,7 +99,7 @@ def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
             log.warning("%s is no checkpoint and is ignored: %s", folder, why)
         damaged = [f"{folder}: {why}" for folder, why in folders.damaged(root)]
         if damaged and not settings.fallback:
-            raise UserError(damaged[-1] if ANOTHER in damaged[-1] else f"{damaged[-1]}; {ANOTHER}")
+            raise UserError(damaged[-1] if RESUME_HINT in damaged[-1] else f"{damaged[-1]}; {RESUME_HINT}")
         return folders.complete(root)[::-1]
     path = Path(wanted).absolute()
     if (path / COMMIT_FILE).exists():

@@ -17,13 +17,13 @@ import torch
 
 from mega_rl import __version__, progress
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.job import Job, Publication
+from mega_rl.checkpoint.format.manifest import Manifest
+from mega_rl.checkpoint.format.shards import shard_name
 from mega_rl.checkpoint.lock import RunLock
-from mega_rl.checkpoint.manifest import Manifest
 from mega_rl.checkpoint.previous import begin_history
 from mega_rl.checkpoint.resume import rank_prefix, resume
-from mega_rl.checkpoint.shards import shard_name
-from mega_rl.checkpoint.writing import Beside, Here, Writing
+from mega_rl.checkpoint.saving.job import Job, Publication
+from mega_rl.checkpoint.saving.writing import Beside, Here, Writing
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import first_failure

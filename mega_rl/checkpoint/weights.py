@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from mega_rl.checkpoint.headers import StoredPiece
-from mega_rl.checkpoint.manifest import Manifest
-from mega_rl.checkpoint.reader import Checkpoint as RunCheckpoint
+from mega_rl.checkpoint.format.headers import StoredPiece
+from mega_rl.checkpoint.format.manifest import Manifest
+from mega_rl.checkpoint.format.reader import Checkpoint as RunCheckpoint
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.transformers_names import disk_tensors

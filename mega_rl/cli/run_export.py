@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.maintenance import checkpoints_of
-from mega_rl.checkpoint.manifest import Manifest
 from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
 from mega_rl.cli.convert_text import print_report, progress_bar
 from mega_rl.errors import UserError

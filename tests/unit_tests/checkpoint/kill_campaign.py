@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mega_rl.checkpoint.folders import complete, step_of
-from mega_rl.checkpoint.reader import Checkpoint
+from mega_rl.checkpoint.format.reader import Checkpoint
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.unit_tests.checkpoint.kill_cases import BEFORE, RANKS, STEP, STEPS, Kill, copy_run, equal, prepare_run, train
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mega_rl.checkpoint import job
+from mega_rl.checkpoint.saving import job
 from mega_rl.config.schema import Config
 from mega_rl.storage import disk
 from tests.helpers.engines import exported, replaced
@@ -66,7 +66,7 @@ def train(rank: int, folder: str, name: str, kill: Kill, steps: int = STEPS) -> 
 
     accelerator = prepare("cpu")
     from mega_rl.assemble import build_trainer, session
-    from mega_rl.checkpoint.writer import WriterProcess
+    from mega_rl.checkpoint.saving.writer import WriterProcess
 
     mine = kill if rank == kill.rank else Kill(background=kill.background)
     config = config_of(Path(folder), name, background=kill.background, steps=steps)
@@ -177,7 +177,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 def lethal_writer(point: int, log: Path, arguments: list[str]) -> None:
     """A background writer that kills its rank and itself at a point of the save after STEP."""
-    from mega_rl.checkpoint import writer
+    from mega_rl.checkpoint.saving import writer
 
     def end() -> None:
         os.kill(os.getppid(), signal.SIGKILL)

@@ -122,8 +122,8 @@ CIRCLES: dict[str, dict[str, Case]] = {
 def save(engine: Any, folder: Path) -> dict[str, Any]:
     """Write an engine's state as a checkpoint by itself; collective. Returns its numbers and what each rank wrote."""
     from mega_rl.checkpoint import folders
-    from mega_rl.checkpoint.manifest import Manifest, WholeTensor, now
-    from mega_rl.checkpoint.shards import PieceSpec, order, shard_name, write_shard
+    from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, now
+    from mega_rl.checkpoint.format.shards import PieceSpec, order, shard_name, write_shard
     from mega_rl.storage.safetensors_reader import DTYPE_NAMES
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -162,7 +162,7 @@ def load(engine: Any, folder: Path) -> None:
     """Take back what `save` wrote, under any layout; collective."""
     from mega_rl.checkpoint import folders
     from mega_rl.checkpoint.fill import fill
-    from mega_rl.checkpoint.reader import Checkpoint
+    from mega_rl.checkpoint.format.reader import Checkpoint
     from mega_rl.parallel.comm import GroupRanks
 
     with Checkpoint.open(folders.final(folder, 1)) as checkpoint:

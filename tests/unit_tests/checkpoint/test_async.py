@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.checkpoint import writer
+from mega_rl.checkpoint.saving import writer
+from mega_rl.checkpoint.saving.writer import WriterProcess
 from mega_rl.checkpoint.store import RunCheckpoints
-from mega_rl.checkpoint.writer import WriterProcess
 from mega_rl.errors import RunError
 from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
 
@@ -28,7 +28,7 @@ PATIENCE_S = 20.0
 # What the writer imports in place of mega_rl.storage.disk's os, by the variable that tells what to do.
 FAULTS = """
     import os
-    from mega_rl.checkpoint import writer
+    from mega_rl.checkpoint.saving import writer
     from mega_rl.storage import disk
 
     class Faulty:
@@ -130,7 +130,7 @@ def test_one_save_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_writer_imports_no_torch() -> None:
-    code = "import sys, mega_rl.checkpoint.writer; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, mega_rl.checkpoint.saving.writer; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -274,7 +274,7 @@ PARENT = """
     saving.finish()
     print(saving._writing.pid, flush=True)
     if len(sys.argv) > 2:
-        from mega_rl.checkpoint.writer import WriterProcess
+        from mega_rl.checkpoint.saving.writer import WriterProcess
         saving._writing.stop()
         WriterProcess.command = (sys.executable, sys.argv[2])
         saving.save(2, {})
@@ -307,8 +307,8 @@ def test_the_writer_does_not_outlive_its_run(tmp_path: Path, faulty: Any, during
 
 
 def test_jobs_travel_as_they_are() -> None:
-    from mega_rl.checkpoint.job import Job, JobPiece, Publication
-    from mega_rl.checkpoint.shards import PieceSpec
+    from mega_rl.checkpoint.format.shards import PieceSpec
+    from mega_rl.checkpoint.saving.job import Job, JobPiece, Publication
 
     piece = JobPiece(PieceSpec("a/b", "BF16", (2, 0), (2, 3)), (4, 3), 64)
     publication = Publication("/root", 7, ("shard_00000.safetensors",), {"step": 7}, {"keep": 1})

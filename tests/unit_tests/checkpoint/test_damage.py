@@ -21,8 +21,8 @@ import torch
 import mega_rl.checkpoint
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
+from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.lock import RunLock
-from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.errors import UserError
 from tests.unit_tests.checkpoint import written
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.fill import fill, plan
-from mega_rl.checkpoint.manifest import WholeTensor
-from mega_rl.checkpoint.reader import Checkpoint, StoredPiece
-from mega_rl.checkpoint.shards import PieceSpec, order, shard_name, write_shard
+from mega_rl.checkpoint.format.manifest import WholeTensor
+from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece
+from mega_rl.checkpoint.format.shards import PieceSpec, order, shard_name, write_shard
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.boxes import flat_boxes, whole
 from mega_rl.parallel.comm import GroupRanks, SingleRank

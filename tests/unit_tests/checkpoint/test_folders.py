@@ -18,8 +18,8 @@ import pytest
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.folders import complete, retire, torn
+from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.lock import RunLock
-from mega_rl.checkpoint.reader import Checkpoint
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards

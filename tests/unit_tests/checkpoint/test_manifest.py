@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.checkpoint.manifest import Manifest, WholeTensor, check_commit, commit_text, manifest_text, parse_manifest
-from mega_rl.checkpoint.shards import ShardRecord
+from mega_rl.checkpoint.format.manifest import (
+    Manifest,
+    WholeTensor,
+    check_commit,
+    commit_text,
+    manifest_text,
+    parse_manifest,
+)
+from mega_rl.checkpoint.format.shards import ShardRecord
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.disk import SaveError
 from tests.unit_tests.checkpoint.written import manifest_of, tensors

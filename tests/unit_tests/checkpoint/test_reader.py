@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.checkpoint import reader
-from mega_rl.checkpoint.coverage import is_inside, missing_elements, overlap
-from mega_rl.checkpoint.reader import Checkpoint, StoredPiece
-from mega_rl.checkpoint.shards import PieceSpec, checksum, order, write_shard
+from mega_rl.checkpoint.format import reader
+from mega_rl.checkpoint.format.coverage import is_inside, missing_elements, overlap
+from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece
+from mega_rl.checkpoint.format.shards import PieceSpec, checksum, order, write_shard
 from mega_rl.parallel.boxes import flat_boxes, whole
 from mega_rl.storage.safetensors_reader import DTYPES, read_header
 from mega_rl.types import Box

@@ -15,8 +15,8 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from mega_rl.checkpoint import shards
-from mega_rl.checkpoint.shards import PieceSpec, ShardRecord, order, write_shard
+from mega_rl.checkpoint.format import shards
+from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, order, write_shard
 from mega_rl.errors import UserErrors
 from mega_rl.storage.disk import SaveError
 from mega_rl.storage.safetensors_header import ITEM_BYTES

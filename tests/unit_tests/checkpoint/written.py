@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.manifest import Manifest, WholeTensor, commit_text, now
-from mega_rl.checkpoint.shards import PieceSpec, ShardRecord, checksum, order, shard_name, write_shard
+from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, commit_text, now
+from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, checksum, order, shard_name, write_shard
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES, as_bytes
 from mega_rl.types import Box
 

@@ -15,13 +15,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.checkpoint.coverage import is_inside, missing_elements, overlap
 from mega_rl.checkpoint.folders import is_step_folder, read_manifest, step_of
-from mega_rl.checkpoint.headers import StoredPiece as StoredPiece
-from mega_rl.checkpoint.headers import read_shard
-from mega_rl.checkpoint.manifest import MANIFEST_FILE, Manifest
-from mega_rl.checkpoint.shards import CHUNK_BYTES, PieceSpec
-from mega_rl.checkpoint.untrusted import ANOTHER, fault, limited, open_regular
+from mega_rl.checkpoint.format.coverage import is_inside, missing_elements, overlap
+from mega_rl.checkpoint.format.headers import StoredPiece as StoredPiece
+from mega_rl.checkpoint.format.headers import read_shard
+from mega_rl.checkpoint.format.manifest import MANIFEST_FILE, Manifest
+from mega_rl.checkpoint.format.shards import CHUNK_BYTES, PieceSpec
+from mega_rl.checkpoint.format.untrusted import RESUME_HINT, fault, limited, open_regular
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.safetensors_reader import as_bytes
 from mega_rl.storage.strict_json import shorten
@@ -55,7 +55,7 @@ class Checkpoint:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise UserError(f"checkpoint {folder}: no such folder; {ANOTHER}")
+            raise UserError(f"checkpoint {folder}: no such folder; {RESUME_HINT}")
         manifest = read_manifest(folder)
         if is_step_folder(folder) and step_of(folder) != manifest.step:
             raise UserError(fault(folder / MANIFEST_FILE, "step", manifest.step, "is not that of the folder's name"))
@@ -134,7 +134,7 @@ class Checkpoint:
                     if (found := running.hexdigest()) != piece.checksum:
                         problems.append(
                             f"{piece.file}: {_place(piece)}: checksum {found}, expected {piece.checksum}; "
-                            f"the file was changed or the disk is failing: {ANOTHER}"
+                            f"the file was changed or the disk is failing: {RESUME_HINT}"
                         )
         except UserError as error:
             problems.append(str(error))
@@ -163,8 +163,8 @@ def _strangers(folder: Path, manifest: Manifest) -> list[str]:
     try:
         found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in known)
     except OSError as error:
-        return [f"{folder}: cannot be read ({error.strerror}); {ANOTHER}"]
-    return [f"{folder / shorten(name)}: is not in {MANIFEST_FILE}; remove it or {ANOTHER}" for name in found]
+        return [f"{folder}: cannot be read ({error.strerror}); {RESUME_HINT}"]
+    return [f"{folder / shorten(name)}: is not in {MANIFEST_FILE}; remove it or {RESUME_HINT}" for name in found]
 
 
 def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list[StoredPiece]]) -> list[str]:
@@ -178,9 +178,9 @@ def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list
         missing = missing_elements(pieces, whole.shape)
         if (pair := overlap(pieces)) is not None:
             at = " and ".join(f"{list(p.shape)} at {list(p.offset)}" for p in pair)
-            problems.append(f"{what}: its pieces {at} overlap; {ANOTHER}")
+            problems.append(f"{what}: its pieces {at} overlap; {RESUME_HINT}")
         elif missing:
-            problems.append(f"{what}: its pieces lack {missing} of {prod(whole.shape)} elements; {ANOTHER}")
+            problems.append(f"{what}: its pieces lack {missing} of {prod(whole.shape)} elements; {RESUME_HINT}")
     return problems
 
 
@@ -265,11 +265,11 @@ def _fill(fd: int, buffer: memoryview, offset: int, piece: StoredPiece) -> None:
         try:
             count = os.preadv(fd, [buffer], offset)
         except OSError as error:
-            raise UserError(f"{piece.file}: {_place(piece)}: cannot be read ({error.strerror}); {ANOTHER}") from error
+            raise UserError(f"{piece.file}: {_place(piece)}: cannot be read ({error.strerror}); {RESUME_HINT}") from error
         if count == 0:
             raise UserError(
                 f"{piece.file}: {_place(piece)}: the file ends at byte {offset}, {len(buffer)} bytes are missing; "
-                f"it was truncated: {ANOTHER}"
+                f"it was truncated: {RESUME_HINT}"
             )
         buffer, offset = buffer[count:], offset + count
 

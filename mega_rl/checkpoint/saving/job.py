@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl.checkpoint.coverage import missing_elements, overlap
 from mega_rl.checkpoint.folders import publish, retire
-from mega_rl.checkpoint.manifest import Manifest, WholeTensor, now
-from mega_rl.checkpoint.shards import PieceSpec, ShardRecord, order, write_shard
+from mega_rl.checkpoint.format.coverage import missing_elements, overlap
+from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, now
+from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, order, write_shard
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError

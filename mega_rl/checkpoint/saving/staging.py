@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mega_rl.checkpoint.job import JobPiece
-from mega_rl.checkpoint.shards import PieceSpec, order
+from mega_rl.checkpoint.format.shards import PieceSpec, order
+from mega_rl.checkpoint.saving.job import JobPiece
 from mega_rl.storage.disk import SaveError
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES, as_bytes
 from mega_rl.types import Piece

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl.checkpoint.shards import ShardRecord, checksum
-from mega_rl.checkpoint.untrusted import (
-    ANOTHER,
+from mega_rl.checkpoint.format.shards import ShardRecord, checksum
+from mega_rl.checkpoint.format.untrusted import (
+    RESUME_HINT,
     decode_json,
     fault,
     is_checksum,
@@ -113,10 +113,10 @@ def check_commit(commit: bytes, manifest: bytes, folder: Path) -> None:
     if expected != found:
         raise UserError(
             f"{folder / MANIFEST_FILE}: {found[0]} bytes with checksum {found[1]}, expected {expected[0]} with "
-            f"{expected[1]} (by {COMMIT_FILE}); one of the two was changed or the disk is failing: {ANOTHER}"
+            f"{expected[1]} (by {COMMIT_FILE}); one of the two was changed or the disk is failing: {RESUME_HINT}"
         )
     if commit.decode() != commit_text(manifest):
-        raise UserError(f"{where}: {shown(commit.decode())} is not as it was written; {ANOTHER}")
+        raise UserError(f"{where}: {shown(commit.decode())} is not as it was written; {RESUME_HINT}")
 
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
@@ -125,7 +125,7 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
     for key, value in (("format", FORMAT), ("version", VERSION)):
         if raw.get(key) != value or isinstance(raw[key], bool | float):
             found = f"{key}={shown(raw[key])}" if key in raw else f"{key} is missing"
-            raise UserError(f"{where}: {found}, this program reads {value!r}; {ANOTHER}")
+            raise UserError(f"{where}: {found}, this program reads {value!r}; {RESUME_HINT}")
     problems = key_faults(raw, (*_KEYS, "tensors", "shards"), where)
     if problems:
         raise UserErrors(limited(problems, where))

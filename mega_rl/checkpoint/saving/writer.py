@@ -1,7 +1,7 @@
 """The process beside a rank that does its part of saves.
 
-`python -m mega_rl.checkpoint.writer` imports no torch. It maps the rank's staging memory and reads jobs from a socket,
-one JSON line each, and answers each with a line. It ends when its parent does, however that ends: the kernel kills it,
+`python -m mega_rl.checkpoint.saving.writer` imports no torch. It maps the rank's staging memory and reads jobs from a
+socket, one JSON line each, and answers each with a line. It ends when its parent does, however that ends: the kernel kills it,
 and the socket is closed. Signals that are meant for the trainer do not tear a save.
 """
 
@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mega_rl.checkpoint.job import Job, Outcome, perform
+from mega_rl.checkpoint.saving.job import Job, Outcome, perform
 from mega_rl.storage.disk import SaveError
 
-COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.writer")
+COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.saving.writer")
 SEND_TIMEOUT_S = 60.0  # for a job to be taken by a process that does nothing else
 END_TIMEOUT_S = 10.0  # for a process that was killed; one that waits for a dead disk cannot end
 TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from mega_rl.checkpoint.shards import PieceSpec
+from mega_rl.checkpoint.format.shards import PieceSpec
 
 
 def is_inside(piece: PieceSpec, shape: tuple[int, ...]) -> bool:

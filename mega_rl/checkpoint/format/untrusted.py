@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from mega_rl.errors import UserError
 from mega_rl.storage.strict_json import parse_object, shorten
 
-ANOTHER = "set checkpoint.fallback=true to go on from the checkpoint before, or checkpoint.resume to another one"
+RESUME_HINT = "set checkpoint.fallback=true to go on from the checkpoint before, or checkpoint.resume to another one"
 MAX_DIMS = 16
 MAX_FAULTS = 20  # shown of one kind
 _SHOWN = 80  # characters of a text in a message
@@ -25,11 +25,11 @@ def open_regular(path: Path) -> tuple[int, int]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         reason = "it is a link" if path.is_symlink() else error.strerror
-        raise UserError(f"{path}: cannot be read ({reason}); {ANOTHER}") from error
+        raise UserError(f"{path}: cannot be read ({reason}); {RESUME_HINT}") from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise UserError(f"{path}: is no regular file, which all files of a checkpoint must be; {ANOTHER}")
+        raise UserError(f"{path}: is no regular file, which all files of a checkpoint must be; {RESUME_HINT}")
     return fd, status.st_size
 
 
@@ -38,7 +38,7 @@ def read_file(path: Path, limit: int) -> bytes:
     fd, size = open_regular(path)
     try:
         if size > limit:
-            raise UserError(f"{path}: {size} bytes, at most {limit} are allowed; {ANOTHER}")
+            raise UserError(f"{path}: {size} bytes, at most {limit} are allowed; {RESUME_HINT}")
         return read_at(fd, 0, size, path)
     finally:
         os.close(fd)
@@ -52,7 +52,7 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {ANOTHER}") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {RESUME_HINT}") from error
     return b"".join(parts)
 
 
@@ -61,20 +61,20 @@ def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
     try:
         return parse_object(data)
     except ValueError as error:
-        raise UserError(f"{where}: {error}; {ANOTHER}") from error
+        raise UserError(f"{where}: {error}; {RESUME_HINT}") from error
 
 
 def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) -> list[str]:
     """A message for every key that is missing and every one that is unknown."""
     expected = dict.fromkeys(known)
-    missing = [f"{where}: {name} is missing; {ANOTHER}" for name in expected if name not in raw]
-    unknown = [f"{where}: {shown(name)} is unknown; {ANOTHER}" for name in raw if name not in expected]
+    missing = [f"{where}: {name} is missing; {RESUME_HINT}" for name in expected if name not in raw]
+    unknown = [f"{where}: {shown(name)} is unknown; {RESUME_HINT}" for name in raw if name not in expected]
     return [*missing, *unknown]
 
 
 def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
     """The message for a value that breaks a rule."""
-    return f"{where}: {shorten(key)}={shown(value)} {rule}; {ANOTHER}"
+    return f"{where}: {shorten(key)}={shown(value)} {rule}; {RESUME_HINT}"
 
 
 def limited(problems: list[str], where: str | Path) -> list[str]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from mega_rl.checkpoint.job import Job, Outcome, perform
-from mega_rl.checkpoint.staging import Staging, direct, plan
-from mega_rl.checkpoint.writer import WriterProcess
+from mega_rl.checkpoint.saving.job import Job, Outcome, perform
+from mega_rl.checkpoint.saving.staging import Staging, direct, plan
+from mega_rl.checkpoint.saving.writer import WriterProcess
 from mega_rl.storage.disk import SaveError
 from mega_rl.types import Piece
 

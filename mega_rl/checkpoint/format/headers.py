@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from mega_rl.checkpoint.coverage import is_inside
-from mega_rl.checkpoint.manifest import MANIFEST_FILE, Manifest
-from mega_rl.checkpoint.shards import FORMAT, PieceSpec, ShardRecord, checksum
-from mega_rl.checkpoint.untrusted import (
-    ANOTHER,
+from mega_rl.checkpoint.format.coverage import is_inside
+from mega_rl.checkpoint.format.manifest import MANIFEST_FILE, Manifest
+from mega_rl.checkpoint.format.shards import FORMAT, PieceSpec, ShardRecord, checksum
+from mega_rl.checkpoint.format.untrusted import (
+    RESUME_HINT,
     decode_json,
     fault,
     is_checksum,
@@ -57,24 +57,24 @@ def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[Stor
     try:
         if size != record.nbytes:
             cause = "truncated" if size < record.nbytes else "changed"
-            raise UserError(f"{path}: {size} bytes, expected {record.nbytes}; the file was {cause}: {ANOTHER}")
+            raise UserError(f"{path}: {size} bytes, expected {record.nbytes}; the file was {cause}: {RESUME_HINT}")
         prefix = read_at(fd, 0, 8, path)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if length > min(MAX_HEADER_BYTES, size - 8):
-            raise UserError(f"{path}: claims a header of {length} bytes in {size}; the file was changed: {ANOTHER}")
+            raise UserError(f"{path}: claims a header of {length} bytes in {size}; the file was changed: {RESUME_HINT}")
         text = read_at(fd, 8, length, path)
     finally:
         os.close(fd)
     if (found := checksum(prefix + text)) != record.header:
         raise UserError(
             f"{path}: its header has checksum {found}, expected {record.header}; the file was changed, is of another "
-            f"checkpoint, or the disk is failing: {ANOTHER}"
+            f"checkpoint, or the disk is failing: {RESUME_HINT}"
         )
     infos = _entries(path)
     checksums = _checksums(text, path)
-    problems = [f"{path}: {shorten(key)} has no checksum; {ANOTHER}" for key in infos if key not in checksums]
+    problems = [f"{path}: {shorten(key)} has no checksum; {RESUME_HINT}" for key in infos if key not in checksums]
     problems += [
-        f"{path}: a checksum of {shorten(k)}, which is not there; {ANOTHER}" for k in checksums if k not in infos
+        f"{path}: a checksum of {shorten(k)}, which is not there; {RESUME_HINT}" for k in checksums if k not in infos
     ]
     if problems:
         raise UserErrors(problems)
@@ -97,7 +97,7 @@ def _entries(path: Path) -> dict[str, TensorInfo]:
         told = [problem.removesuffix("; fetch the file again") for problem in problems]
         # Names in a header may hold anything.
         told = ["".join(c if c.isprintable() else "?" for c in problem[:_SHOWN]) for problem in told]
-        raise UserErrors(limited([f"{problem}; {ANOTHER}" for problem in told], path)) from error
+        raise UserErrors(limited([f"{problem}; {RESUME_HINT}" for problem in told], path)) from error
 
 
 def _checksums(header: bytes, path: Path) -> dict[str, str]:
@@ -130,17 +130,17 @@ def _piece_spec(key: str, info: TensorInfo, manifest: Manifest, problems: list[s
     where = f"{info.file}: {shorten(key)}"
     whole = manifest.tensors.get(name) if at else None
     if whole is None:
-        problems.append(f"{where}: is of no tensor of {MANIFEST_FILE}; {ANOTHER}")
+        problems.append(f"{where}: is of no tensor of {MANIFEST_FILE}; {RESUME_HINT}")
         return None
     numbers = text.split(",") if text else []
     if len(numbers) != len(whole.shape) or not all(_is_offset(number) for number in numbers):
-        problems.append(f"{where}: must end in @ and {len(whole.shape)} numbers; {ANOTHER}")
+        problems.append(f"{where}: must end in @ and {len(whole.shape)} numbers; {RESUME_HINT}")
         return None
     spec = PieceSpec(name, DTYPE_NAMES[info.dtype], tuple(map(int, numbers)), info.shape)
     if spec.dtype != whole.dtype:
-        problems.append(f"{where}: is {spec.dtype}, but {whole.dtype} in {MANIFEST_FILE}; {ANOTHER}")
+        problems.append(f"{where}: is {spec.dtype}, but {whole.dtype} in {MANIFEST_FILE}; {RESUME_HINT}")
     elif not is_inside(spec, whole.shape):
-        problems.append(f"{where}: {shown(list(spec.shape))} lies outside of {shown(list(whole.shape))}; {ANOTHER}")
+        problems.append(f"{where}: {shown(list(spec.shape))} lies outside of {shown(list(whole.shape))}; {RESUME_HINT}")
     return spec
 
 

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: shards, manifest, and strict readers of both."""
