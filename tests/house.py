@@ -7,7 +7,6 @@ docstring; nesting counts `if`, `for`, `while`, `with`, `try` and `match` inside
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from statistics import median
 PACKAGE = Path(__file__).parents[1] / "mega_rl"
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-# An assignment to an attribute of a module that is not ours changes it for everyone.
-_FOREIGN = re.compile(r"^\s*(torch|megatron|transformers|dist|sglang|sys\.modules)\b[\w.\[\]\"']* = |setattr\(", re.M)
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def measure(package: Path = PACKAGE) -> House:
         counts["ignores"] += text.count("# type: ignore")
         if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree)):
             readers.append(name)
-        if _FOREIGN.search(text):
+        if _changes_foreign_modules(tree, package.name):
             changers.append(name)
         for node in ast.walk(tree):
             if isinstance(node, _FUNCTIONS):
@@ -130,6 +127,34 @@ def _own_lazy_imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str
             for node in ast.walk(function):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
                     yield node.lineno, node.module or ""
+
+
+def _changes_foreign_modules(tree: ast.Module, package: str) -> bool:
+    """Return whether a module assigns to attributes of modules or classes that it imports from elsewhere."""
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign |= {(name.asname or name.name).split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != package:
+            foreign |= {name.asname or name.name for name in node.names}
+    for node in ast.walk(tree):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        if any(_root(target) in foreign for target in targets if isinstance(target, ast.Attribute)):
+            return True
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and _root(node.args[0]) in foreign:
+            return True
+        if isinstance(node, ast.Assign) and any(ast.unparse(target).startswith("sys.modules[") for target in targets):
+            return True
+    return False
+
+
+def _root(node: ast.AST) -> str:
+    """Return the name at the root of `a.b.c`, empty for anything else."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def table(house: House) -> list[str]:

@@ -16,7 +16,7 @@ NEED = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.
 STANDIN = "_triton_for_megatron_on_cpu"
 
 
-class Kernel:
+class AbsentKernel:
     """A kernel that cannot be started."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -29,7 +29,7 @@ class Kernel:
 def install() -> dict[str, dict[str, str]]:
     """Make the stand-in importable; returns the names to replace in each of `NEED`."""
     triton, language = ModuleType(STANDIN), ModuleType(f"{STANDIN}.language")
-    vars(triton).update(jit=Kernel, language=language)
+    vars(triton).update(jit=AbsentKernel, language=language)
     vars(language).update(constexpr=int)  # an annotation of the kernels' parameters
     sys.modules.update({STANDIN: triton, f"{STANDIN}.language": language})
     names = {"triton": STANDIN, "triton.language": f"{STANDIN}.language"}

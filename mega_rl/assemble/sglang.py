@@ -21,7 +21,7 @@ from mega_rl.rollout.sglang.generation.router import Fleet
 from mega_rl.rollout.sglang.http.ask_all import each
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.pool import ServerPool
-from mega_rl.rollout.sglang.weights.checks import Expected, sent_tensors
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
 from mega_rl.rollout.sglang.weights.probe import Probe, probe_limit
 from mega_rl.rollout.sglang.weights.source import TrainerWeights
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
@@ -184,7 +184,7 @@ def connect(
         world,
         controls=own,
         num_servers=len(endpoints),
-        expected=Expected(
+        expected=ExpectedServer(
             hf=hf,
             sent=sent_tensors(actor.sharding, dtype),
             dtype=dtype_name,

@@ -31,7 +31,7 @@ _OF_A_RANK = re.compile(r"rank\d{5,}/")
 HEARD_RANKS = 8  # of those that have problems; what is wrong with a checkpoint is mostly the same on all
 
 
-class Copy(NamedTuple):
+class PieceCopy(NamedTuple):
     """Elements that go from a stored piece into live memory."""
 
     source: StoredPiece
@@ -57,7 +57,7 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
     copies.sort(key=_place)
     advance = progress.counter(sum(copy.target.nbytes for copy in copies), unit="B")
 
-    def read(copy: Copy) -> None:
+    def read(copy: PieceCopy) -> None:
         checkpoint.read_into(copy.source, copy.inner, copy.target)
         advance(copy.target.nbytes)
 
@@ -66,9 +66,9 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
             pass  # taking each result raises what went wrong
 
 
-def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[Copy], list[str]]:
+def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCopy], list[str]]:
     """What to copy for these pieces, and what is wrong, each tensor once."""
-    copies: list[Copy] = []
+    copies: list[PieceCopy] = []
     problems: dict[str, None] = {}
     stored: dict[str, _Stored] = {}
     for piece in pieces:
@@ -107,7 +107,7 @@ class _Stored:
         self.starts = [box.offset[0] if box.offset else 0 for box, _ in self.pieces]
         self.longest = max((box.shape[0] if box.shape else 1 for box, _ in self.pieces), default=0)
 
-    def copies(self, piece: Piece) -> list[Copy]:
+    def copies(self, piece: Piece) -> list[PieceCopy]:
         """From every stored piece that has some of this piece's elements."""
         first, end = (piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0]) if piece.box.shape else (0, 1)
         low, high = bisect_left(self.starts, first - self.longest + 1), bisect_left(self.starts, end)
@@ -116,7 +116,7 @@ class _Stored:
             common = intersection(box, piece.box)
             if common is not None:
                 target = _narrowed(piece.data, within(piece.box, common))
-                found.append(Copy(source, within(box, common), target))
+                found.append(PieceCopy(source, within(box, common), target))
         return found
 
 
@@ -151,7 +151,7 @@ def _there(piece: Piece, stored: tuple[int, ...]) -> tuple[int, ...]:
     return (max(rows, 0), *piece.box.shape[1:])
 
 
-def _damage(checkpoint: Checkpoint, copies: Sequence[Copy]) -> list[str]:
+def _damage(checkpoint: Checkpoint, copies: Sequence[PieceCopy]) -> list[str]:
     """What is wrong with the data of the stored pieces that are needed."""
     try:
         checkpoint.verify({_place(copy): copy.source for copy in copies}.values())
@@ -160,7 +160,7 @@ def _damage(checkpoint: Checkpoint, copies: Sequence[Copy]) -> list[str]:
     return []
 
 
-def _place(copy: Copy) -> tuple[str, int]:
+def _place(copy: PieceCopy) -> tuple[str, int]:
     """Where the stored piece begins."""
     return str(copy.source.file), copy.source.offset
 

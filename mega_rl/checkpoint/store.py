@@ -22,7 +22,7 @@ from mega_rl.checkpoint.format.shards import shard_name
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.previous import begin_history
 from mega_rl.checkpoint.resume import rank_prefix, resume
-from mega_rl.checkpoint.saving.job import Job, Publication
+from mega_rl.checkpoint.saving.job import Publication, SaveJob
 from mega_rl.checkpoint.saving.writing import Beside, Here, Writing
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError
@@ -134,7 +134,7 @@ class RunCheckpoints:
         sizes[self._ranks.rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
         counts, sizes_of = self._ranks.sum(sizes).unbind(1)
         shards = tuple(shard_name(rank) for rank in range(self._ranks.size) if counts[rank])
-        job = Job(
+        job = SaveJob(
             folder=str(folders.temporary(self._root, step)),
             shard=shard_name(self._ranks.rank),
             pieces=(),

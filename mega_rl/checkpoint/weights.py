@@ -16,7 +16,7 @@ from mega_rl.converters.live.transformers_names import disk_tensors
 from mega_rl.converters.offline import formats as checkpoints
 from mega_rl.converters.offline.dist_keys import whole_model
 from mega_rl.converters.offline.dist_metadata import Chunk, DistTensor
-from mega_rl.converters.offline.formats import Whole, assembled
+from mega_rl.converters.offline.formats import ShapeAndDtype, assembled
 from mega_rl.converters.offline.slabs import Slabs
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
@@ -30,7 +30,7 @@ HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value"}
 _FSDP_HEAD = "score.weight"  # whatever the checkpoint calls it that the model came from
 
 
-def open_weights(folder: Path, *, role: str, reference: Path) -> checkpoints.Checkpoint:
+def open_weights(folder: Path, *, role: str, reference: Path) -> checkpoints.WeightFiles:
     """Open the weights of "actor" or "critic" in one checkpoint of a run, with all of their checksums compared.
 
     `reference`: folder of the Hugging Face checkpoint that the model came from; its config.json is read.
@@ -62,7 +62,7 @@ def _open_megatron(
     sharding: Sharding,
     pieces: Mapping[str, Sequence[StoredPiece]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> checkpoints.Checkpoint:
+) -> checkpoints.WeightFiles:
     """Megatron-Core's names, layers one by one, in boxes as a distributed checkpoint has them."""
     tensors = {
         key: DistTensor(
@@ -95,12 +95,12 @@ def _open_fsdp(
     sharding: Sharding,
     pieces: Mapping[str, Sequence[StoredPiece]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> checkpoints.Checkpoint:
+) -> checkpoints.WeightFiles:
     """transformers' names, in rows; a mixture's experts in two tensors of a layer."""
     hf = sharding.hf
     infos: dict[str, TensorInfo] = {}
     homes: dict[str, list[Home]] = {}
-    wholes: dict[str, Whole] = {}
+    wholes: dict[str, ShapeAndDtype] = {}
     for name, of_one in pieces.items():
         for piece in of_one:
             stored = f"{name}@{piece.spec.offset[0] if piece.spec.offset else 0}"
@@ -109,11 +109,11 @@ def _open_fsdp(
             )
         for disk in disk_tensors(hf.model_type, name, shapes[name]):
             on_disk = hf.value_head if disk.name == _FSDP_HEAD and sharding.head == "value" else disk.name
-            wholes[on_disk] = Whole(disk.shape, of_one[0].dtype)
+            wholes[on_disk] = ShapeAndDtype(disk.shape, of_one[0].dtype)
             homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, name, of_one, shapes[name]))
     _check_shapes(folder, hf, sharding.head, wholes)
     files = CheckpointReader(folder, tensors=infos)
-    return checkpoints.Checkpoint(folder, "hf", sharding, wholes, files, homes)
+    return checkpoints.WeightFiles(folder, "hf", sharding, wholes, files, homes)
 
 
 def _homes(
@@ -135,7 +135,7 @@ def _homes(
             yield Home(stored, Copy(tensor, low - row, 0, low - first, 0, high - low, columns))
 
 
-def _check_shapes(folder: Path, hf: HFConfig, head: Head, wholes: Mapping[str, Whole]) -> None:
+def _check_shapes(folder: Path, hf: HFConfig, head: Head, wholes: Mapping[str, ShapeAndDtype]) -> None:
     """Raise UserErrors where a tensor is not that of the model of config.json."""
     expected = hf_tensors(hf, head=head)
     problems = [f"{folder}: {name} is no part of the {hf.family} model" for name in sorted(set(wholes) - set(expected))]

@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PromptRow:
     """A readable row that is not tokenised yet."""
 
     where: str  # "train.jsonl:17"
@@ -91,7 +91,7 @@ def load_prompts(
     template = ChatTemplate(tokenizer, chat_template_kwargs or {}, system_prompt) if chat_template else None
     fatal: list[str] = []
     bad: list[str] = []
-    rows: list[_Row] = []
+    rows: list[_PromptRow] = []
     index = 0
     for file in map(Path, files):
         for where, content in _read(file, (prompt_key, answer_key), reward_columns, fatal):
@@ -242,7 +242,7 @@ def _parse(
     answer_key: str,
     template: ChatTemplate | None,
     reward: RewardColumns,
-) -> _Row:
+) -> _PromptRow:
     """The row's prompt and answer. Raises _RowProblem."""
     if isinstance(row, _RowProblem):
         raise row
@@ -268,7 +268,7 @@ def _parse(
     model_text = text if template is None else _render(messages, template)
     _check_unicode((prompt_key, model_text), (answer_key, json.dumps(answer, ensure_ascii=False)))
     turns = tuple((turn["role"], turn["content"]) for turn in messages)
-    return _Row(
+    return _PromptRow(
         where=where,
         index=index,
         text=text,
@@ -328,7 +328,7 @@ def _kind(value: Any) -> str:
 
 
 def _tokenise(
-    rows: Sequence[_Row],
+    rows: Sequence[_PromptRow],
     tokenizer: Tokenizer,
     *,
     add_special_tokens: bool,

@@ -26,7 +26,7 @@ VALIDATION_SPLITS = ("validation", "test")
 UNREADABLE = (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
 
 
-class Problem(Exception):
+class RowsProblem(Exception):
     """A mistake in the request, in words for the user."""
 
 
@@ -40,7 +40,7 @@ def make(request: dict[str, Any]) -> dict[str, str]:
     commit, asked = str(builder.hash), request["revision"]
     if COMMIT.fullmatch(commit) is None or (COMMIT.fullmatch(asked) and asked != commit):
         # Without a network the library takes what it has.
-        raise Problem(f"the cache holds version {commit}, not {asked}; download it once with a network")
+        raise RowsProblem(f"the cache holds version {commit}, not {asked}; download it once with a network")
     file = Path(request["folder"], f".{os.getpid()}.new")
     try:
         builder.as_dataset(split=split).to_parquet(file)
@@ -57,10 +57,10 @@ def _builder(request: dict[str, Any]) -> Any:
     except ValueError:
         names = datasets.get_dataset_config_names(remote, revision=request["revision"])
         if config and config not in names:
-            raise Problem(f"has no configuration {config!r}; legal: {', '.join(names)}") from None
+            raise RowsProblem(f"has no configuration {config!r}; legal: {', '.join(names)}") from None
         if not config and len(names) > 1:
             example = f"{request['repo']}:{names[0]}"
-            raise Problem(f"name one of its configurations, as {example}; legal: {', '.join(names)}") from None
+            raise RowsProblem(f"name one of its configurations, as {example}; legal: {', '.join(names)}") from None
         raise
 
 
@@ -69,20 +69,20 @@ def _split(splits: list[str], request: dict[str, Any]) -> str:
     asked = request["split"]
     if asked:
         if asked.partition("[")[0] not in splits:
-            raise Problem(f"has no split {asked!r}; legal: {', '.join(splits)}")
+            raise RowsProblem(f"has no split {asked!r}; legal: {', '.join(splits)}")
         return str(asked)
     usual = ("train",) if request["role"] == "train" else VALIDATION_SPLITS
     for split in (*usual, *(splits if len(splits) == 1 else ())):
         if split in splits:
             return split
-    raise Problem(f"has no split {' or '.join(usual)}; name one of {', '.join(splits)}")
+    raise RowsProblem(f"has no split {' or '.join(usual)}; name one of {', '.join(splits)}")
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
     """Return the outcome of `make`, or {"problem"} with the reason of its failure."""
     try:
         return make(request)
-    except Problem as problem:
+    except RowsProblem as problem:
         return {"problem": str(problem)}
     except UNREADABLE as error:
         return {"problem": _words(error, request)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.live.copying import fill_all
 from mega_rl.converters.live.load import LoadReport, weights_of
-from mega_rl.converters.offline.formats import Checkpoint, open_checkpoint
+from mega_rl.converters.offline.formats import WeightFiles, open_checkpoint
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Sharding
@@ -64,7 +64,7 @@ def load_ranks(
         return LoadReport(len(jobs), checkpoint.files.bytes_read, tuple(kept), checkpoint.ignored, seconds)
 
 
-def _check_same(checkpoint: Checkpoint, sharding: Sharding) -> None:
+def _check_same(checkpoint: WeightFiles, sharding: Sharding) -> None:
     """Raises UserErrors listing what tells the stored model from the live one."""
     stored: HFConfig = checkpoint.hf
     problems = [

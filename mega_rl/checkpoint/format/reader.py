@@ -265,7 +265,9 @@ def _fill(fd: int, buffer: memoryview, offset: int, piece: StoredPiece) -> None:
         try:
             count = os.preadv(fd, [buffer], offset)
         except OSError as error:
-            raise UserError(f"{piece.file}: {_place(piece)}: cannot be read ({error.strerror}); {RESUME_HINT}") from error
+            raise UserError(
+                f"{piece.file}: {_place(piece)}: cannot be read ({error.strerror}); {RESUME_HINT}"
+            ) from error
         if count == 0:
             raise UserError(
                 f"{piece.file}: {_place(piece)}: the file ends at byte {offset}, {len(buffer)} bytes are missing; "

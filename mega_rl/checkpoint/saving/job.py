@@ -45,7 +45,7 @@ class Publication:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One rank's part of a save."""
 
     folder: str  # the temporary one
@@ -60,7 +60,7 @@ class Job:
         return vars(self) | {"publication": publication}
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> Job:
+    def from_json(value: dict[str, Any]) -> SaveJob:
         """Undo `to_json` and what JSON made of it."""
         pieces = tuple(
             JobPiece(PieceSpec(name, dtype, tuple(offset), tuple(shape)), tuple(whole), at)
@@ -68,18 +68,18 @@ class Job:
         )
         found = value["publication"]
         publication = None if found is None else Publication(**found | {"shards": tuple(found["shards"])})
-        return Job(**value | {"pieces": pieces, "publication": publication})
+        return SaveJob(**value | {"pieces": pieces, "publication": publication})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """What became of a job that did not fail."""
 
     nbytes: int  # of this rank's shard
     notes: tuple[str, ...] = field(default=())  # what went wrong without harm to the checkpoint
 
 
-def perform(job: Job, data: Callable[[int], memoryview], *, given_up: Callable[[], bool]) -> Outcome:
+def perform(job: SaveJob, data: Callable[[int], memoryview], *, given_up: Callable[[], bool]) -> SaveOutcome:
     """Write the shard and its record; on the first rank publish when all have. data: bytes of the piece of an index.
 
     Raises:
@@ -90,11 +90,11 @@ def perform(job: Job, data: Callable[[int], memoryview], *, given_up: Callable[[
     if job.pieces:
         nbytes = _write_own(job, data)
     if job.publication is None:
-        return Outcome(nbytes)
-    return Outcome(nbytes, _publish(job, job.publication, deadline=deadline, given_up=given_up))
+        return SaveOutcome(nbytes)
+    return SaveOutcome(nbytes, _publish(job, job.publication, deadline=deadline, given_up=given_up))
 
 
-def _write_own(job: Job, data: Callable[[int], memoryview]) -> int:
+def _write_own(job: SaveJob, data: Callable[[int], memoryview]) -> int:
     """Shard and record of this rank; returns the shard's bytes."""
     folder = Path(job.folder)
     try:
@@ -110,7 +110,9 @@ def _write_own(job: Job, data: Callable[[int], memoryview]) -> int:
     return record.nbytes
 
 
-def _publish(job: Job, publication: Publication, *, deadline: float, given_up: Callable[[], bool]) -> tuple[str, ...]:
+def _publish(
+    job: SaveJob, publication: Publication, *, deadline: float, given_up: Callable[[], bool]
+) -> tuple[str, ...]:
     """Make the shards of all ranks a checkpoint, then remove old ones; returns what the latter failed with."""
     folder = Path(job.folder)
     records: list[ShardRecord] = []

@@ -1,8 +1,8 @@
 """The process beside a rank that does its part of saves.
 
 `python -m mega_rl.checkpoint.saving.writer` imports no torch. It maps the rank's staging memory and reads jobs from a
-socket, one JSON line each, and answers each with a line. It ends when its parent does, however that ends: the kernel kills it,
-and the socket is closed. Signals that are meant for the trainer do not tear a save.
+socket, one JSON line each, and answers each with a line. It ends when its parent does, however that ends: the kernel
+kills it, and the socket is closed. Signals that are meant for the trainer do not tear a save.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mega_rl.checkpoint.saving.job import Job, Outcome, perform
+from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
 from mega_rl.storage.disk import SaveError
 
 COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.saving.writer")
@@ -79,7 +79,7 @@ class WriterProcess:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
-    def start(self, job: Job, *, memory_bytes: int) -> None:
+    def start(self, job: SaveJob, *, memory_bytes: int) -> None:
         """Send a job whose pieces lie in the first so many bytes of the memory. Raises SaveError."""
         line = json.dumps({"job": job.to_json(), "memory_bytes": memory_bytes}) + "\n"
         self._socket.settimeout(SEND_TIMEOUT_S)
@@ -88,7 +88,7 @@ class WriterProcess:
         except OSError as error:
             raise SaveError(f"{self._death() or f'the writer (process {self.pid}) takes no job'}: {error}") from error
 
-    def wait(self, timeout_s: float) -> Outcome | None:
+    def wait(self, timeout_s: float) -> SaveOutcome | None:
         """What became of the job, None if it is not done within the time.
 
         Raises:
@@ -111,7 +111,7 @@ class WriterProcess:
         answer = json.loads(line)
         if "error" in answer:
             raise SaveError(answer["error"])
-        return Outcome(answer["nbytes"], tuple(answer["notes"]))
+        return SaveOutcome(answer["nbytes"], tuple(answer["notes"]))
 
     def stop(self) -> None:
         """End the process, with the job under way if there is one; may be called twice."""
@@ -176,7 +176,7 @@ def _answer(line: bytes, mapped: _Mapping) -> dict[str, Any]:
     """Do one job; what the trainer is told of it."""
     try:
         request = json.loads(line)
-        job = Job.from_json(request["job"])
+        job = SaveJob.from_json(request["job"])
         view = mapped.view(request["memory_bytes"])
 
         def data(index: int) -> memoryview:

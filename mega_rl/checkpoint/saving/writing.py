@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from mega_rl.checkpoint.saving.job import Job, Outcome, perform
+from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
 from mega_rl.checkpoint.saving.staging import Staging, direct, plan
 from mega_rl.checkpoint.saving.writer import WriterProcess
 from mega_rl.storage.disk import SaveError
@@ -22,7 +22,7 @@ STOP_S = 10.0  # for a thread that was told to give up; one that waits for a dea
 class Writing(Protocol):
     """One job at a time."""
 
-    def start(self, job: Job, pieces: Sequence[Piece]) -> None:
+    def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
         """Begin a job over these pieces, which may change as soon as this returns unless the rank writes itself.
 
         Raises:
@@ -30,7 +30,7 @@ class Writing(Protocol):
         """
         ...
 
-    def wait(self, timeout_s: float) -> Outcome | None:
+    def wait(self, timeout_s: float) -> SaveOutcome | None:
         """What became of the job, told once; None if it is not done within the time. Raises SaveError."""
         ...
 
@@ -49,9 +49,9 @@ class Here:
     def __init__(self) -> None:
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
-        self._outcome: Outcome | SaveError | None = None
+        self._outcome: SaveOutcome | SaveError | None = None
 
-    def start(self, job: Job, pieces: Sequence[Piece]) -> None:
+    def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
         """Begin; the pieces may not change until the job is done."""
         ordered, places, _ = plan(pieces)
         job, data, given_up = replace(job, pieces=tuple(places)), direct(ordered), threading.Event()
@@ -68,7 +68,7 @@ class Here:
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> Outcome | None:
+    def wait(self, timeout_s: float) -> SaveOutcome | None:
         """What became of the job; None if it is not done yet."""
         if self._thread is None:
             return None
@@ -99,7 +99,7 @@ class Beside:
         """Of the process."""
         return None if self._process is None else self._process.pid
 
-    def start(self, job: Job, pieces: Sequence[Piece]) -> None:
+    def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
         """Copy, and begin."""
         if self._staging is None:
             self._staging = Staging()
@@ -112,7 +112,7 @@ class Beside:
             self._process = WriterProcess(self._staging.descriptor)
         self._process.start(replace(job, pieces=tuple(places)), memory_bytes=nbytes)
 
-    def wait(self, timeout_s: float) -> Outcome | None:
+    def wait(self, timeout_s: float) -> SaveOutcome | None:
         """What became of the job."""
         return None if self._process is None else self._process.wait(timeout_s)
 

@@ -66,7 +66,7 @@ class BlockReader(Protocol):
         """
 
 
-class Piece(NamedTuple):
+class FillStep(NamedTuple):
     """A share of the work: copies that read consecutive rows of the same columns, and the parameter they write."""
 
     matrix: Tensor  # the whole parameter [rows, cols]
@@ -86,7 +86,7 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
     parameters are then partly written. Raises UserError for 8-bit values without scales, which no cast can turn into
     weights.
     """
-    pieces: list[Piece] = []
+    pieces: list[FillStep] = []
     written: list[int] = []
     with torch.no_grad():
         for target, copies in jobs:
@@ -98,17 +98,17 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
                 source = reader.tensors[_name(run[0])].dtype
                 if source.itemsize == 1 and source != matrix.dtype:
                     raise UserError(f"{_name(run[0])}: {source} without scales cannot become {matrix.dtype}")
-                pieces += (Piece(matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
+                pieces += (FillStep(matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
         pieces.sort(key=lambda piece: (*reader.position(_name(piece.copies[0])), piece.copies[0].src_row))
     buffers = local()
 
-    def nbytes(piece: Piece) -> int:
+    def nbytes(piece: FillStep) -> int:
         itemsize = reader.tensors[_name(piece.copies[0])].dtype.itemsize
         return itemsize * sum(copy.rows * copy.cols for copy in piece.copies)
 
     advance = progress.counter(sum(map(nbytes, pieces)), unit="B")
 
-    def read(piece: Piece) -> None:
+    def read(piece: FillStep) -> None:
         written.append(_read(piece, reader, buffers))
         advance(nbytes(piece))
 
@@ -208,7 +208,7 @@ def _split(run: Sequence[Copy], numel: int) -> Iterator[tuple[Copy, ...]]:
         yield tuple(part)
 
 
-def _read(piece: Piece, reader: BlockReader, buffers: local) -> int:
+def _read(piece: FillStep, reader: BlockReader, buffers: local) -> int:
     """Reads one piece, straight or through this thread's staging buffer; returns the number of elements written."""
     first = piece.copies[0]
     name, matrix = _name(first), piece.matrix

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.live.load import weights_of
-from mega_rl.converters.plan.export import ExportUnit, Piece, export_plan
+from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.storage.matrix import matrix_shape
@@ -128,7 +128,7 @@ def _assemble(
 
 
 def join_pieces(
-    parts: Sequence[Sequence[Tensor]], shape: tuple[int, ...], pieces: Sequence[Piece], dtype: torch.dtype
+    parts: Sequence[Sequence[Tensor]], shape: tuple[int, ...], pieces: Sequence[ExportPiece], dtype: torch.dtype
 ) -> Tensor:
     """One Hugging Face tensor from parts[member][parameter], matrices; the pieces tile it, so no value stays unset."""
     result = torch.empty(shape, dtype=dtype, device=parts[0][0].device)

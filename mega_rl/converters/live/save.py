@@ -21,7 +21,7 @@ from mega_rl.converters.hf.companions import companions, config_changes, copy_co
 from mega_rl.converters.live.copying import in_threads, rectangle
 from mega_rl.converters.live.export import BUCKET_BYTES, export_hf, join_pieces, usual_dtype
 from mega_rl.converters.live.load import weights_of
-from mega_rl.converters.plan.export import Piece, export_plan
+from mega_rl.converters.plan.export import ExportPiece, export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, ignored_tensors, mtp_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import RankCoordinates
@@ -149,7 +149,7 @@ class _Task(NamedTuple):
     """A tensor to write: its pieces, and the parameters they are pieces of."""
 
     spec: TensorSpec
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExportPiece, ...]
     params: Sequence[Tensor]
 
 

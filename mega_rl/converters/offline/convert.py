@@ -10,8 +10,8 @@ Under torchrun the ranks share the files of the target between them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,17 +22,26 @@ import torch
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import changed_config, companions, config_changes
-from mega_rl.converters.hf.config import DTYPES, read_hf_config
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.load import check_tensors
 from mega_rl.converters.offline.dist_keys import extra_state_keys, slab_of, whole_model
-from mega_rl.converters.offline.formats import Checkpoint, Whole, hf_wholes, hf_windows, one_dtype, open_checkpoint
+from mega_rl.converters.offline.formats import (
+    ShapeAndDtype,
+    WeightFiles,
+    hf_wholes,
+    hf_windows,
+    one_dtype,
+    open_checkpoint,
+    parse_dtype,
+)
 from mega_rl.converters.offline.manifest import HF_FOLDER, Kind, manifest_of, storage_layout, write_manifest
 from mega_rl.converters.offline.rank_files import rank_tensors
-from mega_rl.converters.offline.streaming import Output, OutputFile, Progress, write_files
+from mega_rl.converters.offline.streaming import ByteProgress, Output, OutputFile, group_outputs, write_files
+from mega_rl.converters.offline.target import check_apart, new_folder
 from mega_rl.converters.offline.torch_dist import ChunkFile, Written, write_metadata
-from mega_rl.converters.offline.world import World, joined_world
+from mega_rl.converters.offline.world import joined_world
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import Window
+from mega_rl.converters.plan.compose import ColumnRange
 from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import Origin, ParamPlan
@@ -40,11 +49,9 @@ from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.matrix import matrix_shape
-from mega_rl.storage.output_folder import copy_files, output_folder, require_space
+from mega_rl.storage.output_folder import copy_files, require_space
 from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import SHARD_BYTES, TensorSpec, plan_shards, shard_name, write_index
-
-__all__ = ["Checkpoint", "Format", "Progress", "Report", "export_checkpoint", "import_hf", "open_checkpoint", "reshard"]
+from mega_rl.storage.safetensors_writer import SHARD_BYTES, TensorSpec, shard_name, write_index
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +77,7 @@ class Report:
 
 
 @dataclass
-class _Job:
+class _Conversion:
     """A conversion, planned: what will be written, and how the folder is completed."""
 
     files: list[OutputFile]
@@ -79,7 +86,7 @@ class _Job:
     absent: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     config_changes: tuple[str, ...] = ()
-    readers: list[Checkpoint] = field(default_factory=list)
+    readers: list[WeightFiles] = field(default_factory=list)
 
 
 def import_hf(
@@ -96,7 +103,7 @@ def import_hf(
     allow_missing: Sequence[str] = (),
     overwrite: bool = False,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
 ) -> Report:
     """Writes the Hugging Face checkpoint `source` as rank files or as a distributed checkpoint `target`.
 
@@ -108,7 +115,7 @@ def import_hf(
     Raises UserError or UserErrors, the same on all ranks, before anything is written, with everything that is wrong.
     """
 
-    def prepare() -> _Job:
+    def prepare() -> _Conversion:
         cast = parse_dtype(dtype)
         hf = replace(read_hf_config(source), mtp=mtp)
         reader = CheckpointReader(source)
@@ -116,8 +123,8 @@ def import_hf(
         sharding = _stored(Sharding(hf, layout, spec=spec, head=head, padded_vocab=padded_vocab), format)
         prove_complete(sharding)
         ignored, missing = check_tensors(reader, hf, head, allow_missing=allow_missing)
-        wholes = {name: Whole(info.shape, info.dtype) for name, info in reader.tensors.items()}
-        origin = Checkpoint(Path(source), "hf", sharding, wholes, reader, ignored=ignored)
+        wholes = {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
+        origin = WeightFiles(Path(source), "hf", sharding, wholes, reader, ignored=ignored)
         return _to_megatron(origin, sharding, format, "disk", missing, cast, companions(Path(source)))
 
     return _convert(
@@ -136,7 +143,7 @@ def reshard(
     padded_vocab: int | None = None,
     overwrite: bool = False,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
 ) -> Report:
     """Writes rank files or a distributed checkpoint `source` under another layout, or in the other format.
 
@@ -144,7 +151,7 @@ def reshard(
     is a folder with the model's config.json, for a source that was not made by a conversion. Errors as in `import_hf`.
     """
 
-    def prepare() -> _Job:
+    def prepare() -> _Conversion:
         origin = open_checkpoint(source, reference=reference)
         if origin.kind == "hf":
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint; import it instead")
@@ -171,8 +178,8 @@ def export_checkpoint(
     mtp: Literal["keep", "drop"] = "keep",
     overwrite: bool = False,
     jobs: int | None = None,
-    progress: Progress | None = None,
-    opened: Callable[[], Checkpoint] | None = None,
+    progress: ByteProgress | None = None,
+    opened: Callable[[], WeightFiles] | None = None,
 ) -> Report:
     """Writes rank files or a distributed checkpoint `source` as a Hugging Face checkpoint `target`.
 
@@ -183,7 +190,7 @@ def export_checkpoint(
     `opened` opens the source where it is of a kind that `open_checkpoint` does not know. Errors as in `import_hf`.
     """
 
-    def prepare() -> _Job:
+    def prepare() -> _Conversion:
         cast = parse_dtype(dtype)
         origin = opened() if opened is not None else open_checkpoint(source, reference=reference)
         if origin.kind == "hf" and opened is None:
@@ -209,7 +216,7 @@ def export_checkpoint(
             ]
         said = dtype if dtype is not None or origin.manifest is None else origin.manifest.dtype
         changes = config_changes(hf, dtype=said, mtp_dropped=dropped)
-        shards = _grouped(outputs, shard_bytes, shard_name)
+        shards = group_outputs(outputs, shard_bytes, shard_name)
 
         def complete(work: Path, _: Sequence[Written]) -> None:
             copy_files(work, {name: path for name, path in files.items() if name != "config.json"})
@@ -219,20 +226,10 @@ def export_checkpoint(
                 write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
 
         readers = [origin] if weights is None else [origin, weights.checkpoint]
-        return _Job(shards, complete, origin.ignored, origin.absent, tuple(kept), tuple(changes), readers)
+        return _Conversion(shards, complete, origin.ignored, origin.absent, tuple(kept), tuple(changes), readers)
 
     inputs = [source] if reference is None else [source, reference]
     return _convert(prepare, target, inputs, overwrite=overwrite, jobs=jobs, progress=progress, label="export")
-
-
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of a name like "bfloat16". Raises UserError."""
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise UserError(f"dtype={name}: must be one of {', '.join(DTYPES)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _stored(sharding: Sharding, format: Format) -> Sharding:
@@ -246,14 +243,14 @@ def _stored(sharding: Sharding, format: Format) -> Sharding:
 
 
 def _to_megatron(
-    origin: Checkpoint,
+    origin: WeightFiles,
     sharding: Sharding,
     format: Format,
     plans_read: Origin,
     missing: frozenset[str],
     cast: torch.dtype | None,
     hf_files: Mapping[str, Path],
-) -> _Job:
+) -> _Conversion:
     """Rank files or a distributed checkpoint, from a checkpoint that lacks the tensors in `missing`."""
     absent: set[str] = set()
     files: list[OutputFile] = []
@@ -272,7 +269,7 @@ def _to_megatron(
             return None
         wanted = torch.float32 if plan.float32 and cast is not None else cast
         dtype = one_dtype(plan.canonical, {source: origin.tensors[source].dtype for source in sources}, cast=wanted)
-        return Output(TensorSpec(name, dtype, plan.shape), (Window(0, 1, plan.copies),), origin)
+        return Output(TensorSpec(name, dtype, plan.shape), (ColumnRange(0, 1, plan.copies),), origin)
 
     if format == "ranks":
         tensors = rank_tensors(sharding, origin=plans_read)
@@ -286,7 +283,7 @@ def _to_megatron(
             output = output_of(plan.canonical, plan)
             if output is not None:
                 outputs.append(replace(output, slab=slab_of(plan, sharding.hf)))
-        files = _grouped(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
+        files = group_outputs(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
     dtype = None if cast is None else str(cast).removeprefix("torch.")
     if cast is None and origin.manifest is not None:
         dtype = origin.manifest.dtype
@@ -299,7 +296,7 @@ def _to_megatron(
             _complete_dist(work, [output for file in files for output in file.outputs], written)
         write_manifest(work, manifest)
 
-    return _Job(files, complete, origin.ignored, manifest.absent, readers=[origin])
+    return _Conversion(files, complete, origin.ignored, manifest.absent, readers=[origin])
 
 
 def _sources(plan: ParamPlan) -> tuple[str, ...]:
@@ -321,7 +318,7 @@ def _complete_dist(work: Path, outputs: Sequence[Output], written: Sequence[Writ
 class _Weights(NamedTuple):
     """The tensors of a reference."""
 
-    checkpoint: Checkpoint
+    checkpoint: WeightFiles
     shapes: Mapping[str, tuple[int, ...]]
 
 
@@ -347,7 +344,7 @@ def _kept(hf: HFConfig, mtp: Literal["keep", "drop"], weights: _Weights | None, 
     return found
 
 
-def _hf_outputs(origin: Checkpoint, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
+def _hf_outputs(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
     """Every Hugging Face tensor that the checkpoint has parameters for."""
     if origin.kind == "hf":  # stored in parts
         tensors = hf_tensors(sharding.hf, head=sharding.head).items()
@@ -359,41 +356,34 @@ def _hf_outputs(origin: Checkpoint, sharding: Sharding, cast: torch.dtype | None
     return outputs
 
 
-def _copied(name: str, weights: Checkpoint, cast: torch.dtype | None) -> Output:
+def _copied(name: str, weights: WeightFiles, cast: torch.dtype | None) -> Output:
     """A tensor as another checkpoint has it."""
     shape, dtype = weights.tensors[name]
     rows, cols = matrix_shape(shape)
-    window = Window(0, 1, (Copy(name, 0, 0, 0, 0, rows, cols),))
+    window = ColumnRange(0, 1, (Copy(name, 0, 0, 0, 0, rows, cols),))
     return Output(TensorSpec(name, dtype if cast is None else cast, shape), (window,), weights)
 
 
-def _grouped(outputs: Sequence[Output], file_bytes: int, name: Callable[[int, int], str]) -> list[OutputFile]:
-    """Consecutive outputs in files of at most so many bytes; `name` gives file i of n its name."""
-    by_name = {output.spec.name: output for output in outputs}
-    groups = plan_shards([output.spec for output in outputs], file_bytes)
-    return [OutputFile(name(i, len(groups)), [by_name[spec.name] for spec in group]) for i, group in enumerate(groups)]
-
-
 def _convert(
-    prepare: Callable[[], _Job],
+    prepare: Callable[[], _Conversion],
     target: str | Path,
     inputs: Sequence[str | Path],
     *,
     overwrite: bool,
     jobs: int | None,
-    progress: Progress | None,
+    progress: ByteProgress | None,
     label: str,
 ) -> Report:
     """Plans on every rank, writes each one's share, and lets the target appear when all are done."""
     start = perf_counter()
     with joined_world() as world, ExitStack() as stack:
         for path in inputs:
-            world.agree(lambda path=path: _check_apart(Path(target), Path(path)))  # type: ignore[misc]
+            world.agree(lambda path=path: check_apart(Path(target), Path(path)))  # type: ignore[misc]
         job = world.agree(prepare)
         for reader in job.readers:
             stack.enter_context(reader)
         num_bytes = sum(file.nbytes for file in job.files)
-        with _new_folder(world, target, overwrite=overwrite) as work:
+        with new_folder(world, target, overwrite=overwrite) as work:
             world.first(lambda: require_space(work, num_bytes + OVERHEAD_BYTES))
             written = world.each(
                 lambda: write_files(work, job.files, world, threads=jobs, progress=progress, label=label),
@@ -406,18 +396,3 @@ def _convert(
     logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, num_tensors, num_bytes, seconds)
     changes = job.config_changes
     return Report(num_tensors, len(job.files), num_bytes, seconds, job.ignored, job.absent, job.kept, changes)
-
-
-@contextmanager
-def _new_folder(world: World, target: str | Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder that all ranks write and that becomes the target at the end; everything inside is collective."""
-    with ExitStack() as stack:
-        yield Path(world.first(lambda: str(stack.enter_context(output_folder(target, overwrite=overwrite)))))
-        world.first(stack.close)
-
-
-def _check_apart(target: Path, source: Path) -> None:
-    """Raises UserError when one of two folders is, or lies in, the other."""
-    a, b = target.resolve(), source.resolve()
-    if a == b or a in b.parents or b in a.parents:
-        raise UserError(f"{target}: the target and {source} are inside one another; choose another directory")

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.hf.config import DTYPES, read_hf_config
 from mega_rl.converters.live.copying import BlockReader, fill
 from mega_rl.converters.offline.dist_keys import EXTRA_STATE, FOREIGN_PREFIXES, whole_model
 from mega_rl.converters.offline.dist_metadata import METADATA_FILE, DistTensor, read_metadata
-from mega_rl.converters.offline.manifest import HF_FOLDER, MANIFEST_FILE, Manifest, check_fits, read_manifest
+from mega_rl.converters.offline.manifest import HF_FOLDER, MANIFEST_FILE, ConversionManifest, check_fits, read_manifest
 from mega_rl.converters.offline.rank_files import rank_homes, rank_tensors
 from mega_rl.converters.offline.slabs import Slabs
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import Homes, Window, compose, home_faults, invert
+from mega_rl.converters.plan.compose import ColumnRange, Homes, compose, home_faults, invert
 from mega_rl.converters.plan.parameters import OUTPUT, as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserError, UserErrors
@@ -33,7 +33,7 @@ RUN_COMMIT = "COMMIT"  # a file that checkpoints of runs alone have
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class Whole(NamedTuple):
+class ShapeAndDtype(NamedTuple):
     """A tensor or parameter of the whole model."""
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Whole(NamedTuple):
 
 
 @dataclass
-class Checkpoint:
+class WeightFiles:
     """A checkpoint of any kind, its headers read and checked; nothing else is read before it is asked for.
 
     `tensors` are those of a Hugging Face checkpoint, else the canonical parameters of the whole model, wherever their
@@ -56,19 +56,19 @@ class Checkpoint:
     path: Path
     kind: CheckpointKind
     sharding: Sharding
-    tensors: dict[str, Whole]
+    tensors: dict[str, ShapeAndDtype]
     files: CheckpointReader  # the tensors as they are stored
     homes: Homes = field(default_factory=dict)  # of each tensor; empty where each is stored as one
     ignored: tuple[str, ...] = ()  # stored names left aside
     absent: tuple[str, ...] = ()  # parameters of the model that are not stored
-    manifest: Manifest | None = None
+    manifest: ConversionManifest | None = None
 
     @property
     def hf(self) -> HFConfig:
         """The architecture."""
         return self.sharding.hf
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> WeightFiles:
         return self
 
     def __exit__(
@@ -120,7 +120,7 @@ def _fill_rows(target: Tensor, copies: Sequence[Copy], reader: BlockReader) -> N
 class _AsHF:
     """Hugging Face tensors of a converted checkpoint, put together as they are read."""
 
-    def __init__(self, checkpoint: Checkpoint, fused_experts: bool | None) -> None:
+    def __init__(self, checkpoint: WeightFiles, fused_experts: bool | None) -> None:
         self._checkpoint = checkpoint
         sharding = checkpoint.sharding
         if fused_experts is not None:
@@ -129,7 +129,7 @@ class _AsHF:
         self._tensors = hf_wholes(checkpoint, sharding, self._windows)
 
     @property
-    def tensors(self) -> Mapping[str, Whole]:
+    def tensors(self) -> Mapping[str, ShapeAndDtype]:
         """Every tensor that the parameters make."""
         return self._tensors
 
@@ -156,18 +156,18 @@ class _AsHF:
             row += len(target)
 
 
-def hf_windows(sharding: Sharding) -> dict[str, tuple[Window, ...]]:
+def hf_windows(sharding: Sharding) -> dict[str, tuple[ColumnRange, ...]]:
     """How every Hugging Face tensor is put together from whole parameters."""
     return invert(whole_model(sharding))
 
 
 def hf_wholes(
-    checkpoint: Checkpoint,
+    checkpoint: WeightFiles,
     sharding: Sharding,
-    windows: Mapping[str, tuple[Window, ...]],
+    windows: Mapping[str, tuple[ColumnRange, ...]],
     *,
     cast: torch.dtype | None = None,
-) -> dict[str, Whole]:
+) -> dict[str, ShapeAndDtype]:
     """Shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
     wholes = {}
     for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items():
@@ -176,7 +176,7 @@ def hf_wholes(
             continue
         wanted = torch.float32 if tensor.float32 and cast is not None else cast
         dtype = one_dtype(name, {param: checkpoint.tensors[param].dtype for param in sorted(params)}, cast=wanted)
-        wholes[name] = Whole(tensor.shape, dtype)
+        wholes[name] = ShapeAndDtype(tensor.shape, dtype)
     return wholes
 
 
@@ -189,12 +189,12 @@ def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype
     return cast if cast is not None else found.pop()
 
 
-def is_plain(window: Window) -> bool:
+def is_plain(window: ColumnRange) -> bool:
     """Whether any rows of the window can be made without the others."""
     return window.step == 1 and not any(copy.transposed for copy in window.copies)
 
 
-def rows_of(window: Window, low: int, high: int) -> Window:
+def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
     """The part of a plain window in rows [low, high), which become rows [0, high - low)."""
     copies = []
     for copy in window.copies:
@@ -208,7 +208,7 @@ def rows_of(window: Window, low: int, high: int) -> Window:
     return window._replace(copies=tuple(copies))
 
 
-def fill_windows(matrix: Tensor, windows: Iterable[Window], source: Checkpoint) -> None:
+def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightFiles) -> None:
     """Writes a matrix [rows, cols] from a checkpoint; a window of stepped columns passes through a copy of its size."""
     for window in windows:
         copies = source.stored(window.copies)
@@ -220,7 +220,7 @@ def fill_windows(matrix: Tensor, windows: Iterable[Window], source: Checkpoint) 
             matrix[:, window.first_col :: window.step] = turn
 
 
-def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) -> WeightFiles:
     """Opens a Hugging Face folder, rank files or a distributed checkpoint, and checks every name, shape and dtype.
 
     `reference` is a folder with the model's config.json: needed for a distributed checkpoint that was not made by a
@@ -247,15 +247,15 @@ def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) ->
     return _open_hf(folder)
 
 
-def _open_hf(folder: Path) -> Checkpoint:
+def _open_hf(folder: Path) -> WeightFiles:
     hf = read_hf_config(folder)
     reader = CheckpointReader(folder)
     sharding = Sharding(as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()}))
-    wholes = {name: Whole(info.shape, info.dtype) for name, info in reader.tensors.items()}
-    return Checkpoint(folder, "hf", sharding, wholes, reader)
+    wholes = {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
+    return WeightFiles(folder, "hf", sharding, wholes, reader)
 
 
-def _open_ranks(folder: Path, sharding: Sharding, manifest: Manifest) -> Checkpoint:
+def _open_ranks(folder: Path, sharding: Sharding, manifest: ConversionManifest) -> WeightFiles:
     """Rank files: exactly the tensors that the manifest's layout asks for."""
     found: dict[str, TensorInfo] = {}
     problems: list[str] = []
@@ -292,8 +292,8 @@ def assembled(
     homes: Homes,
     ignored: tuple[str, ...],
     absent: tuple[str, ...],
-    manifest: Manifest | None,
-) -> Checkpoint:
+    manifest: ConversionManifest | None,
+) -> WeightFiles:
     """The checkpoint of these parts, after checking that they make up every parameter and agree in dtype."""
     shapes = whole_shapes(sharding)
     problems = [f"{folder}: {name} is no parameter of the model" for name in absent if name not in shapes]
@@ -305,13 +305,13 @@ def assembled(
         dtypes = {found[home.stored].dtype for home in homes.get(name, ())}
         problems += [f"{folder}: {fault}" for fault in faults]
         if len(dtypes) == 1 and dtypes <= set(FLOATS):
-            wholes[name] = Whole(shape, dtypes.pop())
+            wholes[name] = ShapeAndDtype(shape, dtypes.pop())
         elif not faults:
             problems.append(f"{folder}: {name} has parts of dtype {', '.join(sorted(map(str, dtypes)))}")
     if problems:
         raise UserErrors(problems)
     reader = CheckpointReader(folder, tensors=found)
-    return Checkpoint(folder, kind, sharding, wholes, reader, homes, ignored, absent, manifest)
+    return WeightFiles(folder, kind, sharding, wholes, reader, homes, ignored, absent, manifest)
 
 
 def whole_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
@@ -320,7 +320,7 @@ def whole_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
     return {plan.canonical: plan.shape for plan in whole_model(unpadded, origin="canonical")}
 
 
-def _open_dist(folder: Path, config: Path, manifest: Manifest | None) -> Checkpoint:
+def _open_dist(folder: Path, config: Path, manifest: ConversionManifest | None) -> WeightFiles:
     """A distributed checkpoint: the slabs of the model's parameters, whatever else it holds."""
     tensors, objects = read_metadata(folder)
     hf = read_hf_config(config)
@@ -364,3 +364,13 @@ def _left_over(keys: set[str], objects: Sequence[str], sharding: Sharding) -> tu
     if states:
         ignored.append(f"{len(states)} extra states of modules")
     return tuple(ignored), [name for name in others if not name.startswith(prefixes)]
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a name like "bfloat16", None for None. Raises UserError."""
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UserError(f"dtype={name}: must be one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

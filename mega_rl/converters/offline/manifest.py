@@ -28,7 +28,7 @@ Mtp = Literal["drop", "load"]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ConversionManifest:
     """What is stored in a folder and how it is cut; a distributed checkpoint has layout one."""
 
     kind: Kind
@@ -65,10 +65,10 @@ def storage_layout(tp: int, pp: int, vpp: int, ep: int, etp: int, pipeline: tupl
     return ParallelLayout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, pipeline=pipeline)
 
 
-def manifest_of(kind: Kind, sharding: Sharding, *, dtype: str | None, absent: tuple[str, ...]) -> Manifest:
+def manifest_of(kind: Kind, sharding: Sharding, *, dtype: str | None, absent: tuple[str, ...]) -> ConversionManifest:
     """The manifest of a model that is stored with this sharding."""
     hf, layout = sharding.hf, sharding.layout
-    return Manifest(
+    return ConversionManifest(
         kind=kind,
         tp=layout.tp,
         pp=layout.pp,
@@ -87,7 +87,7 @@ def manifest_of(kind: Kind, sharding: Sharding, *, dtype: str | None, absent: tu
     )
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: ConversionManifest) -> None:
     """Writes `folder`/mega_rl.json."""
     with (folder / MANIFEST_FILE).open("x", encoding="utf-8") as file:
         file.write(json.dumps(asdict(manifest), indent=1) + "\n")
@@ -95,7 +95,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> ConversionManifest:
     """The manifest of a folder. Raises UserError or UserErrors naming every field that is missing or wrong."""
     path = folder / MANIFEST_FILE
     try:
@@ -109,14 +109,14 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(raw, where=str(path))
 
 
-def parse_manifest(raw: Any, *, where: str = MANIFEST_FILE) -> Manifest:
+def parse_manifest(raw: Any, *, where: str = MANIFEST_FILE) -> ConversionManifest:
     """A manifest from decoded JSON; errors as in `read_manifest`, prefixed with `where`."""
     if not isinstance(raw, dict):
         raise UserError(f"{where}: holds a JSON {type(raw).__name__}, must be an object; convert the checkpoint again")
     version = raw.get("version")
     if version != VERSION or isinstance(version, bool):
         raise UserError(f"{where}: version={version!r}, this program reads {VERSION}; convert the checkpoint again")
-    known = {field.name for field in fields(Manifest)}
+    known = {field.name for field in fields(ConversionManifest)}
     problems = [f"{where}: {name} is missing; convert the checkpoint again" for name in sorted(known - set(raw))]
     problems += [f"{where}: {name!r} is unknown; convert the checkpoint again" for name in sorted(set(raw) - known)]
     problems += [
@@ -127,19 +127,19 @@ def parse_manifest(raw: Any, *, where: str = MANIFEST_FILE) -> Manifest:
     if problems:
         raise UserErrors(problems)
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
-    manifest = Manifest(**values)
+    manifest = ConversionManifest(**values)
     _check_sizes(manifest, where)
     return manifest
 
 
-def check_fits(manifest: Manifest, hf: HFConfig, where: str) -> None:
+def check_fits(manifest: ConversionManifest, hf: HFConfig, where: str) -> None:
     """Raises UserErrors when the model of config.json cannot be stored as the manifest says."""
     problems = check_layout(hf, manifest.layout, padded_vocab=manifest.padded_vocab)
     if problems:
         raise UserErrors([f"{where}: {problem}, says config.json" for problem in problems])
 
 
-def _check_sizes(manifest: Manifest, where: str) -> None:
+def _check_sizes(manifest: ConversionManifest, where: str) -> None:
     stages = manifest.pp * manifest.vpp
     if manifest.tp * manifest.pp * manifest.ep * manifest.etp > MAX_RANKS or stages > MAX_RANKS:
         raise UserError(f"{where}: tp, pp, vpp, ep and etp make more than {MAX_RANKS} parts")

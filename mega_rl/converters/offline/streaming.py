@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mega_rl.converters.live.copying import in_threads
 from mega_rl.converters.offline.dist_keys import Slab
-from mega_rl.converters.offline.formats import Checkpoint, fill_windows, is_plain, rows_of
+from mega_rl.converters.offline.formats import WeightFiles, fill_windows, is_plain, rows_of
 from mega_rl.converters.offline.torch_dist import ChunkFile, Written
 from mega_rl.converters.offline.world import World
-from mega_rl.converters.plan.compose import Window
+from mega_rl.converters.plan.compose import ColumnRange
 from mega_rl.storage.matrix import matrix_shape
-from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec
+from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec, plan_shards
 
 # Bytes of tensors in memory at a time over all threads; a tensor that needs more is alone. Reading stages at most
 # fill.STAGING_BYTES per thread besides.
@@ -28,7 +28,7 @@ BUFFER_BYTES = 64 << 20
 PIECE_BYTES = 8 << 20
 
 
-class Progress(Protocol):
+class ByteProgress(Protocol):
     """Told how far a conversion is, on rank 0 alone, of the files that this rank writes."""
 
     def start(self, total_bytes: int, label: str) -> None:
@@ -43,8 +43,8 @@ class Output:
     """A tensor to write and how it is made of a checkpoint's tensors."""
 
     spec: TensorSpec
-    windows: tuple[Window, ...]
-    source: Checkpoint
+    windows: tuple[ColumnRange, ...]
+    source: WeightFiles
     slab: Slab | None = None  # its place in a distributed checkpoint
 
 
@@ -63,7 +63,7 @@ class OutputFile(NamedTuple):
 class _Meter:
     """Bounds the bytes in memory, and counts those that are written."""
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: ByteProgress | None) -> None:
         self._used, self._changed, self._progress = 0, threading.Condition(), progress
 
     @contextmanager
@@ -86,13 +86,20 @@ class _Meter:
                 self._progress.advance(num_bytes)
 
 
+def group_outputs(outputs: Sequence[Output], file_bytes: int, name: Callable[[int, int], str]) -> list[OutputFile]:
+    """Return consecutive outputs in files of at most `file_bytes` bytes; `name(i, n)` is the name of file i of n."""
+    by_name = {output.spec.name: output for output in outputs}
+    groups = plan_shards([output.spec for output in outputs], file_bytes)
+    return [OutputFile(name(i, len(groups)), [by_name[spec.name] for spec in group]) for i, group in enumerate(groups)]
+
+
 def write_files(
     folder: Path,
     files: Sequence[OutputFile],
     world: World,
     *,
     threads: int | None,
-    progress: Progress | None,
+    progress: ByteProgress | None,
     label: str,
 ) -> list[Written]:
     """Writes this rank's share of the files; of a distributed checkpoint returns where its chunks are."""

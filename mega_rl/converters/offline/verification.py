@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mega_rl.converters.hf.companions import config_changes
 from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, merge
-from mega_rl.converters.offline.convert import Progress
 from mega_rl.converters.offline.describe import describe
-from mega_rl.converters.offline.formats import Checkpoint, open_checkpoint
+from mega_rl.converters.offline.formats import WeightFiles, open_checkpoint
 from mega_rl.converters.offline.roundtrip import round_trip
+from mega_rl.converters.offline.streaming import ByteProgress
 from mega_rl.converters.offline.world import World, joined_world
 from mega_rl.converters.plan.parameters import ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete
@@ -43,7 +43,7 @@ def verify_checkpoint(
     *,
     sharding: Sharding,
     allow_missing: Sequence[str] = (),
-    progress: Progress,
+    progress: ByteProgress,
 ) -> Verification:
     """The proof for a layout, and then every bit of `first` against `second`.
 
@@ -71,7 +71,7 @@ def verify_checkpoint(
 
 
 def compare_checkpoints(
-    first: Path, second: Path, *, allow_missing: Sequence[str] = (), progress: Progress
+    first: Path, second: Path, *, allow_missing: Sequence[str] = (), progress: ByteProgress
 ) -> Comparison:
     """What tells two checkpoints of one model apart, each of any kind, as Hugging Face tensors; collective.
 
@@ -93,7 +93,7 @@ def compare_checkpoints(
 
 
 def _compare_shares(
-    a: Checkpoint, b: Checkpoint, allowed: Sequence[str], world: World, progress: Progress
+    a: WeightFiles, b: WeightFiles, allowed: Sequence[str], world: World, progress: ByteProgress
 ) -> Comparison:
     fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
     readers = [side.as_hf(fused_experts=fused) for side in (a, b)]
@@ -106,7 +106,7 @@ def _compare_shares(
     return merge(parts)
 
 
-def _left_aside(a: Checkpoint, b: Checkpoint) -> frozenset[str]:
+def _left_aside(a: WeightFiles, b: WeightFiles) -> frozenset[str]:
     """Names that one side has and a conversion does not take."""
     if a.kind == b.kind == "hf":
         return frozenset()

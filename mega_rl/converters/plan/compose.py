@@ -24,7 +24,7 @@ class Home(NamedTuple):
     copy: Copy
 
 
-class Window(NamedTuple):
+class ColumnRange(NamedTuple):
     """Every `step`-th column of a tensor from `first_col` on, and the copies that fill these columns."""
 
     first_col: int
@@ -87,7 +87,7 @@ def _overlap(first: int, count: int, other: int, other_count: int) -> tuple[int,
     return max(first, other), min(first + count, other + other_count)
 
 
-def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[Window, ...]]:
+def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[ColumnRange, ...]]:
     """How to write each tensor that whole parameters are made of, from those parameters.
 
     `plans` are those of one rank that holds the whole model, with origin "disk".
@@ -111,6 +111,6 @@ def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[Window, ...]]:
             )
             found.setdefault(c.hf_name, {}).setdefault(turn, []).append(back)
     return {
-        name: tuple(Window(first, step, tuple(copies)) for (first, step), copies in sorted(turns.items()))
+        name: tuple(ColumnRange(first, step, tuple(copies)) for (first, step), copies in sorted(turns.items()))
         for name, turns in found.items()
     }

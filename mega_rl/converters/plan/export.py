@@ -19,7 +19,7 @@ from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.storage.matrix import matrix_shape
 
 
-class Piece(NamedTuple):
+class ExportPiece(NamedTuple):
     """A rectangle of one rank's parameter on its way back into a Hugging Face tensor."""
 
     member: int  # rank in the group that gathers the unit
@@ -48,7 +48,7 @@ class ExportUnit:
     of_experts: bool
     float32: bool
     params: tuple[ExportParam, ...]
-    tensors: tuple[tuple[str, tuple[int, ...], tuple[Piece, ...]], ...]  # (Hugging Face name, full shape, pieces)
+    tensors: tuple[tuple[str, tuple[int, ...], tuple[ExportPiece, ...]], ...]  # (Hugging Face name, full shape, pieces)
 
     @property
     def numel(self) -> int:
@@ -89,7 +89,7 @@ def _as_on_disk(unit: ExportUnit) -> ExportUnit:
     for position, (name, shape, _) in enumerate(unit.tensors):
         rows, cols = matrix_shape(shape)
         whole = Copy(name, src_row=0, src_col=0, dst_row=0, dst_col=0, rows=rows, cols=cols)
-        tensors.append((name, shape, (Piece(0, position, whole),)))
+        tensors.append((name, shape, (ExportPiece(0, position, whole),)))
     params = tuple(ExportParam(name, shape, replicated=True) for name, shape, _ in unit.tensors)
     return replace(unit, params=params, tensors=tuple(tensors))
 
@@ -137,7 +137,7 @@ def _unit(
     of_experts: bool,
 ) -> ExportUnit:
     """A unit from its parameters, each as every member holds it."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ExportPiece]] = {}
     for position, plans in enumerate(params):
         seen: set[str] = set()
         for member, plan in enumerate(plans):
@@ -147,7 +147,7 @@ def _unit(
             seen.add(plan.canonical)
             for copy in plan.copies:
                 if copy.hf_name is not None:
-                    pieces.setdefault(copy.hf_name, []).append(Piece(member, position, copy))
+                    pieces.setdefault(copy.hf_name, []).append(ExportPiece(member, position, copy))
     return ExportUnit(
         pp_rank,
         vp_stage,

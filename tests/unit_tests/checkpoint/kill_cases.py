@@ -186,7 +186,7 @@ def lethal_writer(point: int, log: Path, arguments: list[str]) -> None:
     watch = Watch(point, end)
     perform = job.perform
 
-    def watched(one: job.Job, *args: Any, **kwargs: Any) -> Any:
+    def watched(one: job.SaveJob, *args: Any, **kwargs: Any) -> Any:
         if f"step_{STEP:06d}" not in one.folder:
             return perform(one, *args, **kwargs)
         with watch.armed():

@@ -308,10 +308,10 @@ def test_the_writer_does_not_outlive_its_run(tmp_path: Path, faulty: Any, during
 
 def test_jobs_travel_as_they_are() -> None:
     from mega_rl.checkpoint.format.shards import PieceSpec
-    from mega_rl.checkpoint.saving.job import Job, JobPiece, Publication
+    from mega_rl.checkpoint.saving.job import JobPiece, Publication, SaveJob
 
     piece = JobPiece(PieceSpec("a/b", "BF16", (2, 0), (2, 3)), (4, 3), 64)
     publication = Publication("/root", 7, ("shard_00000.safetensors",), {"step": 7}, {"keep": 1})
     for of_first in (publication, None):
-        job = Job("/root/.step_000007.tmp", "shard_00000.safetensors", (piece,), 9.0, of_first)
-        assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+        job = SaveJob("/root/.step_000007.tmp", "shard_00000.safetensors", (piece,), 9.0, of_first)
+        assert SaveJob.from_json(json.loads(json.dumps(job.to_json()))) == job

@@ -19,7 +19,7 @@ from mega_rl.converters.offline.formats import whole_shapes
 from mega_rl.converters.offline.manifest import storage_layout
 from mega_rl.converters.offline.rank_files import rank_homes, rank_tensors
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import Home, Window, compose, home_faults, invert
+from mega_rl.converters.plan.compose import ColumnRange, Home, compose, home_faults, invert
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.parallel.layout import ParallelLayout
@@ -46,7 +46,7 @@ def applied(copies: Iterable[Copy], shape: tuple[int, ...], state: State) -> Ten
     return result.view(shape)
 
 
-def written(windows: Iterable[Window], shape: tuple[int, ...], state: State) -> Tensor:
+def written(windows: Iterable[ColumnRange], shape: tuple[int, ...], state: State) -> Tensor:
     """A tensor from the windows that `invert` gives."""
     result = torch.full(matrix_shape(shape), -1, dtype=torch.int64)
     for window in windows:

@@ -21,7 +21,7 @@ LOGPROB_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedAnswer:
     """What an answer must agree with."""
 
     rid: str
@@ -40,7 +40,7 @@ class Expected:
         return total + 2**14 * (self.prompt_tokens + self.max_new_tokens) if self.routing else total
 
 
-def parse_answer(body: bytes, expected: Expected) -> Sample:
+def parse_answer(body: bytes, expected: ExpectedAnswer) -> Sample:
     """The response in an answer: finish "stop", "length", or "partial" for one that was aborted.
 
     A log-prob above 0 by LOGPROB_ROUNDING or less is kept as it came. Raises BadAnswer, whose `partial` holds the
@@ -72,7 +72,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _decode(body: bytes, expected: Expected) -> Any:
+def _decode(body: bytes, expected: ExpectedAnswer) -> Any:
     if len(body) > expected.max_bytes:
         _bad("too_large", f"more than {expected.max_bytes} bytes")
     try:
@@ -107,7 +107,7 @@ def _finish(meta: dict[str, Any]) -> Any:
     return "partial" if kind == "abort" else kind
 
 
-def _tokens(answer: dict[str, Any], meta: dict[str, Any], expected: Expected) -> list[int]:
+def _tokens(answer: dict[str, Any], meta: dict[str, Any], expected: ExpectedAnswer) -> list[int]:
     if "output_ids" not in answer:
         _bad("missing_output_ids", f"the answer has {_shown(sorted(answer))}")
     tokens = answer["output_ids"]
@@ -155,7 +155,7 @@ def _logprob(value: Any, position: int) -> float:
     return float(value)
 
 
-def _check_end(finish: str, tokens: list[int], expected: Expected) -> None:
+def _check_end(finish: str, tokens: list[int], expected: ExpectedAnswer) -> None:
     if finish == "partial":
         body = tokens
     elif not tokens:
@@ -177,7 +177,7 @@ def _check_end(finish: str, tokens: list[int], expected: Expected) -> None:
         )
 
 
-def _versions(meta: dict[str, Any], num_tokens: int, expected: Expected) -> list[int]:
+def _versions(meta: dict[str, Any], num_tokens: int, expected: ExpectedAnswer) -> list[int]:
     if "weight_versions" not in meta:
         if expected.mixed_versions:
             _bad("bad_version_spans", "meta_info has no weight_versions, which partial rollouts need")
@@ -205,7 +205,7 @@ def _versions(meta: dict[str, Any], num_tokens: int, expected: Expected) -> list
     return versions
 
 
-def _version(value: Any, expected: Expected) -> int:
+def _version(value: Any, expected: ExpectedAnswer) -> int:
     """A version as we name them: a whole number, written in decimals."""
     if value is None:
         _bad("missing_version", "meta_info has no weight_version")
@@ -217,7 +217,7 @@ def _version(value: Any, expected: Expected) -> int:
     _bad("wrong_version", f"weight_version is {version}, {expected.version} was asked for")
 
 
-def _routing(meta: dict[str, Any], num_tokens: int, expected: Expected) -> bytes:
+def _routing(meta: dict[str, Any], num_tokens: int, expected: ExpectedAnswer) -> bytes:
     rows = expected.prompt_tokens + num_tokens - 1  # the last token was never an input
     text = meta.get("routed_experts")
     if not isinstance(text, str):

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from mega_rl.rollout.sglang.generation.answers import Expected, parse_answer
+from mega_rl.rollout.sglang.generation.answers import ExpectedAnswer, parse_answer
 from mega_rl.rollout.sglang.generation.failures import STATUS_KINDS, BadAnswer, NoAnswer, RequestFailure
 from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
@@ -88,7 +88,7 @@ class SglangClient:
         }
         if sampling.return_routing:
             body["return_routed_experts"] = True
-        expected = Expected(
+        expected = ExpectedAnswer(
             rid=rid,
             prompt_tokens=len(context),
             max_new_tokens=to_come,
@@ -140,7 +140,7 @@ class SglangClient:
         if sample.finish == "partial":
             raise BadAnswer("aborted", f"server {self.endpoint.index} at {self.endpoint.url}: aborted a probe")
 
-    async def _answer(self, body: Mapping[str, Any], expected: Expected, where: str) -> Sample:
+    async def _answer(self, body: Mapping[str, Any], expected: ExpectedAnswer, where: str) -> Sample:
         content = await self._send("POST", "/generate", body, self.endpoint.keys.api_key, expected.max_bytes, where)
         try:
             return parse_answer(content, expected)

@@ -59,7 +59,7 @@ class SentTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedServer:
     """What the trainer will send, and the server that it is for."""
 
     hf: HFConfig  # of the trainer's model
@@ -77,7 +77,7 @@ def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ..
     )
 
 
-def check_server(control: Control, expected: Expected) -> list[str]:
+def check_server(control: Control, expected: ExpectedServer) -> list[str]:
     """Every reason, one line each, why this server must not get these weights; empty when it may.
 
     Asks the server what it is and, where its checkpoint can be read from here, compares all names and shapes with what
@@ -88,7 +88,7 @@ def check_server(control: Control, expected: Expected) -> list[str]:
     return [f"{where}: {problem}" for problem in found]
 
 
-def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Expected) -> list[str]:
+def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """What /model_info and /server_info say that does not fit, and what their checkpoint says."""
     found = _wrong_settings(server, expected)
     raw = expected.hf.raw
@@ -102,7 +102,7 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
     return found + (_wrong_checkpoint(path, server, expected) if readable else _wrong_tensors(expected, None))
 
 
-def _wrong_settings(server: Mapping[str, Any], expected: Expected) -> list[str]:
+def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Settings of SGLang under which an update is impossible or would be another than asked."""
     found = []
     if server.get("version") != SGLANG_VERSION:
@@ -122,7 +122,7 @@ def _wrong_settings(server: Mapping[str, Any], expected: Expected) -> list[str]:
     return found
 
 
-def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: Expected) -> list[str]:
+def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Differences between the trainer's model and the checkpoint that the server was started from."""
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
@@ -150,7 +150,7 @@ def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: Expected)
     return found + _wrong_tensors(expected, wanted)
 
 
-def _wrong_tensors(expected: Expected, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:
+def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:
     """Every tensor that would be sent twice, not at all, in another shape or type, or under a name that is unknown.
 
     wanted: of the server's model; None where its checkpoint is out of reach, and the trainer's config stands in.

@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.export import ExportUnit, Piece, export_plan
+from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
@@ -135,7 +135,7 @@ class _Holders:
         self._etp = layout.etp
         self._known: dict[tuple[int, bool, int | None], tuple[int, ...]] = {}
 
-    def of(self, unit: ExportUnit, piece: Piece) -> tuple[int, ...]:
+    def of(self, unit: ExportUnit, piece: ExportPiece) -> tuple[int, ...]:
         """Ranks in ascending order."""
         anywhere = not unit.of_experts and unit.params[piece.param].replicated
         key = unit.pp_rank, unit.of_experts, None if anywhere else piece.member

@@ -16,7 +16,7 @@ from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.ask_all import each, without
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.weights.checks import Expected, check_server
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, check_server
 from mega_rl.rollout.sglang.weights.probe import Probe
 from mega_rl.rollout.sglang.weights.transport import SendReport, Transport
 from mega_rl.types import Metrics
@@ -57,7 +57,7 @@ class SglangWeightSync:
         *,
         controls: Mapping[int, Control],
         num_servers: int,
-        expected: Expected,
+        expected: ExpectedServer,
         probe: Probe | None,
         verify_interval: int,
         before: Callable[[], None] = lambda: None,

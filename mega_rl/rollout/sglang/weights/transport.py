@@ -153,7 +153,7 @@ class RanksLost(RunError):
     """Other ranks of the trainer ended, or did not come in time."""
 
 
-class Requests:
+class ServerRequests:
     """One request at a time to each of some servers, all servers at once; a server that failed gets no more."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
@@ -165,7 +165,7 @@ class Requests:
         threads = max(1, len(self._servers))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-update")
 
-    def __enter__(self) -> Requests:
+    def __enter__(self) -> ServerRequests:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mega_rl.rollout.sglang.generation.answers import LOGPROB_ROUNDING, Expected, parse_answer
+from mega_rl.rollout.sglang.generation.answers import LOGPROB_ROUNDING, ExpectedAnswer, parse_answer
 from mega_rl.rollout.sglang.generation.failures import KINDS, STATUS_KINDS, BadAnswer
 from tests.helpers.fake_sglang import STOP, VOCABULARY, right_answer
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
 
-EXPECTED = Expected(
+EXPECTED = ExpectedAnswer(
     rid="r-0",
     prompt_tokens=3,
     max_new_tokens=6,
@@ -31,11 +31,11 @@ def _right(seed: int = 1, **changes: Any) -> dict[str, Any]:
     return right_answer({"rid": "r-0", "input_ids": [3, 4, 5], "sampling_params": params}, **changes)
 
 
-def _parse(answer: Any, expected: Expected = EXPECTED) -> Any:
+def _parse(answer: Any, expected: ExpectedAnswer = EXPECTED) -> Any:
     return parse_answer(answer if isinstance(answer, bytes) else json.dumps(answer).encode(), expected)
 
 
-def _kind(answer: Any, expected: Expected = EXPECTED) -> str:
+def _kind(answer: Any, expected: ExpectedAnswer = EXPECTED) -> str:
     with pytest.raises(BadAnswer) as caught:
         _parse(answer, expected)
     assert len(str(caught.value)) < 400, "a message shows enough to recognise, not all that came"

@@ -16,7 +16,7 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sglang.weights.checks import Expected, SentTensor, mismatches, sent_tensors
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, SentTensor, mismatches, sent_tensors
 from tests.helpers.models import write_tiny_checkpoint
 
 SERVER = {
@@ -41,10 +41,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def expected_for(path: Path, **parallel: Any) -> Expected:
+def expected_for(path: Path, **parallel: Any) -> ExpectedServer:
     hf = read_hf_config(path)
     layout = ParallelLayout(**parallel)
-    return Expected(hf, sent_tensors(Sharding(hf, layout), torch.float32), "float32", tp=2)
+    return ExpectedServer(hf, sent_tensors(Sharding(hf, layout), torch.float32), "float32", tp=2)
 
 
 def model_info(path: Path, **changes: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.weights.checks import Expected, sent_tensors
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
 from mega_rl.rollout.sglang.weights.probe import Probe
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import SendReport
@@ -42,7 +42,7 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
 }
 HF = parse_hf_config(CONFIG)
-EXPECTED = Expected(HF, sent_tensors(Sharding(HF), torch.float32), "float32")
+EXPECTED = ExpectedServer(HF, sent_tensors(Sharding(HF), torch.float32), "float32")
 INFO = {
     "model": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "is_generation": True, "model_path": "x"},
     "server": {"version": "0.5.20", "dtype": "float32", "dp_size": 1, "pp_size": 1},

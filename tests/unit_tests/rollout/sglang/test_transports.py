@@ -25,7 +25,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang.weights.buckets import MappedFile, payload, slot_tensor
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
-from mega_rl.rollout.sglang.weights.transport import Requests, Server, chosen
+from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, chosen
 from mega_rl.rollout.sglang.weights.transports import choose
 from mega_rl.rollout.sglang.weights.transports.choose import (
     Placement,
@@ -145,7 +145,7 @@ def servers(*receivers: FakeReceiver) -> list[Server]:
 
 def test_servers_are_asked_all_at_once() -> None:
     barrier = threading.Barrier(3, timeout=20)
-    with Requests(servers(*(FakeReceiver(i) for i in range(3)))) as requests:
+    with ServerRequests(servers(*(FakeReceiver(i) for i in range(3)))) as requests:
         requests.start(lambda server, receiver: barrier.wait() and None)
         requests.wait()
     assert requests.failed == {}
@@ -161,7 +161,7 @@ def test_a_failed_server_gets_no_more_requests() -> None:
         if receiver is bad:
             raise bad.error("no")
 
-    with Requests(servers(good, bad)) as requests:
+    with ServerRequests(servers(good, bad)) as requests:
         for _ in range(3):
             requests.start(work)
             requests.wait()
@@ -184,7 +184,7 @@ def test_a_bug_is_raised_after_the_ranks_have_agreed() -> None:
     def work(server: Server, receiver: Any) -> None:
         raise KeyError("x")
 
-    with Requests(servers(FakeReceiver())) as requests:
+    with ServerRequests(servers(FakeReceiver())) as requests:
         requests.start(work)
         requests.wait()
         report: Any = SimpleNamespace(requests=0, failed={}, seconds=0.0)

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled, payload
-from mega_rl.rollout.sglang.weights.transport import GRACE_S, Meeting, Receiver, Requests, SendReport, Server, chosen
+from mega_rl.rollout.sglang.weights.transport import (
+    GRACE_S,
+    Meeting,
+    Receiver,
+    SendReport,
+    Server,
+    ServerRequests,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
@@ -83,7 +91,7 @@ class CudaIpcTransport:
         def memory(_: int, nbytes: int) -> Tensor:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-        with Requests(to if world.leads else []) as requests:
+        with ServerRequests(to if world.leads else []) as requests:
             held: deque[Tensor] = deque(maxlen=2)  # those that servers may not have opened yet
             for bucket, data in filled(stream, buckets, memory, dtype):
                 held.append(data)

@@ -13,7 +13,15 @@ import torch.distributed as dist
 
 from mega_rl.converters.live.save import save_hf
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.weights.transport import GRACE_S, Meeting, Receiver, Requests, SendReport, Server, chosen
+from mega_rl.rollout.sglang.weights.transport import (
+    GRACE_S,
+    Meeting,
+    Receiver,
+    SendReport,
+    Server,
+    ServerRequests,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
@@ -56,7 +64,7 @@ class DiskTransport:
             self._world = Meeting(group, timeout_s=self._timeout_s)
         target = (self._folder / f"version-{version}").absolute()
         leads = dist.get_rank() == 0
-        with Requests(chosen(self._servers, servers) if leads else []) as requests:
+        with ServerRequests(chosen(self._servers, servers) if leads else []) as requests:
             try:
                 self._write(target)
             except (UserError, OSError) as error:

@@ -29,7 +29,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from mega_rl.rollout.sglang.http.request import ServerError
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled
 from mega_rl.rollout.sglang.weights.reshard import Bucket
-from mega_rl.rollout.sglang.weights.transport import GRACE_S, Meeting, Receiver, Requests, SendReport, Server, chosen
+from mega_rl.rollout.sglang.weights.transport import (
+    GRACE_S,
+    Meeting,
+    Receiver,
+    SendReport,
+    Server,
+    ServerRequests,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
@@ -65,7 +73,7 @@ class DistributedTransport:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             self._world = Meeting(group, timeout_s=timeout_s)
         leads = dist.get_rank() == 0
-        with Requests(chosen(self._servers, servers) if leads else []) as requests:
+        with ServerRequests(chosen(self._servers, servers) if leads else []) as requests:
             if leads:
                 self._connect(requests)
             if takes_part(self._weights):
@@ -85,7 +93,7 @@ class DistributedTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        with Requests([server for server in self._servers if server.index in self._links]) as requests:
+        with ServerRequests([server for server in self._servers if server.index in self._links]) as requests:
             requests.start(self._leave)
             requests.wait()  # a server that is gone has left its group
         self._links = {}
@@ -93,7 +101,7 @@ class DistributedTransport:
             self._world.close()
             self._world = None
 
-    def _connect(self, requests: Requests) -> None:
+    def _connect(self, requests: ServerRequests) -> None:
         """Makes the groups that are not there, also with servers that have started again since."""
 
         def connect(server: Server, receiver: Receiver) -> None:
@@ -107,7 +115,7 @@ class DistributedTransport:
         requests.start(connect, only=[server for server in requests.servers if server.index not in self._links])
         requests.wait()
 
-    def _broadcast(self, stream: Iterator[tuple[str, Tensor]], requests: Requests, version: int) -> None:
+    def _broadcast(self, stream: Iterator[tuple[str, Tensor]], requests: ServerRequests, version: int) -> None:
         """Sends every bucket while the next one is gathered, in the memory of two of the largest."""
         room = max(bucket.nbytes for bucket in self._buckets)
         memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.device) for _ in range(2)]

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, MappedFile, payload, write_parts
 from mega_rl.rollout.sglang.weights.reshard import Bucket, ParamWrites, writes
-from mega_rl.rollout.sglang.weights.transport import GRACE_S, Meeting, Receiver, Requests, SendReport, Server, chosen
+from mega_rl.rollout.sglang.weights.transport import (
+    GRACE_S,
+    Meeting,
+    Receiver,
+    SendReport,
+    Server,
+    ServerRequests,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
@@ -68,7 +76,7 @@ class SharedMemoryTransport:
         to = chosen(self._servers, servers)
         here = [server for server in to if server.host == opened.host_name]
         live, sharded = self._weights.live(), self._weights.sharded
-        with Requests(here if opened.host.leads else []) as requests:
+        with ServerRequests(here if opened.host.leads else []) as requests:
             for number, part in enumerate(opened.parts):
                 if here or sharded:
                     write_parts(part, live, opened.view(number), self._weights.dtype)
