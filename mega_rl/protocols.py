@@ -99,7 +99,7 @@ class Engine(Protocol):
         """
         ...
 
-    def restored(self, numbers: Mapping[str, int | float]) -> None:
+    def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         """Go on from what was written into the pieces of `state`, with the numbers that were saved; collective."""
         ...
 
@@ -256,13 +256,13 @@ class Scorer(Protocol):
         ...
 
 
-class Scored(Protocol):
+class TokenModel(Protocol):
     """A frozen or learning model that speaks of tokens (actor, reference, critic)."""
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs: ...
 
 
-class Learner(Scored, Protocol):
+class Learner(TokenModel, Protocol):
     """Actor or critic."""
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics: ...

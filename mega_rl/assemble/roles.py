@@ -22,7 +22,7 @@ from mega_rl.engines.build import build_engine, implementation
 from mega_rl.metrics.startup import RoleFacts
 from mega_rl.models.attention_choice import check_one_backend
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import Learner, Scored
+from mega_rl.protocols import Learner, TokenModel
 from mega_rl.trainer.experience import AdvantageEstimator, GAEAdvantages, GRPOAdvantages
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
 
@@ -35,7 +35,7 @@ class Roles:
 
     actor: Learner
     critic: Learner
-    reference: Scored
+    reference: TokenModel
     kl: KLController
     actor_engine: ModelEngine
     critic_engine: ModelEngine | None
@@ -83,7 +83,7 @@ def build_roles(config: Config, accelerator: Accelerator, groups: Groups) -> Rol
             ValueLoss(value_clip=algorithm.value_clip),
             learning_rate=partial(rate, peak=config.optim.critic_lr),
         )
-    reference: Scored = AbsentWorker()
+    reference: TokenModel = AbsentWorker()
     reference_engine = None
     if "reference" in roles_of(config):
         reference_engine = engine("reference", path=checkpoint_of(config, "reference"), head="lm", trainable=False)

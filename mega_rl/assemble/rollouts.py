@@ -28,10 +28,10 @@ from mega_rl.rollout.sglang.server.pool import JoinedServers, StartedServers, ra
 from mega_rl.rollout.sglang.server.settings import ServerSettings
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.types import Prompt
-from mega_rl.workers.ahead import AheadOfTraining
+from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
-from mega_rl.workers.turns import ColocatedTurns
+from mega_rl.workers.turns import ColocatedRollouts
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Rollouts:
     source: RolloutSource
     sync: WeightSync
     checkpoints: CheckpointStore
-    under_way: RankState | None = None  # what a checkpoint must keep of them
+    pending: RankState | None = None  # what a checkpoint must keep of them
     # Inside, the trainer's state is on its device; collective.
-    everything_here: Callable[[], AbstractContextManager[None]] = nullcontext
+    on_device: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def is_colocated(config: Config, accelerator: Accelerator) -> bool:
@@ -137,9 +137,9 @@ def build_rollouts(
     if config.trainer.async_steps:
         ahead = _ahead(config, world, worker, engine, connection, prompts)
         resources.callback(ahead.close)
-        return Rollouts(source=ahead, sync=ahead, checkpoints=checkpoints, under_way=ahead)
+        return Rollouts(source=ahead, sync=ahead, checkpoints=checkpoints, pending=ahead)
     if colocated:
-        turns = ColocatedTurns(
+        turns = ColocatedRollouts(
             source=worker,
             sync=connection.sync,
             checkpoints=checkpoints,
@@ -150,7 +150,7 @@ def build_rollouts(
             everyone=world,
         )
         connection.before_proof(turns.make_room_for_proof)
-        return Rollouts(source=turns, sync=turns, checkpoints=turns, everything_here=turns.everything_here)
+        return Rollouts(source=turns, sync=turns, checkpoints=turns, on_device=turns.on_device)
     return Rollouts(source=worker, sync=connection.sync, checkpoints=checkpoints)
 
 
@@ -221,7 +221,7 @@ def _ahead(
     engine: SglangRolloutEngine,
     connection: Connection,
     prompts: Callable[[int], Sequence[Prompt]],
-) -> AheadOfTraining:
+) -> OneStepAhead:
     """Generation of the next step beside training."""
     rows = math.ceil(config.trainer.prompts_per_step / world.size) * config.rollout.n
     background = ThreadedRollouts(
@@ -231,7 +231,7 @@ def _ahead(
         timeout_s=engine.deadline_s(rows) + config.sglang.sync_timeout_s,
         requests=engine if config.sglang.partial_rollout else None,
     )
-    return AheadOfTraining(
+    return OneStepAhead(
         source=worker,
         background=background,
         sync=connection.sync,

@@ -45,7 +45,7 @@ from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.types import Prompt
 from mega_rl.workers.reward_functions import RewardFunction
-from mega_rl.workers.rollout import KnownTokens
+from mega_rl.workers.rollout import VocabularyGuard
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +190,8 @@ def build_trainer(
             prompts=prompts.batch,
             resources=resources,
         )
-    if rollouts.under_way is not None:
-        checkpoints.add_rank_state("rollout", rollouts.under_way)
+    if rollouts.pending is not None:
+        checkpoints.add_rank_state("rollout", rollouts.pending)
     start = resume(checkpoints, roles.kl, rollouts.sync, steps=config.trainer.steps)
     checkpoints.move_earlier_run(run_dir)
     guard = MismatchGuard(
@@ -264,7 +264,7 @@ def _known_tokens(source: RolloutSource, roles: Roles, everyone: GroupRanks) -> 
     vocab_size = smallest.sharding.hf.vocab_size
     if vocab_size >= roles.actor_engine.sharding.hf.vocab_size:
         return source
-    return KnownTokens(source, vocab_size=vocab_size, reader=smallest.name, everyone=everyone)
+    return VocabularyGuard(source, vocab_size=vocab_size, reader=smallest.name, everyone=everyone)
 
 
 def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRanks) -> Callable[[int], None]:
@@ -278,7 +278,7 @@ def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRank
     )
 
     def export(done: int) -> None:
-        with rollouts.everything_here():
+        with rollouts.on_device():
             exports(done)
 
     return export

@@ -17,7 +17,7 @@ from mega_rl.errors import RunError
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.rollout.sglang.generation.router import Fleet
+from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.http.ask_all import each
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.pool import ServerPool
@@ -37,7 +37,7 @@ class Connection:
     context, for then ranks or servers may be gone.
     """
 
-    fleet: Fleet
+    fleet: ServerRouter
     sync: SglangWeightSync
     memory: ServersMemory
     concurrency: int  # requests in flight of one rank at all servers together
@@ -168,7 +168,7 @@ def connect(
     hf = actor.sharding.hf
     per_rank = math.ceil(sglang.max_concurrency / world.size)
     fleet = resources.enter_context(
-        Fleet(
+        ServerRouter(
             endpoints,
             vocab_size=hf.vocab_size,
             max_concurrency=per_rank,

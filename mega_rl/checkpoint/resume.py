@@ -149,7 +149,7 @@ def _restore(
     if not same_layout and ranks.rank == 0:
         log.info("%s is of the layout %s: ranks draw fresh random numbers", folder, manifest.layout)
     for name, engine in engines.items():
-        engine.restored(manifest.numbers[name])
+        engine.resume_from(manifest.numbers[name])
     for name, rank_state in rank_states.items():
         rank_state.restore(kept[name] or None)
     return manifest

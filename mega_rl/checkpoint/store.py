@@ -23,7 +23,7 @@ from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.previous import begin_history
 from mega_rl.checkpoint.resume import rank_prefix, resume
 from mega_rl.checkpoint.saving.job import Publication, SaveJob
-from mega_rl.checkpoint.saving.writing import Beside, Here, Writing
+from mega_rl.checkpoint.saving.writing import BackgroundWriter, InlineWriter, Writing
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import first_failure
@@ -84,7 +84,7 @@ class RunCheckpoints:
         self._rank_states = dict(rank_states)
         self._lock: RunLock | None = None
         self._restored: Path | None = None  # the checkpoint that the run goes on from
-        self._writing: Writing = Beside() if settings.async_save else Here()
+        self._writing: Writing = BackgroundWriter() if settings.async_save else InlineWriter()
         self._current: _Save | None = None
         self._failed_saves = 0
         self._metrics: Metrics = {}

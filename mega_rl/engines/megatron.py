@@ -201,7 +201,7 @@ class MegatronEngine:
         pieces = list(find_pieces(self.chunks, self.optimizer, dp_cp_group=self.groups.dp_cp))
         return EngineState(pieces, {} if self.optimizer is None else {STEPS: self._steps(self.optimizer)})
 
-    def restored(self, numbers: Mapping[str, int | float]) -> None:
+    def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         """Go on from what was written into the pieces of `state`, with the numbers that were saved; collective.
 
         Raises:

@@ -17,8 +17,8 @@ from mega_rl.protocols import (
     MetricsSink,
     Ranks,
     RolloutSource,
-    Scored,
     Scorer,
+    TokenModel,
     WeightSync,
 )
 from mega_rl.trainer.experience import AdvantageEstimator, MinibatchPlan, build_experience
@@ -69,7 +69,7 @@ class PPOTrainer:
     reward: Scorer
     actor: Learner
     critic: Learner
-    reference: Scored
+    reference: TokenModel
     estimator: AdvantageEstimator
     minibatches: MinibatchPlan
     kl: KLController

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from mega_rl.protocols import Inspect, Scored
+from mega_rl.protocols import Inspect, TokenModel
 from mega_rl.trainer.mismatch import MismatchGuard
 from mega_rl.types import Metrics, Rollout, TokenOutputs
 
@@ -27,7 +27,7 @@ class OldLogprobs(Protocol):
 class RecomputedLogprobs:
     """A forward of the actor over the whole batch, compared at once."""
 
-    actor: Scored
+    actor: TokenModel
     guard: MismatchGuard
     inspect: Inspect | None = None
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class AheadOfTraining:
+class OneStepAhead:
     """Rollout source and weight sync of a run whose servers generate step k + 1 while step k trains.
 
     When step k's rollout is taken, step k + 1's generation begins with the weights of now, which step k has yet to

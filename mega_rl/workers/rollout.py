@@ -70,7 +70,7 @@ class BackgroundRolloutWorker(RolloutWorker, Generic[Samples]):
 
 
 @dataclass(frozen=True)
-class KnownTokens:
+class VocabularyGuard:
     """A rollout source whose tokens are all known to the reader with the smallest vocabulary.
 
     Vocabularies of one tokenizer are padded to different sizes. An actor hardly ever samples what has no token, but

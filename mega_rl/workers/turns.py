@@ -37,7 +37,7 @@ SAVING = Stage("saving", ("weights",), EVERYTHING, EVERYTHING)
 
 
 @dataclass
-class ColocatedTurns:
+class ColocatedRollouts:
     """Rollout source, weight sync and checkpoint store of a run that shares its devices with the rollout servers.
 
     The order of a step, with the memory that each stage has:
@@ -126,7 +126,7 @@ class ColocatedTurns:
 
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
         """The store's, with everything that it saves on the device."""
-        with self.everything_here():
+        with self.on_device():
             self.checkpoints.save(step, state, metrics=metrics)
 
     def poll(self) -> Metrics:
@@ -138,7 +138,7 @@ class ColocatedTurns:
         self.checkpoints.finish()
 
     @contextmanager
-    def everything_here(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """The trainer's state is on the device inside, as at a checkpoint; collective."""
         if self._stage is not GENERATING:
             yield

@@ -81,12 +81,12 @@ MANY_METHODS: dict[str, int] = {
     "parallel/comm.py: GroupRanks": 13,
     "rollout/sglang/generation/client.py: SglangClient": 13,
     "rollout/sglang/generation/engine.py: SglangRolloutEngine": 14,
-    "rollout/sglang/generation/router.py: Fleet": 16,
-    "rollout/sglang/generation/scheduler.py: Generation": 26,
+    "rollout/sglang/generation/router.py: ServerRouter": 16,
+    "rollout/sglang/generation/scheduler.py: SampleScheduler": 26,
     "rollout/sglang/http/control.py: Control": 28,
     "rollout/sglang/server/process.py: ServerProcess": 17,
     "storage/safetensors_reader.py: CheckpointReader": 14,
-    "workers/turns.py: ColocatedTurns": 14,
+    "workers/turns.py: ColocatedRollouts": 14,
 }
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.

@@ -43,7 +43,7 @@ class Writing(Protocol):
         ...
 
 
-class Here:
+class InlineWriter:
     """The rank writes its live state. On a thread of its own, so that the ranks can meet while some still write."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Here:
         """Nothing is kept."""
 
 
-class Beside:
+class BackgroundWriter:
     """The rank copies its state, and a process writes the copy. Memory and process are made for the first job."""
 
     def __init__(self) -> None:

@@ -157,7 +157,7 @@ class FSDPEngine:
             pieces.append(Piece(f"weights/{name}", shape, whole(shape), buffer.detach(), owned=first))
         return EngineState(pieces, {} if self.optimizer is None else {STEPS: count_steps(self.optimizer)})
 
-    def restored(self, numbers: Mapping[str, int | float]) -> None:
+    def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         """Go on from what was written into the pieces of `state`, with the numbers that were saved; collective.
 
         Raises:

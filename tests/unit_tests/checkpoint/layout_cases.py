@@ -167,7 +167,7 @@ def load(engine: Any, folder: Path) -> None:
 
     with Checkpoint.open(folders.final(folder, 1)) as checkpoint:
         fill(checkpoint, named_pieces(engine), ranks=GroupRanks(engine.groups.world))
-        engine.restored(checkpoint.manifest.numbers["engine"])
+        engine.resume_from(checkpoint.manifest.numbers["engine"])
 
 
 def role_of(head: str) -> str:

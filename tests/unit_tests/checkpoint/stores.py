@@ -36,7 +36,7 @@ class SmallEngine:
         ]
         return EngineState(pieces, {"optimizer_steps": self.steps})
 
-    def restored(self, numbers: Mapping[str, int | float]) -> None:
+    def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         self.steps = int(numbers["optimizer_steps"])
 
     @property

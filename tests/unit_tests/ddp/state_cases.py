@@ -101,7 +101,7 @@ def refusals(path: Path) -> dict[str, str]:
         engine.state()
         for name, numbers in MISTAKES.items():
             try:
-                engine.restored(numbers)
+                engine.resume_from(numbers)
             except UserError as error:
                 found[name] = str(error)
         for part in ("parameters", "gradients", "optimizer"):
@@ -129,7 +129,7 @@ def frozen_engine(path: Path) -> dict[str, Any]:
     """Kinds of tensors and numbers of an engine that does not learn."""
     with running_engine(make_config(path / "tied"), trainable=False) as engine:
         state = engine.state()
-        engine.restored({})
+        engine.resume_from({})
         return {"kinds": sorted({p.name.partition("/")[0] for p in state.pieces}), "numbers": state.numbers}
 
 

@@ -211,7 +211,7 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
         engine.train_minibatch(batch, policy_loss(), lr=1e-3)
         load_as_upstream(engine, Path(root) / "saved")
         found["upstream"] = count(engine)
-        engine.restored(engine.state().numbers)
+        engine.resume_from(engine.state().numbers)
         found["ours"] = count(engine)
     return found
 

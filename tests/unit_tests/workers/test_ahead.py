@@ -17,7 +17,7 @@ from mega_rl.trainer.mismatch import MismatchGuard
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
-from mega_rl.workers.ahead import AheadOfTraining
+from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
 from tests.helpers.fakes import FakePolicy, FakePrompts
 from tests.unit_tests.trainer.test_loop import make_trainer
@@ -57,9 +57,9 @@ class Recorded:
 
 def run_of(
     policy: FakePolicy, background: Any, *, partial: bool = False, steps: int = STEPS, start: int = 0, **parts: Any
-) -> tuple[PPOTrainer, AheadOfTraining]:
+) -> tuple[PPOTrainer, OneStepAhead]:
     """A trainer of fakes whose rollouts are one step ahead."""
-    ahead = AheadOfTraining(
+    ahead = OneStepAhead(
         source=policy, background=background, sync=policy, prompts=FakePrompts().batch, steps=steps, partial=partial
     )
     trainer = make_trainer(grpo=True, export=lambda done: None)
@@ -250,7 +250,7 @@ class Checkpoints:
 
     def __init__(self, policy: FakePolicy) -> None:
         self.policy = policy
-        self.ahead: AheadOfTraining | None = None
+        self.ahead: OneStepAhead | None = None
         self.kept: dict[int, tuple[torch.Tensor, int, dict[str, torch.Tensor]]] = {}
 
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
@@ -266,7 +266,7 @@ class Checkpoints:
 
 def saving_run(
     policy: FakePolicy, background: Any, *, start: int = 0, **settings: Any
-) -> tuple[PPOTrainer, AheadOfTraining, Checkpoints]:
+) -> tuple[PPOTrainer, OneStepAhead, Checkpoints]:
     trainer, ahead = run_of(policy, background, start=start, save_interval=1, **settings)
     checkpoints = Checkpoints(policy)
     trainer.checkpoints, checkpoints.ahead = checkpoints, ahead

@@ -15,7 +15,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.rollout import KnownTokens, RolloutWorker, share
+from mega_rl.workers.rollout import RolloutWorker, VocabularyGuard, share
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.threads import OneRank, ThreadGroup
 
@@ -133,7 +133,7 @@ def generate_known(vocab_sizes: list[int], *, count: int = 7) -> list[Rollout | 
         source = RolloutWorker(
             engine=CountingEngine(), data_parallel=Place(rank.rank, rank.size), replica=SingleRank(), n=2, seed=8
         )
-        known = KnownTokens(source, vocab_size=vocab_sizes[rank.rank], reader="reference", everyone=rank)
+        known = VocabularyGuard(source, vocab_size=vocab_sizes[rank.rank], reader="reference", everyone=rank)
         return known.generate(PROMPTS[:count], step=1)
 
     return ThreadGroup(len(vocab_sizes)).run(play)

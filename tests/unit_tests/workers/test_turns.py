@@ -11,7 +11,7 @@ import torch
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Metrics, Rollout
-from mega_rl.workers.turns import ColocatedTurns
+from mega_rl.workers.turns import ColocatedRollouts
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePrompts
 from tests.helpers.models import write_tiny_checkpoint
@@ -92,8 +92,8 @@ class Device:
         self.note("save")
 
 
-def turns_of(device: Any, *, others: Sequence[Any] = ()) -> ColocatedTurns:
-    return ColocatedTurns(
+def turns_of(device: Any, *, others: Sequence[Any] = ()) -> ColocatedRollouts:
+    return ColocatedRollouts(
         source=device, sync=device, checkpoints=device, policy=device, others=others, servers=device,
         accelerator=device, everyone=SingleRank(),
     )  # fmt: skip

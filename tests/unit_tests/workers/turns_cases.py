@@ -60,7 +60,7 @@ def run_turns(rank: int, checkpoint: str) -> dict[str, Any]:
     """Three steps with turns and three without; what the engine held at every event."""
     from mega_rl.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
-    from mega_rl.workers.turns import ColocatedTurns
+    from mega_rl.workers.turns import ColocatedRollouts
 
     found: dict[str, Any] = {}
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
@@ -69,7 +69,7 @@ def run_turns(rank: int, checkpoint: str) -> dict[str, Any]:
         found["stayed weights"] = exported(engine)
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
         watcher = Watcher(engine)
-        turns = ColocatedTurns(
+        turns = ColocatedRollouts(
             source=watcher, sync=watcher, checkpoints=watcher, policy=engine, others=[], servers=watcher,
             accelerator=prepare("auto"), everyone=GroupRanks(engine.groups.world),
         )  # fmt: skip

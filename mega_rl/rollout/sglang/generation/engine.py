@@ -16,7 +16,7 @@ from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
-from mega_rl.rollout.sglang.generation.router import Fleet, Handle
+from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
 from mega_rl.rollout.sglang.generation.rows import rollout_of
 from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample, SampleRequest, Sampling
 from mega_rl.types import Metrics, Prompt, Rollout
@@ -71,7 +71,7 @@ class Sampled:
 
 
 class SglangRolloutEngine:
-    """`protocols.BackgroundEngine` over a `Fleet`. Every rank is a client and asks for its own prompts' samples.
+    """`protocols.BackgroundEngine` over a `ServerRouter`. Every rank is a client and asks for its own prompts' samples.
 
     `sample` talks to servers and does no collective, so it may run beside training; `collect` is collective over all
     ranks: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
@@ -79,7 +79,7 @@ class SglangRolloutEngine:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ServerRouter,
         *,
         everyone: Ranks,
         weight_version: Callable[[], int],

@@ -14,7 +14,7 @@ class State(Enum):
 
     READY = "ready"  # traffic, if it holds the asked version
     SUSPECT = "suspect"  # none until a real generation has succeeded there; then READY, else DOWN
-    STALE = "stale"  # none until it has been sent the weights; `Fleet.mark_ready` says so
+    STALE = "stale"  # none until it has been sent the weights; `ServerRouter.mark_ready` says so
     DOWN = "down"  # none until it has been started again and sent the weights
 
 

@@ -17,7 +17,7 @@ from mega_rl.rollout.sglang.generation.jobs import Job, Policy
 from mega_rl.rollout.sglang.generation.replicas import Replica
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
 from mega_rl.rollout.sglang.generation.samples import Key, Sample, SampleRequest, Sampling
-from mega_rl.rollout.sglang.generation.scheduler import Generation
+from mega_rl.rollout.sglang.generation.scheduler import SampleScheduler
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 
 # An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.20).
@@ -36,7 +36,9 @@ class FleetHungError(RunError):
 class Handle:
     """A generation under way."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, generation: Generation, deadline: float, total: int) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, generation: SampleScheduler, deadline: float, total: int
+    ) -> None:
         self._loop = loop
         self._generation = generation
         self._deadline = deadline
@@ -69,7 +71,7 @@ class Handle:
         self._future.cancel()
 
 
-class Fleet:
+class ServerRouter:
     """The servers of a run. Replicas begin STALE: `mark_ready` opens one once it holds a version of the weights.
 
     Its event loop runs in a thread of its own, so that generation goes on while the trainer trains. Methods are called
@@ -117,13 +119,13 @@ class Fleet:
             )
             for index, endpoint in enumerate(endpoints)
         ]
-        self._generation: Generation | None = None
+        self._generation: SampleScheduler | None = None
         self._handle: Handle | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-fleet", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> ServerRouter:
         return self
 
     def __exit__(
@@ -222,8 +224,8 @@ class Fleet:
             self._check_prompt(request)
         jobs = [Job(request, self._usable_partial((partials or {}).get(request.key), version)) for request in requests]
 
-        def make() -> Generation:
-            return Generation(
+        def make() -> SampleScheduler:
+            return SampleScheduler(
                 self._replicas,
                 jobs,
                 sampling=sampling,

@@ -23,8 +23,8 @@ _PROGRESS_S = 0.2
 _AFFINITY_SLACK = 8
 
 
-class Generation:
-    """All state of one `Fleet.start`."""
+class SampleScheduler:
+    """State of one `ServerRouter.start`."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class Generation:
                     if not self._running:
                         break
                 else:
-                    self._look_after_replicas()
+                    self._update_replica_health()
                     self._dispatch()
-                    if not self._running and not self._has_hope():
+                    if not self._running and not self._can_recover():
                         break
                 await self._sleep()
                 self._collect()
@@ -113,7 +113,7 @@ class Generation:
         mixed = self._policy.mixed_versions
         return [replica for replica in self._replicas if replica.may_serve(self._version, mixed_versions=mixed)]
 
-    def _has_hope(self) -> bool:
+    def _can_recover(self) -> bool:
         """Whether some replica serves, or may again without the caller's help."""
         mixed = self._policy.mixed_versions
         return any(
@@ -281,7 +281,7 @@ class Generation:
 
     # Replicas.
 
-    def _look_after_replicas(self) -> None:
+    def _update_replica_health(self) -> None:
         now = self._loop.time()
         for replica in self._replicas:
             if replica.state is State.SUSPECT:

@@ -27,7 +27,7 @@ PHASES = ("check", "pause", "send", "continue", "probe", "checksum")
 
 
 class Rotation(Protocol):
-    """Which servers generate: a part of `generation.router.Fleet`, on every rank."""
+    """Which servers generate: a part of `generation.router.ServerRouter`, on every rank."""
 
     def mark_down(self, index: int, reason: str) -> None:
         """It does not answer."""

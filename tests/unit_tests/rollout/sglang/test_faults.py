@@ -18,7 +18,7 @@ import pytest
 from mega_rl.rollout.sglang.generation import jobs, replicas
 from mega_rl.rollout.sglang.generation.failures import KINDS
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
-from mega_rl.rollout.sglang.generation.router import Fleet
+from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import SampleRequest, Sampling
 from tests.helpers.fake_sglang import STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
@@ -77,7 +77,7 @@ def generate(
         servers = [stack.enter_context(FakeServer(script, index=i)) for i, script in enumerate(scripts)]
         if prepare:
             prepare(servers)
-        with Fleet([server.endpoint for server in servers], **{**SETTINGS, **settings}) as fleet:
+        with ServerRouter([server.endpoint for server in servers], **{**SETTINGS, **settings}) as fleet:
             for index in range(len(servers)):
                 fleet.mark_ready(index, VERSION)
             began = time.monotonic()

@@ -17,7 +17,7 @@ import pytest
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.generation.jobs import Job
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
-from mega_rl.rollout.sglang.generation.router import Fleet, FleetHungError
+from mega_rl.rollout.sglang.generation.router import FleetHungError, ServerRouter
 from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from tests.helpers.fake_sglang import KEYS, STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 
@@ -31,20 +31,20 @@ def requests(num: int, n: int = 1) -> list[SampleRequest]:
 @contextmanager
 def fleet_of(
     *scripts: Script, seconds_per_token: float = 0.0, **settings: Any
-) -> Iterator[tuple[Fleet, list[FakeServer]]]:
+) -> Iterator[tuple[ServerRouter, list[FakeServer]]]:
     given = {"max_concurrency": 4, "retries": 1, "request_timeout_s": 20.0, "grace_s": 2.0, **settings}
     with ExitStack() as stack:
         servers = [
             stack.enter_context(FakeServer(script, index=i, seconds_per_token=seconds_per_token))
             for i, script in enumerate(scripts)
         ]
-        fleet = stack.enter_context(Fleet([one.endpoint for one in servers], vocab_size=VOCABULARY, **given))
+        fleet = stack.enter_context(ServerRouter([one.endpoint for one in servers], vocab_size=VOCABULARY, **given))
         for index in range(len(servers)):
             fleet.mark_ready(index, VERSION)
         yield fleet, servers
 
 
-def generate(fleet: Fleet, asked: list[SampleRequest], *, version: int = VERSION, **more: Any) -> FleetResult:
+def generate(fleet: ServerRouter, asked: list[SampleRequest], *, version: int = VERSION, **more: Any) -> FleetResult:
     sampling = more.pop("sampling", SAMPLING)
     return fleet.generate(asked, sampling, version=version, deadline=time.monotonic() + 30, **more)
 
@@ -140,7 +140,9 @@ def test_only_ready_replicas_of_the_version_get_traffic() -> None:
 def test_replicas_begin_without_traffic() -> None:
     with (
         FakeServer() as server,
-        Fleet([server.endpoint], vocab_size=VOCABULARY, max_concurrency=4, retries=0, request_timeout_s=5.0) as fleet,
+        ServerRouter(
+            [server.endpoint], vocab_size=VOCABULARY, max_concurrency=4, retries=0, request_timeout_s=5.0
+        ) as fleet,
     ):
         assert len(generate(fleet, requests(3)).unserved) == 3
         assert fleet.states()[0][0] is State.STALE
@@ -301,14 +303,14 @@ def test_closing_ends_a_generation_under_way() -> None:
 
 def test_a_generation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from mega_rl.rollout.sglang.generation import router as module
-    from mega_rl.rollout.sglang.generation.scheduler import Generation
+    from mega_rl.rollout.sglang.generation.scheduler import SampleScheduler
 
-    async def hang(_: Generation) -> FleetResult:
+    async def hang(_: SampleScheduler) -> FleetResult:
         await asyncio.sleep(60)
         return FleetResult()
 
     monkeypatch.setattr(module, "_SLACK_S", 0.2)
-    monkeypatch.setattr(Generation, "run", hang)
+    monkeypatch.setattr(SampleScheduler, "run", hang)
     with fleet_of(right) as (fleet, _), pytest.raises(FleetHungError, match="0 of 3 samples"):
         fleet.generate(requests(3), SAMPLING, version=VERSION, deadline=time.monotonic() + 0.1)
 

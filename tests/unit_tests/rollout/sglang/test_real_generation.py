@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
-from mega_rl.rollout.sglang.generation.router import Fleet
+from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from tests.helpers.models import write_tiny_checkpoint
@@ -36,8 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Endp
 
 
 @pytest.fixture
-def fleet(server: tuple[int, Endpoint, Path]) -> Iterator[Fleet]:
-    with Fleet([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as fleet:
+def fleet(server: tuple[int, Endpoint, Path]) -> Iterator[ServerRouter]:
+    with ServerRouter([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as fleet:
         fleet.mark_ready(0, VERSION)
         yield fleet
 
@@ -46,7 +46,7 @@ def requests(num: int) -> list[SampleRequest]:
     return [SampleRequest((i, 0), tuple(3 + (i + j) % 40 for j in range(2 + i % 5)), 1000 + i) for i in range(num)]
 
 
-def generate(fleet: Fleet, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> FleetResult:
+def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> FleetResult:
     return fleet.generate(asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
 
 
@@ -58,7 +58,7 @@ def logprobs_of(path: Path, asked: SampleRequest, sample: Sample, temperature: f
     return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0].tolist()
 
 
-def test_greedy_tokens_and_all_logprobs_are_the_models(fleet: Fleet, server: tuple[int, Endpoint, Path]) -> None:
+def test_greedy_tokens_and_all_logprobs_are_the_models(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:
     asked = requests(6)
     for sampling, temperature in ((GREEDY, GREEDY.temperature), (SAMPLED, SAMPLED.temperature)):
         result = generate(fleet, asked, sampling)
@@ -75,7 +75,7 @@ def test_greedy_tokens_and_all_logprobs_are_the_models(fleet: Fleet, server: tup
         assert greedy.samples[one.key].token_ids == tokens[0, len(one.prompt) :].tolist()
 
 
-def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: Fleet) -> None:
+def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: ServerRouter) -> None:
     asked = requests(12)
     first = generate(fleet, asked, SAMPLED)
     again = generate(fleet, list(reversed(asked)), SAMPLED)
@@ -89,7 +89,7 @@ def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: Fleet)
     assert all(len(sample.token_ids) == 150 for sample in first.samples.values() if sample.finish == "length")
 
 
-def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: Fleet) -> None:
+def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter) -> None:
     asked = requests(12)
     whole = generate(fleet, asked, SAMPLED)
     handle = fleet.start(asked, SAMPLED, version=VERSION, deadline=time.monotonic() + 200)
@@ -106,7 +106,7 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: Fleet) -> Non
     assert first.stats.tokens + second.stats.tokens == whole.stats.tokens, "no token was generated twice"
 
 
-def test_a_killed_server_loses_no_sample(fleet: Fleet, server: tuple[int, Endpoint, Path]) -> None:
+def test_a_killed_server_loses_no_sample(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:
     """The last test here: it takes the server away."""
     asked = requests(40)
     handle = fleet.start(asked, SAMPLED, version=VERSION, deadline=time.monotonic() + 200)
