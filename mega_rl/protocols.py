@@ -190,7 +190,7 @@ class WeightSync(Protocol):
 
 
 class RolloutSource(Protocol):
-    """The rollout role."""
+    """Rollout role: prompts in, responses out."""
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         """This replica's rows: n samples of each of its prompts, one when greedy."""
@@ -249,7 +249,7 @@ class ServerMemory(Protocol):
 
 
 class Scorer(Protocol):
-    """The reward role."""
+    """Reward role: responses in, scores out."""
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32, the reward of each row."""
@@ -263,7 +263,7 @@ class TokenModel(Protocol):
 
 
 class Learner(TokenModel, Protocol):
-    """Actor or critic."""
+    """Trained role: the actor or the critic."""
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics: ...
 
@@ -300,7 +300,7 @@ class CheckpointStore(Protocol):
 
 
 class MetricsSink(Protocol):
-    """Where numbers go."""
+    """Receiver of a run's metrics and sampled rollouts."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 

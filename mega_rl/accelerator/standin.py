@@ -28,17 +28,17 @@ class Stream:
         self.device = CPU
 
     def wait_stream(self, stream: Stream) -> None:
-        """Returns at once."""
+        """Return at once: there is nothing to wait for."""
 
     def wait_event(self, event: Event) -> None:
-        """Returns at once."""
+        """Return at once: there is nothing to wait for."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event that has happened."""
         return event or Event()
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Return at once: there is nothing to wait for."""
 
     def query(self) -> bool:
         """True: no work is pending."""
@@ -58,16 +58,16 @@ class Event:
         return None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Returns at once."""
+        """Return at once: there is nothing to wait for."""
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Returns at once."""
+        """Return at once: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Return at once: there is nothing to wait for."""
 
     def query(self) -> bool:
-        """True: it has happened."""
+        """Return True: work on a CPU is done when its call returns."""
         return True
 
 

@@ -242,6 +242,6 @@ def _ahead(
 
 
 def _rollout_dtype(config: Config) -> str:
-    """Of the servers' weights, in torch's words."""
+    """Return the dtype of the servers' weights."""
     name = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
     return str(DTYPES[name]).removeprefix("torch.")

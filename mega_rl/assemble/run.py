@@ -268,7 +268,7 @@ def _known_tokens(source: RolloutSource, roles: Roles, everyone: GroupRanks) -> 
 
 
 def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRanks) -> Callable[[int], None]:
-    """Writes the actor as a Hugging Face checkpoint after so many steps."""
+    """Return the function that writes the actor as a Hugging Face checkpoint, given the number of steps done."""
     exports = HfExports(
         engine=roles.actor_engine,
         root=Path(config.trainer.run_dir) / "hf",

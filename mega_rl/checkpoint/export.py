@@ -33,7 +33,7 @@ class HfExports:
     on_error: str  # of a checkpoint.on_error
 
     def __call__(self, done: int) -> None:
-        """Write the weights after so many steps; collective.
+        """Write the weights after `done` steps; collective.
 
         Raises:
             RunError: on all ranks, when it failed and `on_error` is stop.

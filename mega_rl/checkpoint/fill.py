@@ -127,7 +127,7 @@ def _narrowed(data: Tensor, box: Box) -> Tensor:
 
 
 def _mismatch(checkpoint: Checkpoint, piece: Piece) -> str | None:
-    """What keeps a stored tensor from being this one, None if nothing does."""
+    """Return why a stored tensor cannot fill this one (name, shape or dtype), None if it can."""
     tensor = checkpoint.manifest.tensors.get(piece.name)
     if tensor is None:
         return f"{piece.name}: is not in it; {_ANOTHER_MODEL}"
@@ -152,7 +152,7 @@ def _there(piece: Piece, stored: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _damage(checkpoint: Checkpoint, copies: Sequence[PieceCopy]) -> list[str]:
-    """What is wrong with the data of the stored pieces that are needed."""
+    """Verify the checksums of the stored pieces that are needed; return the problems."""
     try:
         checkpoint.verify({_place(copy): copy.source for copy in copies}.values())
     except UserError as error:

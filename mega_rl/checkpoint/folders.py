@@ -44,7 +44,7 @@ _HIDDEN_REASONS = {
 
 
 def final(root: Path, step: int) -> Path:
-    """Folder of the checkpoint after so many steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return root / f"step_{step:06d}"
 
 

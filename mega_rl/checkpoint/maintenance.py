@@ -213,7 +213,7 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def _described(folder: Path, metric: str) -> dict[str, Any]:
-    """One row of `list`."""
+    """Return the row of `list` for a complete checkpoint."""
     try:
         manifest = folders.read_manifest(folder)
     except UserError as error:
@@ -236,7 +236,7 @@ def _described(folder: Path, metric: str) -> dict[str, Any]:
 
 
 def _unusable(path: Path, why: str) -> dict[str, Any]:
-    """One row of `list` for what is no complete checkpoint."""
+    """Return the row of `list` for a folder that is not a complete checkpoint."""
     step = folders.step_of(path) if folders.is_step_folder(path) else None
     return {"path": str(path), "step": step, "state": "torn", "reason": why}
 

@@ -25,7 +25,7 @@ class Tracker(Protocol):
         ...
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """Replace all of them."""
+        """Replace all random states of this process."""
         ...
 
 
@@ -36,7 +36,7 @@ class RandomState:
         self._tracker = tracker
 
     def state(self) -> dict[str, Tensor]:
-        """[bytes] uint8 by name."""
+        """Return the random states by name, each [bytes] uint8."""
         tensors = {
             "torch": torch.get_rng_state(),
             "python": _encoded(random.getstate()),

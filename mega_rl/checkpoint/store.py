@@ -43,7 +43,7 @@ CLOSE_S = 30.0  # that the end of a run leaves a save under way
 
 @dataclass
 class _Save:
-    """A save under way."""
+    """A pending save."""
 
     step: int
     begin: float
@@ -90,7 +90,7 @@ class RunCheckpoints:
         self._metrics: Metrics = {}
 
     def __enter__(self) -> RunCheckpoints:
-        """`lock`."""
+        """Take the lock of the run's checkpoints and return it."""
         self.lock()
         return self
 

@@ -49,7 +49,7 @@ def print_verdicts(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], to
 
 
 def print_json(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolerances: Tolerances) -> None:
-    """Everything, every tensor's error included; an error that is no number is null."""
+    """Everything, every tensor's error included; an error that is not a number is null."""
     layouts = [
         {
             **asdict(verdict.layout),

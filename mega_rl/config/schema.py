@@ -210,7 +210,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What is optimised."""
+    """Advantages, losses and KL penalties."""
 
     advantage: str = setting("gae", "Advantage estimator: GAE (needs a critic) or GRPO.", choices=("gae", "grpo"))
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
@@ -258,7 +258,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts."""
+    """Prompts: files, formats, lengths."""
 
     train_files: list[str] = setting(
         [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
@@ -288,7 +288,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Generation."""
+    """Rollouts: backend, sampling, weight sync."""
 
     backend: str = setting(
         "hf",
@@ -312,7 +312,7 @@ class RolloutConfig:
     )
     verify_interval: int = setting(
         10,
-        "Verify the checksum of every synced tensor each so many publishes (the first always).",
+        "Verify the checksum of every synced tensor every N publishes (the first always).",
         unit="publishes",
         min=1,
     )
@@ -374,7 +374,7 @@ class SglangConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Scores."""
+    """Rewards: functions, services, reward models."""
 
     source: str = setting(
         "function",
@@ -398,10 +398,10 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving and resuming."""
+    """Checkpoints: saving, retention, resuming."""
 
     save_interval: int = setting(
-        0, "Save each so many steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
+        0, "Save every N steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
     )
     save_final: bool = setting(True, "Save after the last step.")
     async_save: bool = setting(
@@ -425,7 +425,7 @@ class CheckpointConfig:
         False, "When the newest checkpoint is damaged, resume from the newest one before it that is whole."
     )
     hf_interval: int = setting(
-        0, "Write the actor as a Hugging Face checkpoint each so many steps; 0: never.", unit="steps", min=0
+        0, "Write the actor as a Hugging Face checkpoint every N steps; 0: never.", unit="steps", min=0
     )
     hf_final: bool = setting(False, "Write the actor as a Hugging Face checkpoint after the last step.")
 
@@ -442,7 +442,7 @@ class MetricsConfig:
     run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
     progress_bar: bool = setting(True, "Show a live line on a terminal: step, what is being done, time left.")
     rollout_samples: int = setting(8, "Rollouts dumped as JSONL per dump.", unit="samples", min=0)
-    rollout_interval: int = setting(10, "Dump rollouts each so many steps; 0 never.", unit="steps", min=0)
+    rollout_interval: int = setting(10, "Dump rollouts every N steps; 0 never.", unit="steps", min=0)
 
 
 @dataclass(frozen=True)
@@ -458,7 +458,7 @@ class TrainerConfig:
     micro_batch_size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
     seed: int = setting(0, "Seed of data order, sampling and fresh heads.", min=0, max=2**32 - 1)
     val_interval: int = setting(
-        0, "Validate (greedy) each so many steps, before the first and after the last; 0 never.", unit="steps", min=0
+        0, "Validate (greedy) every N steps, before the first and after the last; 0 never.", unit="steps", min=0
     )
     async_steps: int = setting(
         0,
@@ -474,7 +474,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """All settings of a run."""
 
     engine: str = setting(
         "megatron",

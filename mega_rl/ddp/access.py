@@ -27,7 +27,7 @@ class Whole:
         self._gather = gather
 
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Return the number of elements of the whole tensor."""
         return self.shape.numel()
 
     def detach(self) -> Tensor:
@@ -92,7 +92,7 @@ def parameter_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
 
 
 def gradient_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """This rank's gradients."""
+    """Return this rank's gradients."""
     for chunk in chunks:
         if isinstance(chunk, FullyShardedDataParallel):
             yield from megatron_fsdp.gradient_buffers(chunk)

@@ -40,7 +40,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
+        """Update every parameter that has a gradient by one step."""
         assert closure is None
         gradients = {parameter: parameter.grad for parameter in self._on_host if parameter.grad is not None}
         for parameter in gradients:

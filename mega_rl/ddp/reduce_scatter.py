@@ -81,7 +81,7 @@ class Scratch:
         self._pending.append(piece)
 
     def give_back(self, piece: _Piece) -> None:
-        """Its exchange is over."""
+        """Release the scratch memory of an exchange that is over."""
         self._pending.remove(piece)
         self._free += piece.buffers
         piece.buffers = []

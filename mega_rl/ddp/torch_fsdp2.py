@@ -76,7 +76,7 @@ class TorchFsdp(_BaseDataParallel):
         """Nothing: the backward has waited for its reductions."""
 
     def zero_grad_buffer(self) -> None:
-        """Drop the gradients."""
+        """Drop all gradients; called before each mini-batch."""
         for parameter in self.module.parameters():
             parameter.grad = None
 

@@ -18,7 +18,7 @@ class ModelEngine(Engine, Protocol):
 
     @property
     def name(self) -> Role:
-        """The role it serves."""
+        """Return the role that the model has."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class ModelEngine(Engine, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Return the device on which the model computes."""
         ...
 
     @property

@@ -16,7 +16,7 @@ class NonFiniteGradientError(RunError):
 
 
 def detached(outputs: TokenOutputs, loss: LossOutput) -> tuple[TokenOutputs, LossOutput]:
-    """Both without their hold on the graph."""
+    """Return outputs and loss detached from autograd."""
     seen = {name: value.detach() for name, value in vars(outputs).items() if value is not None}
     kept = LossOutput(
         loss=loss.loss.detach(),

@@ -71,13 +71,13 @@ class _Adapter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held."""
+        """Do nothing: the meter holds no resources."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the meter holds no resources."""
 
     def refresh(self, *_: Any, **__: Any) -> None:
-        """The meter draws."""
+        """Do nothing: the live line shows the bytes."""
 
     set_description = set_description_str = set_postfix_str = refresh
 

@@ -85,4 +85,4 @@ class ConsoleSink:
         """Write nothing: rollouts are too long for a line."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing is open."""
+        """Do nothing: the console is not a file of this sink."""

@@ -35,13 +35,13 @@ class NullSink:
     """Takes everything and keeps nothing: the sink of ranks that do not write."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _first_stale_step(resume_step: int) -> int:
@@ -135,7 +135,7 @@ class TensorBoardSink(NullSink):
             self._open().add_text("rollouts", _markdown_table(rows), step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the event file."""
+        """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
 

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Kernel(Protocol):
-    """One way to compute it."""
+    """An attention kernel: softmax(query key^T scale) value under a causal mask."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, sinks: Tensor | None

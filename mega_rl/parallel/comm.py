@@ -27,15 +27,15 @@ class SingleRank:
     size = 1
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """A copy."""
+        """Return a clone: a group of one has no peers."""
         return tensor.clone()
 
     def max(self, tensor: Tensor) -> Tensor:
-        """A copy."""
+        """Return a clone: a group of one has no peers."""
         return tensor.clone()
 
     def gather_rows(self, rows: Batch) -> Batch:
-        """The rows, copied."""
+        """Return a clone of the rows: a group of one has no peers."""
         return _like(rows, self.gather_tensordict(_as_tensordict(rows)))
 
     def gather_tensordict(self, batch: TensorDict) -> TensorDict:
@@ -49,13 +49,13 @@ class SingleRank:
         return _decoded([_encoded(value)])
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
-        """The rows, copied."""
+        """Return a clone of the rows: a group of one has no peers."""
         _check_destinations(rows, destinations, size=1)
         fields = {name: field.clone() for name, field in _tensors(rows).items()}
         return _like(rows, TensorDict(fields, len(rows.tokens)))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        """A copy."""
+        """Return a clone: a group of one has no peers."""
         assert source == 0, f"source={source} in a group of one"
         return tensor.clone()
 

@@ -61,12 +61,12 @@ class ParallelLayout:
 
     @property
     def model_size(self) -> int:
-        """Ranks of one replica."""
+        """Return the number of ranks of one replica."""
         return self.tp * self.cp * self.pp
 
     @property
     def dp(self) -> int:
-        """Data-parallel size."""
+        """Return the data-parallel size."""
         return self.world_size // self.model_size
 
     @property

@@ -73,14 +73,14 @@ class Phase:
 
 
 class Listener(Protocol):
-    """Shows phases."""
+    """Receiver of phases as they begin, advance and end."""
 
     def changed(self, phases: tuple[Phase, ...]) -> None:
         """Take the phases in progress, the outermost first, after one has begun or ended."""
         ...
 
     def close(self) -> None:
-        """Show nothing more."""
+        """Stop showing phases."""
         ...
 
 

@@ -71,7 +71,7 @@ class Display:
         return self._phases
 
     def close(self) -> None:
-        """Take the line away."""
+        """Erase the live line."""
         with self._lock:
             self._phases = ()
             if self._reminder is not None:
@@ -227,7 +227,7 @@ class _Reminder(threading.Thread):
                 logging.getLogger(__name__).info("still %s", _in_words(announced[-1]))
 
     def end(self) -> None:
-        """Write nothing more."""
+        """Stop writing."""
         self._ended.set()
 
 

@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes that the tensor takes in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 

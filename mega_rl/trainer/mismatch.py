@@ -39,7 +39,7 @@ class MismatchGuard:
         are older; with `current` also `rollout/stale_logprob_diff_*` and `rollout/stale_tokens_fraction`.
 
         Raises:
-            RolloutMismatchError: on all ranks, naming the worst token. A difference that is no number is always one.
+            RolloutMismatchError: on all ranks, naming the worst token. A difference that is not a number always is one.
         """
         assert old.logprobs is not None
         stale_mask = self._stale(rollout)

@@ -11,7 +11,7 @@ from mega_rl.types import Metrics, Rollout, TokenOutputs
 
 
 class OldLogprobs(Protocol):
-    """One of the two below."""
+    """Source of the old log-probabilities of PPO's ratio."""
 
     @property
     def inspect(self) -> Inspect | None:

@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """World size."""
+        """Return the world size."""
         return self.pp * math.lcm(self.tp * self.cp * self.dp, self.ep * self.etp)
 
     @property

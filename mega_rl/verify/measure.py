@@ -179,7 +179,7 @@ def train(engine: ModelEngine, batch: Experience, plan: Plan) -> list[float]:
 
 
 def step_length(plan: Plan) -> float:
-    """The learning rate."""
+    """Return the learning rate of the measured step."""
     return STEP if plan.steps == 1 else SHORT_STEP
 
 
@@ -325,5 +325,5 @@ def finite(error: float) -> float:
 
 
 def ranked(errors: list[TensorError]) -> tuple[TensorError, ...]:
-    """Worst first."""
+    """Return the errors, the largest first."""
     return tuple(sorted(errors, key=lambda entry: -entry.error))

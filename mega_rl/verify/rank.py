@@ -27,7 +27,7 @@ class _PhaseFile:
             part.rename(self._path)
 
     def close(self) -> None:
-        """Leave the last text."""
+        """Keep the last text."""
 
 
 def main(path: str) -> int:

@@ -44,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Model:
-    """What is verified."""
+    """The checkpoint that is verified and its description."""
 
     path: Path
     hf: HFConfig

@@ -61,16 +61,13 @@ class OneStepAhead:
         return rollout
 
     def metrics(self) -> Metrics:
-        """The source's."""
         return self.source.metrics()
 
     @property
     def weight_version(self) -> int:
-        """The sync's."""
         return self.sync.weight_version
 
     def resume_at(self, version: int) -> None:
-        """The sync's."""
         self.sync.resume_at(version)
 
     def publish(self) -> Metrics:

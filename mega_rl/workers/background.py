@@ -37,7 +37,7 @@ class Requests(Protocol):
 
 
 class _Job(Generic[Samples]):
-    """One generation."""
+    """A generation on the background thread."""
 
     def __init__(self, work: Callable[[], Samples], *, step: int) -> None:
         self.step = step

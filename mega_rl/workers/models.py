@@ -127,9 +127,9 @@ class AbsentWorker:
     """Stands for a role that the run does not have: says nothing and learns nothing."""
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        """Nothing."""
+        """Return no metrics: the role is absent."""
         return TokenOutputs()
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
-        """Nothing."""
+        """Return no metrics: the role is absent."""
         return {}

@@ -99,7 +99,7 @@ class FunctionRewards:
             what = f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
             raise no_score(f"the reward function {what}", prompt, response) from error
         if number is None:
-            raise no_score(f"the reward function returned {shortened(value)}, which is no number", prompt, response)
+            raise no_score(f"the reward function returned {shortened(value)}, which is not a number", prompt, response)
         if not is_finite(number):
             what = f"the reward function returned {value!r}, which is not finite in float32"
             raise no_score(what, prompt, response)

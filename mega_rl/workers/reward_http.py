@@ -153,7 +153,7 @@ class HttpRewards:
             raise self._failure(f"{len(scores)} scores for {len(batch)} responses", batch)
         for (prompt, response), value in zip(batch, scores, strict=True):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise no_score(f"{self._where()}: the score {shortened(value)} is no number", prompt, response)
+                raise no_score(f"{self._where()}: the score {shortened(value)} is not a number", prompt, response)
             if not is_finite(value):
                 raise no_score(
                     f"{self._where()}: the score {shortened(value)} is not finite in float32", prompt, response

@@ -180,7 +180,7 @@ def _rows_with_a_place(token_ids: Sequence[Sequence[int]]) -> Rollout:
 
 
 def _not_finite(values: Tensor, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> RewardError | None:
-    """The error of the first value that is no number."""
+    """Return the error for the first value that is not finite, None if all are."""
     for row, value in zip(rows, values.tolist(), strict=True):
         if not abs(value) < float("inf"):
             return _refused(f"it gave {value}", _prompt_of(rollout, row, prompts))

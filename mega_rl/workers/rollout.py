@@ -44,7 +44,6 @@ class RolloutWorker:
         return self.replica.gather_rows(rows)
 
     def metrics(self) -> Metrics:
-        """The engine's."""
         return self.engine.metrics()
 
     def _own(self, prompts: Sequence[Prompt]) -> range:
@@ -96,5 +95,4 @@ class VocabularyGuard:
         return rollout
 
     def metrics(self) -> Metrics:
-        """The source's."""
         return self.source.metrics()

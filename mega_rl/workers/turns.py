@@ -86,16 +86,13 @@ class ColocatedRollouts:
         return rollout
 
     def metrics(self) -> Metrics:
-        """The source's."""
         return self.source.metrics()
 
     @property
     def weight_version(self) -> int:
-        """The sync's."""
         return self.sync.weight_version
 
     def resume_at(self, version: int) -> None:
-        """The sync's."""
         self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
@@ -130,11 +127,9 @@ class ColocatedRollouts:
             self.checkpoints.save(step, state, metrics=metrics)
 
     def poll(self) -> Metrics:
-        """The store's."""
         return self.checkpoints.poll()
 
     def finish(self) -> None:
-        """The store's."""
         self.checkpoints.finish()
 
     @contextmanager

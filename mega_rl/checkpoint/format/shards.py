@@ -41,7 +41,7 @@ class PieceSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes that the piece takes in the file."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property

@@ -1,4 +1,4 @@
-"""Reading what nobody vouches for: regular files of bounded size, and JSON without surprises. No torch."""
+"""Bounded, strict readers for files that may be corrupt or hostile. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_regular(path: Path) -> tuple[int, int]:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise UserError(f"{path}: is no regular file, which all files of a checkpoint must be; {RESUME_HINT}")
+        raise UserError(f"{path}: is not a regular file, which all files of a checkpoint must be; {RESUME_HINT}")
     return fd, status.st_size
 
 

@@ -26,7 +26,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.25  # between two looks for records
 
 
 class JobPiece(NamedTuple):
-    """A piece to write."""
+    """A piece of a tensor to write and where its bytes are staged."""
 
     spec: PieceSpec
     global_shape: tuple[int, ...]

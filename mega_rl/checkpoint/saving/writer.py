@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mega_rl
 from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
 from mega_rl.storage.disk import SaveError
 
@@ -49,7 +50,7 @@ class WriterProcess:
         """
         here, there = socket.socketpair()
         self._said = os.memfd_create("checkpoint writer")
-        package = str(Path(__file__).resolve().parents[2])
+        package = str(Path(mega_rl.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         try:
             with there, _signals_held():
@@ -71,7 +72,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process id."""
         return self._process.pid
 
     @property

@@ -20,7 +20,7 @@ STOP_S = 10.0  # for a thread that was told to give up; one that waits for a dea
 
 
 class Writing(Protocol):
-    """One job at a time."""
+    """A writer of one job at a time."""
 
     def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
         """Begin a job over these pieces, which may change as soon as this returns unless the rank writes itself.
@@ -84,7 +84,7 @@ class InlineWriter:
             self._thread.join(STOP_S)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: an inline writer holds no resources."""
 
 
 class BackgroundWriter:
@@ -96,11 +96,11 @@ class BackgroundWriter:
 
     @property
     def pid(self) -> int | None:
-        """Of the process."""
+        """Return the process id of the writer, None before the first job."""
         return None if self._process is None else self._process.pid
 
     def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
-        """Copy, and begin."""
+        """Copy the job's data to staging memory and start writing it."""
         if self._staging is None:
             self._staging = Staging()
         ordered, places, nbytes = plan(pieces)

@@ -88,7 +88,7 @@ def mixtral_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def olmoe_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Every layer."""
+    """Return the mixture of OLMoE: every layer is one."""
     normalised = fields.boolean("norm_topk_prob")
     return softmax_moe(fields, [True] * num_layers, normalised=normalised, ffn="intermediate_size")
 

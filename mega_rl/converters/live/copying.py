@@ -35,15 +35,15 @@ class TensorLike(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
+        """Return the shape."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values that reading it gives."""
+        """Return the dtype of the values that a read gives."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes on disk."""
+        """Return the bytes on disk."""
 
 
 class BlockReader(Protocol):
@@ -51,7 +51,7 @@ class BlockReader(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorLike]:
-        """Every tensor there is."""
+        """Return every tensor of the checkpoint by name."""
 
     def position(self, name: str) -> tuple[str, int]:
         """(file, offset): reading in this order runs forwards through the files."""

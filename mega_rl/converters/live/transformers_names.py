@@ -29,7 +29,7 @@ class DiskTensor(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many of them."""
+        """Return the number of rows."""
         return matrix_shape(self.shape)[0]
 
 

@@ -117,7 +117,7 @@ def compare(
 
 
 def merge(parts: Sequence[Comparison]) -> Comparison:
-    """One answer from those of all shares."""
+    """Return one comparison from those of all shares."""
     return replace(
         parts[0],
         mismatched=tuple(sorted(line for part in parts for line in part.mismatched)),

@@ -41,7 +41,7 @@ class ShapeAndDtype(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Return the bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -65,7 +65,7 @@ class WeightFiles:
 
     @property
     def hf(self) -> HFConfig:
-        """The architecture."""
+        """Return the architecture."""
         return self.sharding.hf
 
     def __enter__(self) -> WeightFiles:

@@ -49,7 +49,7 @@ class ConversionManifest:
     version: int = VERSION
 
     def sharding(self, hf: HFConfig) -> Sharding:
-        """The plan's view of it."""
+        """Return the model and how it is cut, as plans take it."""
         hf = replace(hf, mtp=self.mtp, fused_experts=self.fused_experts, value_head=self.value_head)
         return Sharding(hf, self.layout, spec=self.spec, head=self.head, padded_vocab=self.padded_vocab)
 

@@ -49,14 +49,14 @@ class Output:
 
 
 class OutputFile(NamedTuple):
-    """A file to write."""
+    """A file of the target and the tensors in it."""
 
     name: str
     outputs: list[Output]
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Return the bytes of its tensors."""
         return sum(output.spec.nbytes for output in self.outputs)
 
 
@@ -80,7 +80,7 @@ class _Meter:
                 self._changed.notify_all()
 
     def written(self, num_bytes: int) -> None:
-        """Tells the progress."""
+        """Report `num_bytes` more bytes as written."""
         if self._progress is not None:
             with self._changed:
                 self._progress.advance(num_bytes)

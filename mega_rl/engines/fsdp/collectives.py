@@ -18,10 +18,10 @@ from mega_rl.ddp.reduce_scatter import Reduction, Scratch, Works, broadcast_shar
 
 
 class _Memory:
-    """How both get theirs."""
+    """Buffer allocation, shared by the all-gather and the reduce-scatter."""
 
     def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """New memory, unset."""
+        """Return uninitialised memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 

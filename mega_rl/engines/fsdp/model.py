@@ -142,7 +142,7 @@ def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers."""
+    """Return the decoder's layers."""
     found = hf.get_decoder().layers if hasattr(hf, "lm_head") else hf.layers
     assert isinstance(found, nn.ModuleList), f"{type(hf).__name__} has no list of layers"
     return list(found)

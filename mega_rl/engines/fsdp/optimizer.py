@@ -42,7 +42,7 @@ def build_adam(parameters: Iterable[DTensor], optim: OptimConfig) -> torch.optim
 
 
 def count_steps(optimizer: torch.optim.AdamW) -> int:
-    """Steps that were made."""
+    """Return the number of steps done."""
     return int(next(iter(optimizer.state.values()))["step"])
 
 

@@ -113,5 +113,5 @@ class DecodingLoop:
         return self._sampler.draw(logits, uniform_at(self._keys[rows], step))
 
     def _is_stop(self, tokens: Tensor) -> Tensor:
-        """[rows] bool."""
+        """Return whether each token ends its response, [rows] bool."""
         return (tokens[:, None] == self._stop_token_ids).any(-1)

@@ -42,7 +42,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens held per row."""
+        """Return the number of tokens held per row."""
         return self.num_tokens
 
     def batch_select_indices(self, indices: Tensor) -> None:

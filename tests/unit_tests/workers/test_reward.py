@@ -107,10 +107,10 @@ def test_numbers_of_other_types(value: object) -> None:
         (float("nan"), "returned nan, which is not finite in float32"),
         (float("-inf"), "returned -inf, which is not finite in float32"),
         (1e300, "returned 1e+300, which is not finite in float32"),
-        (None, "returned None, which is no number"),
-        ("0.5", "returned '0.5', which is no number"),
+        (None, "returned None, which is not a number"),
+        ("0.5", "returned '0.5', which is not a number"),
         (10**400, "raised OverflowError"),
-        ("x" * 1000, "... (1002 characters), which is no number"),
+        ("x" * 1000, "... (1002 characters), which is not a number"),
     ],
 )
 def test_what_is_no_score_is_an_error_on_every_rank(value: object, expected: str) -> None:

@@ -27,7 +27,7 @@ class Policy:
 
 @dataclass
 class Job:
-    """A sample on its way."""
+    """A sample in flight: its request, its tries and their outcomes."""
 
     request: SampleRequest
     partial: Sample = field(default_factory=Sample)

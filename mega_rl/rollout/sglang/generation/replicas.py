@@ -27,7 +27,7 @@ _PROBE_WAIT_S = 0.2  # before the second probe; doubles
 
 
 class Replica:
-    """One server. Lives on the event loop of its fleet."""
+    """State of one server on the event loop of its router."""
 
     def __init__(self, index: int, client: SglangClient, *, capacity: int) -> None:
         self.index = index  # in the fleet
@@ -70,7 +70,7 @@ class Replica:
         return self.in_flight < self.capacity and now >= self.busy_until
 
     def sent(self, now: float) -> None:
-        """A request goes out."""
+        """Count a request that is sent."""
         if self.in_flight == 0:
             self.last_sign_of_life = now  # nothing was awaited before
         self.in_flight += 1
@@ -79,14 +79,14 @@ class Replica:
         self.stats.most_in_flight = max(self.stats.most_in_flight, self.in_flight)
 
     def answered(self, now: float, tokens: int) -> None:
-        """A good answer came."""
+        """Count a valid answer: the server is healthy."""
         self._failures = self._bad_answers = 0
         self.last_sign_of_life = now
         self.stats.answers += 1
         self.stats.tokens += tokens
 
     def failed(self, now: float, failure: RequestFailure, *, wait_s: float) -> None:
-        """A try failed here."""
+        """Record a failed try against this server."""
         charged = KINDS[failure.kind].charged
         if charged == "sample":
             self._failures = 0

@@ -20,7 +20,7 @@ class State(Enum):
 
 @dataclass
 class ReplicaStats:
-    """One replica within one generation."""
+    """Counts of one replica in one generation."""
 
     index: int  # of its endpoint
     state: State  # at the end
@@ -33,7 +33,7 @@ class ReplicaStats:
 
 @dataclass
 class Stats:
-    """One generation in numbers."""
+    """Counts and times of one generation."""
 
     requests: int = 0  # tries sent
     retries: int = 0  # of these, tries after the first of a sample

@@ -34,7 +34,7 @@ class FleetHungError(RunError):
 
 
 class Handle:
-    """A generation under way."""
+    """A pending generation."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, generation: SampleScheduler, deadline: float, total: int
@@ -67,7 +67,7 @@ class Handle:
         self._loop.call_soon_threadsafe(self._generation.interrupt)
 
     def cancel(self) -> None:
-        """Drop the generation."""
+        """Cancel the generation."""
         self._future.cancel()
 
 
@@ -186,7 +186,7 @@ class ServerRouter:
         partials: Mapping[Key, Sample] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> FleetResult:
-        """`start` and wait."""
+        """Start a generation and wait for its result; see `start`."""
         return self.start(
             requests, sampling, version=version, deadline=deadline, partials=partials, progress=progress
         ).result()

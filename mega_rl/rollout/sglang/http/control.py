@@ -116,7 +116,7 @@ class Control:
         )
 
     def continue_(self) -> None:
-        """Generate again."""
+        """Resume generation after `pause`."""
         self._call("POST", "/continue_generation", {})
 
     def abort_all(self) -> None:
@@ -235,6 +235,6 @@ class Control:
     def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> bytes:
-        """The body of a 200."""
+        """Send a request and return the body of its 200 answer."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         return self._caller.call(self.endpoint, method, path, body, timeout_s=timeout_s)

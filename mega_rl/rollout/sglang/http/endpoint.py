@@ -9,7 +9,7 @@ from mega_rl.rollout.sglang.http.keys import Keys
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One server, as a client sees it."""
+    """Address and key of one server."""
 
     index: int  # number of the server in the run
     url: str  # "http://127.0.0.1:31001"

@@ -30,7 +30,7 @@ class Keys:
 
     @classmethod
     def random(cls) -> Keys:
-        """Two keys of 256 bits."""
+        """Return two random keys of 256 bits."""
         return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
 
     def write(self, path: Path) -> None:

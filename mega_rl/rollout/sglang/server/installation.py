@@ -23,7 +23,7 @@ FOLDER = "sglang"  # below the environment's prefix
 
 @dataclass(frozen=True)
 class Installation:
-    """One SGLang."""
+    """An installation of SGLang: its folder and version."""
 
     version: str
     folder: Path | None  # to go on the server's path; None where the interpreter finds it by itself

@@ -131,7 +131,7 @@ class JoinedServers:
         self.endpoints = [Endpoint(index, url.rstrip("/"), keys) for index, url in enumerate(urls)]
 
     def owner(self, index: int) -> int | None:
-        """Nobody here."""
+        """Return None: no rank of this run owns a joined server."""
         return None
 
     def wait_ready(self) -> None:
@@ -153,7 +153,7 @@ class JoinedServers:
             size = control.server_info().get("tp_size")
             control.close()
             if not isinstance(size, int) or size < 1:
-                raise RunError(f"{endpoint.url}: /server_info says tp_size={size!r}, which is no number of ranks")
+                raise RunError(f"{endpoint.url}: /server_info says tp_size={size!r}, which is not a number of ranks")
             sizes.append(size)
         return sizes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def install(folder: Path) -> None:
-    """Both of the below."""
+    """Install both server-side workarounds, with their files in `folder`."""
     rendezvous(folder)
     load_snapshots(folder)
 

@@ -72,7 +72,7 @@ class ServerProcess:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Return the server's name for messages."""
         return f"SGLang server {self.index}"
 
     @property

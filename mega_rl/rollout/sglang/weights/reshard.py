@@ -43,7 +43,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Of all its tensors."""
+        """Return the bytes of all its tensors."""
         return self.slots[-1].end
 
 

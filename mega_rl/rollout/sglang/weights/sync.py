@@ -30,7 +30,7 @@ class Rotation(Protocol):
     """Which servers generate: a part of `generation.router.ServerRouter`, on every rank."""
 
     def mark_down(self, index: int, reason: str) -> None:
-        """It does not answer."""
+        """Take a server that does not answer out of the rotation."""
         ...
 
     def mark_stale(self, index: int, reason: str) -> None:
@@ -66,7 +66,7 @@ class SglangWeightSync:
         """
         controls: of the servers that this rank steers; every server has one rank that does.
         probe: None proves nothing; else it runs after every update.
-        verify_interval: checksums at the first publish and each so many.
+        verify_interval: compare checksums at the first publish and every N-th.
         before: called first in `publish`, on all ranks: no request is in flight when it returns, or all may be aborted.
         after_send: called between loading and generating with the servers that have all weights; returns those that
             it failed with (on any rank) and why.

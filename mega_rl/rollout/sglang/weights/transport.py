@@ -111,7 +111,7 @@ class Meeting:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._ranks.size
 
     @property
@@ -135,7 +135,7 @@ class Meeting:
             return float(self._ranks.max(torch.tensor(value, dtype=torch.float64)))
 
     def close(self) -> None:
-        """Gives back the group."""
+        """Destroy the process group."""
         dist.destroy_process_group(self._group)
 
     @contextmanager

@@ -77,7 +77,6 @@ class CudaIpcTransport:
         self._world: Meeting | None = None
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        """See `Transport.send`."""
         started = time.perf_counter()
         if self._world is None:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
@@ -109,7 +108,6 @@ class CudaIpcTransport:
         return report
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._world is not None:
             self._world.close()
             self._world = None

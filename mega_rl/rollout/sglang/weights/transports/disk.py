@@ -83,7 +83,6 @@ class DiskTransport:
             return requests.agree(report, self._world, leaders=[0], started=started)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if dist.get_rank() == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._world is not None:

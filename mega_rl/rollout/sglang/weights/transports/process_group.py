@@ -66,7 +66,6 @@ class DistributedTransport:
         self._links: dict[int, _Link] = {}
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        """See `Transport.send`."""
         started = time.perf_counter()
         if self._world is None:
             timeout_s = self._timeout_s + GRACE_S
@@ -92,7 +91,6 @@ class DistributedTransport:
         return report
 
     def close(self) -> None:
-        """See `Transport.close`."""
         with ServerRequests([server for server in self._servers if server.index in self._links]) as requests:
             requests.start(self._leave)
             requests.wait()  # a server that is gone has left its group

@@ -68,7 +68,6 @@ class SharedMemoryTransport:
         return 0 if self._open is None else self._open.memory.numel()
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        """See `Transport.send`."""
         started = time.perf_counter()
         if self._open is None:
             self._open = _Opened(self._weights, self._hosts, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
@@ -94,7 +93,6 @@ class SharedMemoryTransport:
             return requests.agree(report, opened.world, leaders=leaders, started=started)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._open is not None:
             self._open.close()
             self._open = None
