@@ -28,7 +28,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-versions test-swanlab special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity terminal-check docs
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-fast test-versions test-swanlab special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity terminal-check docs
 
 setup: $(STAMP)
 	@:
@@ -59,6 +59,10 @@ $(SGLANG_STAMP): mega_rl/rollout/sglang/requirements-cpu.txt | $(STAMP)
 
 quickstart: setup
 	@$(BIN)/mega-rl quickstart --engine $(ENGINE)
+
+# The inner loop: what starts no ranks, servers or programs, in less than two minutes.
+test-fast: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --fast
 
 test: setup sglang
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 # Before torch is imported: two cores are shared by all ranks of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,16 +12,34 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+# What a test file uses when it starts ranks, servers or programs: seconds each, and not for the inner loop.
+LAUNCHES = re.compile(r"\b(run_ranks|subprocess|ServerProcess|torchrun|tests\.helpers\.sglang)\b|_cases import")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--fast`, which leaves out what starts ranks, servers or programs, and what is marked slow."""
+    parser.addoption("--fast", action="store_true", help="only tests that start no ranks, servers or programs")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
+    config.addinivalue_line("markers", "slow: left out by --fast")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--fast` leaves out, and skip what needs a GPU where there is none."""
+    if config.getoption("--fast"):
+        launching = {path: bool(LAUNCHES.search(path.read_text(encoding="utf-8"))) for path in {i.path for i in items}}
+        left_out = [item for item in items if launching[item.path] or _is_slow(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device and none is visible"))
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None or "special_distributed" in item.path.parts

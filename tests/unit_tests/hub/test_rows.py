@@ -17,6 +17,8 @@ from mega_rl.hub.names import DatasetName
 from mega_rl.preflight import preflight
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes
 
+pytestmark = pytest.mark.slow
+
 MODEL = "model.path=org/model"
 
 

@@ -28,6 +28,8 @@ from mega_rl.metrics.tracker_process import serve
 from mega_rl.metrics.trackers import Deadlines, TrackerSink, without_secrets
 from mega_rl.preflight.host import check_packages
 
+pytestmark = pytest.mark.slow
+
 ROWS = [{"prompt": "3+4=", "response": "7\nü", "reward": 1.0}, {"prompt": "1+1=", "response": "", "reward": 0.0}]
 
 

@@ -16,6 +16,8 @@ from mega_rl.verify.twin.compare import GATE, Parity, compare_twin, judge, suspe
 from mega_rl.verify.twin.shrink import MAX_LAYERS, shrink, write_twin
 from tests.helpers.models import TINY, write_tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 LARGE = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,

@@ -23,6 +23,8 @@ from mega_rl.rollout.sglang.generation.samples import SampleRequest, Sampling
 from tests.helpers.fake_sglang import STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=6, stop_token_ids=(STOP,))
 SETTINGS: dict[str, Any] = {
     "vocab_size": VOCABULARY,

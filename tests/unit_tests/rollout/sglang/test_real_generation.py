@@ -19,7 +19,7 @@ from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import needs_sglang, request, running_server
 
-pytestmark = needs_sglang
+pytestmark = [needs_sglang, pytest.mark.slow]
 
 VERSION = 1
 GREEDY = Sampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,), greedy=True)
