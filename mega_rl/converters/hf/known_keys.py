@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Read by hf_config.py and rope_config.py.
+# Read by config.py and rope.py.
 _READ = """
 model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
 vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act hidden_activation rope_parameters

@@ -121,8 +121,11 @@ def test_records_through_json() -> None:
 
 def test_the_writing_side_imports_no_torch() -> None:
     """The process that writes in the background starts anew in every run."""
-    names = "shards, manifest, folders, coverage, verbs"
-    code = f"import sys; from mega_rl.checkpoint import {names}; "
-    code += "from mega_rl.storage import disk; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = (
+        "import sys\nfrom mega_rl.checkpoint import folders, maintenance\n"
+        "from mega_rl.checkpoint.format import coverage, manifest, shards\n"
+        "from mega_rl.checkpoint.saving import writer\n"
+        "from mega_rl.storage import disk\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]
