@@ -15,9 +15,11 @@ from mega_rl.protocols import Ranks
 
 def broadcast_json(value: Any, ranks: Ranks, *, source: int = 0) -> Any:
     """Return the `value` of group rank `source` on every rank, sent as JSON; collective."""
-    text = json.dumps(value).encode() if ranks.rank == source else b""
+    text = json.dumps(value if ranks.rank == source else None).encode()
     size = int(ranks.broadcast(torch.tensor(len(text)), source=source))
-    sent = torch.frombuffer(bytearray(text or bytes(size)), dtype=torch.uint8)
+    sent = torch.zeros(size, dtype=torch.uint8)
+    if ranks.rank == source:
+        sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return json.loads(bytes(ranks.broadcast(sent, source=source).tolist()))
 
 
