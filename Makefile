@@ -23,7 +23,7 @@ INSTALL_SGLANG = if command -v uv >/dev/null 2>&1; \
 # Release of Megatron-Core for `make test-newest`: "newest" of those supported, or a version such as 0.18.2.
 MEGATRON ?= newest
 # What reaches Megatron-Core.
-MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines distributed parallel parity \
+MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines distributed parallel \
 	checkpoint/test_layouts.py checkpoint/test_store.py converters/test_load.py converters/test_torch_dist.py \
 	converters/test_model_config.py verify workers/test_models.py)
 

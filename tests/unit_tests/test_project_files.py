@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,10 @@ def test_the_citation_is_of_this_version() -> None:
     assert content["version"] == mega_rl.__version__
     assert content["license"] == "Apache-2.0"
     assert content["authors"] == [{"name": "mega_rl developers"}]
+
+
+def test_files_named_by_makefile_targets_exist() -> None:
+    show = ["make", "-s", "--eval", "shown: ; @echo $(MEGATRON_TESTS) $(VERSIONS_TESTS)", "shown"]
+    shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert len(shown) > 15
+    assert [name for name in shown if not (ROOT / name).exists()] == []
