@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+SITE_STAMP := $(VENV)/.installed-docs
 SGLANG_STAMP := $(VENV)/.installed-sglang
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -28,7 +29,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-fast test-versions test-swanlab special-distributed check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint parity terminal-check docs
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -44,6 +45,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(BENCH_STAMP): $(STAMP)
 	@$(call INSTALL,.[bench])
+	@touch $@
+
+$(SITE_STAMP): $(STAMP)
+	@$(call INSTALL,.[docs])
 	@touch $@
 
 sglang: $(SGLANG_STAMP)
@@ -64,8 +69,17 @@ quickstart: setup
 test-fast: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --fast
 
+# Workers take whole files, so that fixtures of modules are made once. Most of a test of several ranks is waiting for
+# messages, which is why there are more workers than cores.
+WORKERS ?= 3
+PYTEST_WORKERS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: setup sglang
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	@$(PYTEST_WORKERS)
+
+# Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
+test-full: setup sglang
+	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup
@@ -106,11 +120,16 @@ test-versions:
 special-distributed: setup
 	@bash tests/special_distributed/run_all.sh
 
+# What ruff can repair by itself.
+fmt: setup
+	@$(BIN)/ruff check --quiet --fix .; $(BIN)/ruff format --quiet .
+
 check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory site
 
 bench: $(BENCH_STAMP)
 	@$(BIN)/python benchmarks/e2e.py
@@ -136,6 +155,11 @@ bench-engines: setup
 campaign-checkpoint: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign
 
+# One fault after the other in a copy of the package: its tests must fail. PLANTED='--only TEXT' plants some of them.
+PLANTED ?=
+planted-faults: setup
+	@$(BIN)/python -m tests.planted_faults $(PLANTED)
+
 # How long the quickstart leaves a terminal silent; COMMAND measures another.
 COMMAND ?= $(BIN)/mega-rl quickstart --run-dir runs/terminal-check
 terminal-check: setup
@@ -143,3 +167,10 @@ terminal-check: setup
 
 docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md
+	@$(BIN)/python -m tests.family_tables
+	@$(BIN)/python scripts/package_map.py
+
+# The documentation as pages to read in a browser, in site/; five seconds. With --quiet MkDocs counts no warnings, and a
+# broken link would pass.
+site: $(SITE_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -106,7 +106,7 @@ def contenders(engine: Any, folder: Path) -> dict[str, Callable[[], float]]:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One of the two ranks: every round each contender in turn; rank 0 writes what was found."""
+    """One of the two ranks: every round each contender in turn; rank 0 writes what was results."""
     import torch
 
     rank, folder = int(os.environ["RANK"]), arguments.folder
@@ -116,16 +116,12 @@ def rank_main(arguments: argparse.Namespace) -> None:
     accelerator = prepare("cpu")
     import torch.distributed as dist
 
-    from mega_rl.assemble import session
+    from mega_rl.assemble import build_actor, session
     from mega_rl.config.schema import Config, ModelConfig
-    from mega_rl.engines.build import build_engine
 
     config = Config(model=ModelConfig(path=str(folder / "model"), dtype="bf16"))
     with session(config, accelerator) as groups:
-        engine = build_engine(
-            "actor", path=folder / "model", head="lm", trainable=True, config=config, groups=groups,
-            accelerator=accelerator,
-        )  # fmt: skip
+        engine = build_actor(config, groups, accelerator)
         generator = torch.Generator().manual_seed(rank)
         for piece in engine.state().pieces:
             if "/" in piece.name and not piece.name.startswith("weights/"):
@@ -145,15 +141,15 @@ def rank_main(arguments: argparse.Namespace) -> None:
         if rank == 0:
             newest = max((folder / "save").glob("step_*"))
             on_disk = sum(path.stat().st_size for path in newest.iterdir())
-            found = {"seconds": seconds, "bytes": on_disk, "theory": parameters * BYTES_PER_PARAMETER}
-            (folder / "results.json").write_text(json.dumps(found))
+            results = {"seconds": seconds, "bytes": on_disk, "theory": parameters * BYTES_PER_PARAMETER}
+            (folder / "results.json").write_text(json.dumps(results))
 
 
-def report(found: dict[str, Any]) -> list[str]:
-    """Prints a table; returns the targets that were missed."""
-    seconds, missed = found["seconds"], []
-    size = found["bytes"] / found["theory"]
-    print(f"\n{found['bytes'] / 1e9:.2f} GB on disk, {size:.4f} of 14 bytes per parameter")
+def report(results: dict[str, Any]) -> list[str]:
+    """Print a table; return the targets that were missed."""
+    seconds, missed = results["seconds"], []
+    size = results["bytes"] / results["theory"]
+    print(f"\n{results['bytes'] / 1e9:.2f} GB on disk, {size:.4f} of 14 bytes per parameter")
     if size > 1.01:
         missed.append(f"bytes on disk are {size:.4f} of theory, target 1.01")
     for name, spent in seconds.items():
@@ -190,10 +186,10 @@ def main() -> int:
         own = [__file__, "--folder", name, "--rounds", str(arguments.rounds), "--warmup", str(arguments.warmup)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
         subprocess.run([sys.executable, *launcher, *own], env=environment, check=True, timeout=3600)
-        found = json.loads((folder / "results.json").read_text())
-    missed = report(found)
+        results = json.loads((folder / "results.json").read_text())
+    missed = report(results)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        arguments.json.write_text(json.dumps(results, indent=1))
     return verdict(missed, load=load)
 
 

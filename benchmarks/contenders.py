@@ -94,12 +94,12 @@ def run_mega_rl(folder: Path) -> None:
         f"rollout.max_new_tokens={NEW_TOKENS}",
         f"reward.function={Path(__file__)}:score",
         "algorithm.advantage=grpo",
-        "algorithm.kl_placement=loss",
-        f"algorithm.kl_coef={KL_COEF}",
+        "algorithm.kl.placement=loss",
+        f"algorithm.kl.coef={KL_COEF}",
         f"optim.lr={LEARNING_RATE}",
         f"trainer.prompts_per_step={PROMPTS}",
         f"trainer.minibatch_size={PROMPTS}",
-        "trainer.max_tokens_per_microbatch=2304",
+        "trainer.microbatch.max_tokens=2304",
         "trainer.steps=1000",
         f"trainer.run_dir={folder / 'run'}",
         "metrics.tensorboard=false",
@@ -131,7 +131,7 @@ def run_mega_rl(folder: Path) -> None:
 
 
 def run_trl(folder: Path) -> None:
-    """TRL's GRPOTrainer in one process of two threads."""
+    """Run TRL's GRPOTrainer in one process of two threads."""
     import torch
 
     torch.set_num_threads(2)

@@ -191,7 +191,7 @@ def load_transformers(folder: Path, rank: int, world: int) -> dict[str, Callable
 
 
 def load_mbridge(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
-    """mbridge's `load_weights` into the same parameters under Transformer Engine's names, the only ones it knows."""
+    """Time mbridge's `load_weights` into the same parameters, under Transformer Engine's names as it needs them."""
     bridge, model = _mbridge(folder, rank, world)
 
     def go() -> dict[str, Any]:
@@ -226,15 +226,17 @@ def _mbridge(folder: Path, rank: int, world: int) -> tuple[Any, Any]:
 def export_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """`save_hf` into a new folder: everything is on disk when it returns."""
     from mega_rl.converters.live.load import load_hf
-    from mega_rl.converters.live.save import save_hf
+    from mega_rl.converters.live.place import ModelPlace
+    from mega_rl.converters.live.save import SaveOptions, save_hf
 
     model, sharding, at = module_tree(folder, rank, world, spec="local")
     load_hf([model], folder, sharding=sharding, coordinates=at)
+    place = ModelPlace(sharding, at)
     shard_bytes = max(file.stat().st_size for file in folder.glob("*.safetensors"))
     out = folder.with_name("export_mega_rl")
 
     def go() -> dict[str, Any]:
-        save_hf([model], out, source=folder, sharding=sharding, coordinates=at, shard_bytes=shard_bytes)
+        save_hf([model], out, source=folder, place=place, options=SaveOptions(shard_bytes=shard_bytes))
         return {}
 
     return {"go": go, "prepare": lambda: shutil.rmtree(out, ignore_errors=True), "check": lambda: differ(folder, out)}
@@ -247,29 +249,23 @@ def export_stream(folder: Path, rank: int, world: int) -> dict[str, Callable[[],
     device = accelerator.prepare("cpu")
     from mega_rl.converters.live.export import export_hf
     from mega_rl.converters.live.load import load_hf
+    from mega_rl.converters.live.place import ModelPlace
     from mega_rl.parallel import groups
 
     model, sharding, at = module_tree(folder, rank, world, spec="local")
     load_hf([model], folder, sharding=sharding, coordinates=at)
     made = groups.initialize(sharding.layout, accelerator=device, timeout_s=60)
 
+    place = ModelPlace.of(sharding, made, is_sharded=False, bucket_bytes=64 * MIB)
+
     def go() -> dict[str, Any]:
-        stream = export_hf(
-            [model],
-            sharding=sharding,
-            coordinates=at,
-            tp_group=made.tp,
-            pp_group=made.pp,
-            expert_group=made.experts,
-            bucket_bytes=64 * MIB,
-        )
-        return {"tensors": sum(1 for _ in stream)}
+        return {"tensors": sum(1 for _ in export_hf([model], place))}
 
     return {"go": go}
 
 
 def export_mbridge(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
-    """mbridge's `export_weights`, tensors dropped as they come."""
+    """Time mbridge's `export_weights`, dropping tensors as they come."""
     bridge, model = _mbridge(folder, rank, world)
     bridge.load_weights([model], str(folder))
     return {"go": lambda: {"tensors": sum(1 for _ in bridge.export_weights([model]))}}
@@ -319,11 +315,11 @@ def differ(source: Path, exported: Path) -> list[str]:
     from safetensors import safe_open
 
     def tensors(folder: Path) -> dict[str, Any]:
-        found = {}
+        opened_tensors = {}
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as opened:
-                found.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-        return found
+                opened_tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+        return opened_tensors
 
     a, b = tensors(source), tensors(exported)
     return sorted({*(a.keys() ^ b.keys()), *(n for n in a.keys() & b.keys() if not a[n].equal(b[n]))})

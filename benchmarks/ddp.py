@@ -144,7 +144,7 @@ class Step:
         self.calls = 0
 
     def loss(self, model: Any, scale: int) -> Any:
-        """Of this rank's tokens of this call, times `scale`: what averages gradients is given the sum."""
+        """Return the loss of this rank's tokens times `scale`, which turns averaged gradients into sums."""
         import torch
         import torch.distributed as dist
 
@@ -158,7 +158,7 @@ class Step:
 
 
 class TorchStep(Step):
-    """torch's DDP or FSDP2 with a fused AdamW, or with ZeRO's sharding of it."""
+    """Step of torch's DDP or FSDP2 with a fused AdamW, or with ZeRO's sharding of it."""
 
     def __init__(self, blocks: int, kind: str) -> None:
         import torch
@@ -183,7 +183,7 @@ class TorchStep(Step):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **settings)
 
     def run(self) -> None:
-        """One step."""
+        """Run one training step."""
         import torch
         import torch.distributed as dist
 
@@ -207,7 +207,7 @@ class MegatronStep(Step):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        from mega_rl.config.schema import DdpConfig, OptimConfig
+        from mega_rl.config.schema import DdpConfig, MegatronOptimizerConfig, OptimConfig
         from mega_rl.ddp.optimizer import build_optimizer
         from mega_rl.ddp.wrap import wrap_chunks
 
@@ -222,7 +222,10 @@ class MegatronStep(Step):
             (self.model,) = wrap_chunks(
                 chunks, config=config, ddp=DdpConfig(), distributed_optimizer=True, collection=collection
             )
-            self.optimizer = build_optimizer([self.model], optim=optim, bf16=False, collection=collection)
+            placement = MegatronOptimizerConfig()
+            self.optimizer = build_optimizer(
+                [self.model], optim=optim, placement=placement, bf16=False, collection=collection
+            )
         else:
             ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
             self.model = DistributedDataParallel(config, ddp, self.module, pg_collection=collection)
@@ -239,7 +242,7 @@ class MegatronStep(Step):
             )
 
     def run(self) -> None:
-        """One step."""
+        """Run one training step."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.loss(self.model, 1).backward()
@@ -288,7 +291,7 @@ def compare_results(made: Mapping[str, Any]) -> None:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """What a rank does: every measurement of this world size; rank 0 writes them down."""
+    """Run every measurement of this world size on one rank; rank 0 writes the results."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     import warnings
@@ -374,16 +377,16 @@ def main() -> int:
         return 0
     load = os.getloadavg()[0]
     print(f"load average before the run: {load:.1f}")
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     missed: list[str] = []
     for world in arguments.worlds:
         results = launch(world, arguments)
-        found |= results
+        merged |= results
         for name, result in results.items():
             missed += report(name, result, slowed=arguments.slowed)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
-    copies = [second for result in found.values() for second in result["seconds"]["memcpy"]]
+        arguments.json.write_text(json.dumps(merged, indent=1))
+    copies = [second for result in merged.values() for second in result["seconds"]["memcpy"]]
     middle = statistics.quantiles(copies, n=10)
     drift = middle[-1] / middle[0] - 1
     print(f"a copy of 32 MiB took {1e3 * statistics.median(copies):.1f} ms; nine tenths within {100 * drift:.0f} %")

@@ -72,43 +72,35 @@ def own_rows(rows: int, *, rank: int, ranks: int) -> Any:
     import torch
 
     from mega_rl.data.balancing import partition_balanced
-    from mega_rl.types import Experience
+    from mega_rl.types import Experience, response_mask
 
     lengths = torch.tensor(row_lengths()[:rows])
     width = int(lengths.max())
     generator = torch.Generator().manual_seed(1)
     prompts = (lengths // PROMPT_SHARE).clamp(min=1)
-    positions = torch.arange(width)
-    mask = (positions >= prompts[:, None]) & (positions < lengths[:, None])
+    mask = response_mask(prompts, lengths, width=width)
     noise = 0.05 * torch.randn(rows, width, generator=generator)
     logprobs = (noise - math.log(MODEL["vocab_size"])) * mask  # about what random weights say
     advantages = torch.randn(rows, 1, generator=generator) * mask
     tokens = torch.randint(2, MODEL["vocab_size"], (rows, width), generator=generator)
     weights = mask.float() / mask.sum()
-    zeros = torch.zeros(rows, width)
-    everything = Experience(
-        tokens=tokens * (positions < lengths[:, None]),
-        loss_mask=mask,
+    everything = Experience.from_rows(
+        tokens * (torch.arange(width) < lengths[:, None]),
         prompt_lengths=prompts,
         lengths=lengths,
-        prompt_index=torch.arange(rows),
-        sample_index=torch.zeros(rows, dtype=torch.int64),
         rollout_logprobs=logprobs,
         old_logprobs=logprobs,
         ref_logprobs=logprobs,
-        values=zeros,
         advantages=advantages,
-        returns=zeros,
         loss_weights=weights,
         token_weights=weights,
-        batch_size=[rows],
     )
     share = partition_balanced(lengths.tolist(), ranks, equal_counts=True)[rank]
     return everything[torch.tensor(share)]
 
 
 def batching_of(layout: str) -> Any:
-    """How mega_rl cuts a batch: padded micro-batches of rows of similar length, or packed ones."""
+    """Return mega_rl's batching: padded micro-batches of rows of similar length, or packed ones."""
     from mega_rl.engines.microbatches import Batching
 
     return Batching(packing=layout == "packed", max_tokens=BUDGET, micro_batch_size=BATCH)
@@ -116,9 +108,11 @@ def batching_of(layout: str) -> Any:
 
 def policy_loss() -> Any:
     """The clipped policy objective, the same for all."""
+    from mega_rl.algorithms.kl import k3
+    from mega_rl.algorithms.policy_loss import PolicyLossSettings
     from mega_rl.workers.models import PolicyLoss
 
-    return PolicyLoss(clip_low=0.2, clip_high=0.2, dual_clip=0.0, entropy_coef=0.0, kl=None, kl_estimator="k3")
+    return PolicyLoss(PolicyLossSettings(clip_low=0.2, clip_high=0.2), kl=None, kl_estimator=k3)
 
 
 class HuggingFaceStep:
@@ -177,7 +171,7 @@ class HuggingFaceStep:
         return self.loss(TokenOutputs(logprobs=logprobs, entropy=logprobs.detach()), micro.fields).loss
 
     def weights(self) -> dict[str, Any]:
-        """By Hugging Face's names."""
+        """Return the weights by Hugging Face's names."""
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
     def held(self) -> Iterator[Any]:
@@ -192,24 +186,23 @@ class EngineStep:
     """One of mega_rl's engines, as a run builds it."""
 
     def __init__(self, name: str, checkpoint: Path, batch: Any, groups: Any, accelerator: Any) -> None:
-        from mega_rl.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
-        from mega_rl.engines.build import build_engine
+        from mega_rl.assemble import build_actor
+        from mega_rl.config.schema import (
+            Config,
+            EngineConfig,
+            MicrobatchConfig,
+            ModelConfig,
+            OptimConfig,
+            TrainerConfig,
+        )
 
         config = Config(
-            engine=name,
+            engine=EngineConfig(backend=name),
             model=ModelConfig(path=str(checkpoint), dtype="fp32"),
             optim=OptimConfig(lr=LEARNING_RATE),
-            trainer=TrainerConfig(max_tokens_per_microbatch=BUDGET, micro_batch_size=BATCH),
+            trainer=TrainerConfig(microbatch=MicrobatchConfig(max_tokens=BUDGET, size=BATCH)),
         )
-        self.engine: Any = build_engine(
-            "actor",
-            path=checkpoint,
-            head="lm",
-            trainable=True,
-            config=config,
-            groups=groups,
-            accelerator=accelerator,
-        )
+        self.engine: Any = build_actor(config, groups, accelerator)
         self.batch, self.loss = batch, policy_loss()
         self.micros = {
             layout: batching_of(layout).split(batch, data_parallel=self.engine.data_parallel) for layout in LAYOUTS
@@ -222,14 +215,14 @@ class EngineStep:
         return norm
 
     def weights(self) -> dict[str, Any]:
-        """By Hugging Face's names; collective."""
+        """Return the weights by Hugging Face's names; collective."""
         return {name: tensor.detach().clone() for name, tensor in self.engine.export_weights()}
 
     def held(self) -> Iterator[Any]:
         """Tensors that stay between steps: weights, gradients, main parameters, moments."""
         from mega_rl.ddp.access import gradient_tensors, optimizer_tensors, parameter_tensors
         from mega_rl.ddp.optimizer import torch_optimizers
-        from mega_rl.engines.megatron import MegatronEngine
+        from mega_rl.engines.megatron.engine import MegatronEngine
 
         chunks = self.engine.chunks if isinstance(self.engine, MegatronEngine) else [self.engine.model]
         yield from parameter_tensors(chunks)
@@ -260,14 +253,14 @@ class HeadStep:
         self.hidden = torch.randn(BUDGET, width, generator=generator).requires_grad_()
         self.weight = (0.02 * torch.randn(vocab, width, generator=generator)).requires_grad_()
         self.targets = torch.randint(vocab, (BUDGET,), generator=generator)
-        self.found: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
 
     def run(self) -> None:
         """One forward and backward."""
         from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
 
         self.hidden.grad = self.weight.grad = None
-        self.found.clear()  # it holds the gradients of the step before
+        self.outputs.clear()  # it holds the gradients of the step before
         logits = self.hidden @ self.weight.t()
         if self.plain:
             full = logits.log_softmax(-1)
@@ -276,8 +269,8 @@ class HeadStep:
         else:
             logprobs, entropy = vocab_parallel_logprobs_entropy(logits, self.targets, group=None)
         (logprobs.mean() + 0.01 * entropy.mean()).backward()
-        self.found = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": self.hidden.grad}
-        self.found["weight"] = self.weight.grad
+        self.outputs = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": self.hidden.grad}
+        self.outputs["weight"] = self.weight.grad
 
     def held(self) -> Iterator[Any]:
         """Tensors that stay: inputs, the matrix, and their gradients."""
@@ -313,7 +306,7 @@ def timed(arguments: argparse.Namespace, groups: Any, accelerator: Any) -> dict[
     seconds = measure(contenders, arguments.rounds)
     if not arguments.slowed:
         compare_steps(made, norms, start)
-        compare_heads(*(heads[name].found for name in HEADS))
+        compare_heads(*(heads[name].outputs for name in HEADS))
     computed = {
         f"{name} {layout}": int(world.sum(torch.tensor(sum(micro.tokens.numel() for micro in micros))))
         for name, step in made.items()
@@ -328,8 +321,8 @@ def compare_steps(made: Mapping[str, Any], norms: Mapping[str, list[float]], sta
     travelled = sum(float((reference[name] - tensor).square().sum()) for name, tensor in start.items())
     assert travelled > 0, "nothing was trained"
     for name, step in made.items():
-        for expected, found in zip(norms["hf"], norms[name], strict=True):
-            assert abs(found - expected) <= NORM_DISTANCE * expected, f"{name}: gradient norm {found}, hf {expected}"
+        for expected, actual in zip(norms["hf"], norms[name], strict=True):
+            assert abs(actual - expected) <= NORM_DISTANCE * expected, f"{name}: gradient norm {actual}, hf {expected}"
         weights = step.weights()
         assert weights.keys() == reference.keys(), f"{name}: {sorted(weights.keys() ^ reference.keys())}"
         apart = sum(float((weights[key] - tensor).square().sum()) for key, tensor in reference.items())
@@ -369,8 +362,8 @@ def memory_of(name: str, arguments: argparse.Namespace, groups: Any, accelerator
     for _ in range(2):
         run()
     peak = process_bytes("VmHWM") - before
-    found = torch.tensor([storage_bytes(held()), peak])
-    return dict(zip(("held", "peak"), world.max(found).tolist(), strict=True))
+    sizes = torch.tensor([storage_bytes(held()), peak])
+    return dict(zip(("held", "peak"), world.max(sizes).tolist(), strict=True))
 
 
 def process_bytes(field: str) -> int:
@@ -393,7 +386,7 @@ def storage_bytes(tensors: Iterator[Any]) -> int:
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """What a rank does; rank 0 writes it down."""
+    """Run the measurements of one rank; rank 0 writes the results."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     import logging
@@ -433,8 +426,8 @@ def launch(checkpoint: Path, arguments: argparse.Namespace, *, memory_of: str = 
     if memory_of:
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # tensors that are freed leave the process at once
     subprocess.run([sys.executable, "-W", "ignore", *launcher, __file__, *forwarded], check=True, env=environment)
-    found: dict[str, Any] = json.loads(results.read_text())
-    return found
+    measured: dict[str, Any] = json.loads(results.read_text())
+    return measured
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -512,14 +505,14 @@ def report_time(result: Mapping[str, Any], *, slowed: bool) -> list[str]:
     return missed + (["the plan's fill"] if filled < FILL_TARGET else [])
 
 
-def report_memory(found: Mapping[str, Mapping[str, int]]) -> list[str]:
+def report_memory(results: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Print bytes per rank; the targets that are missed."""
     print("memory of a rank, MiB: held between steps, and at most")
-    for name, taken in found.items():
+    for name, taken in results.items():
         print(f"  {name:16s} {taken['held'] / 2**20:8.0f} {taken['peak'] / 2**20:8.0f}")
-    share = found["fsdp packed"]["held"] / found["hf packed"]["held"]
+    share = results["fsdp packed"]["held"] / results["hf packed"]["held"]
     # Beyond what stays: the logits and what is made of them.
-    extra = {name: found[name]["peak"] - found[name]["held"] for name in HEADS}
+    extra = {name: results[name]["peak"] - results[name]["held"] for name in HEADS}
     heads = extra["head"] / extra["plain head"]
     print(f"fsdp holds {share:.3f} of what DDP holds, target {SHARE_TARGET}")
     print(f"head / plain head, beyond what they hold: {heads:.3f}, target {HEAD_TARGETS['peak']}")
@@ -547,14 +540,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench_engines_") as name:
         checkpoint = Path(name)
         write_checkpoint(checkpoint)
-        found: dict[str, Any] = {"time": launch(checkpoint, arguments)}
-        missed = report_time(found["time"], slowed=arguments.slowed)
+        results: dict[str, Any] = {"time": launch(checkpoint, arguments)}
+        missed = report_time(results["time"], slowed=arguments.slowed)
         if not (arguments.slowed or arguments.no_memory):
             names = [f"{name} {layout}" for name in IMPLEMENTATIONS for layout in LAYOUTS] + list(HEADS)
-            found["memory"] = {name: launch(checkpoint, arguments, memory_of=name) for name in names}
-            missed += report_memory(found["memory"])
+            results["memory"] = {name: launch(checkpoint, arguments, memory_of=name) for name in names}
+            missed += report_memory(results["memory"])
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        arguments.json.write_text(json.dumps(results, indent=1))
     return verdict(missed, load=load)
 
 

@@ -62,7 +62,7 @@ def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dic
             target.copy_(source)
 
     def copy_twice(version: int) -> None:
-        """Into shared memory and out of it, mapped anew for each bucket as SGLang's unpickling does: the least work."""
+        """Copy into shared memory and out of it, mapped for each bucket as SGLang's unpickling does: the least work."""
         if rank == 0:
             for part, place in zip(source.split(chunk), target.split(chunk), strict=True):
                 middle[: len(part)].copy_(part)
@@ -93,7 +93,7 @@ def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dic
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One of the two trainer ranks: every round each contender in turn; rank 0 writes what was found."""
+    """One of the two trainer ranks: every round each contender in turn; rank 0 writes the results."""
     import torch
 
     rank, folder = int(os.environ["RANK"]), arguments.folder
@@ -105,22 +105,21 @@ def rank_main(arguments: argparse.Namespace) -> None:
     accelerator = prepare("cpu")
     import torch.distributed as dist
 
-    from mega_rl.assemble import session
-    from mega_rl.config.schema import Config, ModelConfig, ParallelConfig
-    from mega_rl.engines.build import build_engine
+    from mega_rl.assemble import build_actor, session
+    from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, ModelConfig
     from mega_rl.rollout.sglang.http.control import Control
     from mega_rl.rollout.sglang.http.endpoint import Endpoint
     from mega_rl.rollout.sglang.http.keys import Keys
 
     address = json.loads((folder / "endpoint.json").read_text())
-    receiver = Control(Endpoint(0, address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=120.0)
-    config = Config(model=ModelConfig(path=str(folder / "model"), dtype="bf16"), parallel=ParallelConfig(tp=2))
+    control = Control(Endpoint(0, address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=120.0)
+    config = Config(
+        engine=EngineConfig(megatron=MegatronConfig(tp=2)),
+        model=ModelConfig(path=str(folder / "model"), dtype="bf16"),
+    )
     with session(config, accelerator) as groups:
-        engine = build_engine(
-            "actor", path=folder / "model", head="lm", trainable=False, config=config, groups=groups,
-            accelerator=accelerator,
-        )  # fmt: skip
-        runs = contenders(engine, folder, receiver, arguments.bucket_mib)
+        engine = build_actor(config, groups, accelerator, trainable=False)
+        runs = contenders(engine, folder, control.weights, arguments.bucket_mib)
         wanted = expected_digest(engine) if not arguments.real else ""
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         requests: dict[str, list[int]] = {name: [] for name in runs}
@@ -128,16 +127,16 @@ def rank_main(arguments: argparse.Namespace) -> None:
         for number in range(arguments.warmup + arguments.rounds):
             for name in list(runs) if number % 2 else list(reversed(runs)):
                 if rank == 0 and not arguments.real:
-                    ask(receiver, "/zero")
-                before = receiver.requests
+                    ask(control, "/zero")
+                before = control.requests
                 dist.barrier()
                 start = time.perf_counter()
                 report = runs[name](number + 1)
                 spent = torch.tensor(time.perf_counter() - start)
                 dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-                sent = receiver.requests - before
+                sent = control.requests - before
                 if rank == 0 and not name.endswith(("copy", "copies")):
-                    check(receiver, name, wanted, version=number + 1, real=arguments.real)
+                    check(control, name, wanted, version=number + 1, real=arguments.real)
                 if report is not None:
                     assert not report.failed, report.failed
                     buckets = report.buckets if name == OURS else buckets
@@ -146,27 +145,27 @@ def rank_main(arguments: argparse.Namespace) -> None:
                     requests[name].append(sent)
         size = sum(tensor.nbytes for _, tensor in engine.export_weights())
         if rank == 0:
-            found = {"seconds": seconds, "requests": requests, "bytes": size, "buckets": buckets}
-            (folder / "results.json").write_text(json.dumps(found))
+            results = {"seconds": seconds, "requests": requests, "bytes": size, "buckets": buckets}
+            (folder / "results.json").write_text(json.dumps(results))
 
 
-def ask(receiver: Any, path: str) -> Any:
-    """One of the stand-in's own endpoints."""
-    return receiver._json("POST", path, {})
+def ask(control: Any, path: str) -> Any:
+    """Call one of the stand-in's own endpoints."""
+    return control._api.json("POST", path, {})
 
 
-def check(receiver: Any, name: str, wanted: str, *, version: int, real: bool) -> None:
-    """What the receiver holds is what the trainer has; a real server at least says so."""
+def check(control: Any, name: str, wanted: str, *, version: int, real: bool) -> None:
+    """Assert that the receiver holds the trainer's weights; of a real server, that it has their version."""
     if real:
-        held = receiver.weight_version()
+        held = control.weights.version()
         assert held == str(version), f"{name}: the server says version {held}, not {version}"
     else:
-        held = ask(receiver, "/digest")["digest"]
+        held = ask(control, "/digest")["digest"]
         assert held == wanted, f"{name}: the receiver holds other weights"
 
 
 def expected_digest(engine: Any) -> str:
-    """Of the trainer's own weights, gathered by the exporter."""
+    """Return the digest of the trainer's weights, gathered by the exporter."""
     from weight_receiver import digest
 
     return digest(dict(engine.export_weights()))
@@ -197,8 +196,8 @@ def real_server(folder: Path) -> Iterator[dict[str, str]]:
     with ServerProcess(settings, index=0, folder=folder) as server:
         endpoint = server.wait_ready()
         control = Control(endpoint, timeout_s=60.0)
-        control.pause()
-        control.flush()
+        control.generation.pause()
+        control.generation.flush()
         yield {"url": endpoint.url, "api_key": endpoint.keys.api_key, "admin_key": endpoint.keys.admin_key}
 
 
@@ -223,16 +222,16 @@ def measure(arguments: argparse.Namespace, *, real: bool, rounds: int) -> dict[s
             own = [__file__, "--folder", str(folder), "--rounds", str(rounds), "--warmup", str(arguments.warmup)]
             own += ["--bucket-mib", str(arguments.bucket_mib), *(["--real"] if real else [])]
             subprocess.run([sys.executable, *launcher, *own], env=threads(1), check=True, timeout=1800)
-            found: dict[str, Any] = json.loads((folder / "results.json").read_text())
-            return found
+            results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+            return results
 
 
-def report(title: str, found: dict[str, Any], *, judged: bool) -> list[str]:
-    """Prints a table; returns the targets that were missed."""
-    seconds, missed = found["seconds"], []
-    print(f"\n{title}: {found['bytes'] / 1e9:.2f} GB, {found['buckets']} buckets, {len(seconds[OURS])} rounds")
+def report(title: str, results: dict[str, Any], *, judged: bool) -> list[str]:
+    """Print a table; return the targets that were missed."""
+    seconds, missed = results["seconds"], []
+    print(f"\n{title}: {results['bytes'] / 1e9:.2f} GB, {results['buckets']} buckets, {len(seconds[OURS])} rounds")
     for name, spent in seconds.items():
-        requests = statistics.median(found["requests"][name])
+        requests = statistics.median(results["requests"][name])
         line = f"  {name:14} {1e3 * statistics.median(spent):8.1f} ms  {requests:5} requests"
         if name != OURS:
             ratios = [ours / other for ours, other in zip(seconds[OURS], spent, strict=True)]
@@ -246,9 +245,9 @@ def report(title: str, found: dict[str, Any], *, judged: bool) -> list[str]:
                         f"{title}: {OURS} / {name} is {high:.3f} at the end of its interval, target {bound:.3f}"
                     )
         print(line)
-    for count in found["requests"][OURS]:
-        if count != found["buckets"]:
-            missed.append(f"{title}: {count} requests for {found['buckets']} buckets")
+    for count in results["requests"][OURS]:
+        if count != results["buckets"]:
+            missed.append(f"{title}: {count} requests for {results['buckets']} buckets")
     return missed
 
 
@@ -268,13 +267,13 @@ def main() -> int:
         return 0
     load = os.getloadavg()[0]
     print(f"load average before the run: {load:.1f}")
-    found = {"stand-in": measure(arguments, real=False, rounds=arguments.rounds)}
-    missed = report("stand-in", found["stand-in"], judged=not arguments.quick)
+    results = {"stand-in": measure(arguments, real=False, rounds=arguments.rounds)}
+    missed = report("stand-in", results["stand-in"], judged=not arguments.quick)
     if arguments.real:
-        found["SGLang"] = measure(arguments, real=True, rounds=max(3, arguments.rounds // 3))
-        report("SGLang", found["SGLang"], judged=False)
+        results["SGLang"] = measure(arguments, real=True, rounds=max(3, arguments.rounds // 3))
+        report("SGLang", results["SGLang"], judged=False)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        arguments.json.write_text(json.dumps(results, indent=1))
     return verdict(missed, load=load)
 
 

@@ -35,7 +35,7 @@ def load_config(recipe: str | Path | None = None, overrides: Sequence[str] | Map
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run."""
+    """Result of a run."""
 
     steps: int  # done in all, those before a resume included
     exit_code: int  # 0, or 128 plus the number of the signal that ended the run early
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """True where a signal ended the run before its last step."""
+        """Return whether a signal ended the run before its last step."""
         return self.exit_code != 0
 
     def history(self) -> list[StepMetrics]:

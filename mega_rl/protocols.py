@@ -1,4 +1,4 @@
-"""What the parts of a run must do for each other. The trainer knows these and `mega_rl.types`, nothing below."""
+"""Interfaces between the parts of a run. The trainer knows these and `mega_rl.types`, nothing below."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
 
 Batch = TypeVar("Batch", Rollout, Experience)
-Samples = TypeVar("Samples")  # what an engine keeps of a generation under way
+Samples = TypeVar("Samples")  # an engine's record of a generation in progress
 
 
 class Ranks(Protocol):
@@ -24,15 +24,15 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Elementwise sum over the group, as a new tensor."""
+        """Return the elementwise sum over the group, as a new tensor."""
         ...
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over the group, as a new tensor."""
+        """Return the elementwise maximum over the group, as a new tensor."""
         ...
 
     def gather_rows(self, rows: Batch) -> Batch:
-        """All ranks' rows in rank order, padded to the group's largest S."""
+        """Return all ranks' rows in rank order, padded to the group's largest S."""
         ...
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
@@ -40,13 +40,13 @@ class Ranks(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        """The tensor of group rank `source` on every rank (shapes and dtypes agree beforehand)."""
+        """Return the tensor of group rank `source` on every rank (shapes and dtypes agree beforehand)."""
         ...
 
 
 @dataclass
 class LossOutput:
-    """A loss over the tokens of one micro-batch and what to report of it.
+    """Loss over the tokens of one micro-batch, with its metrics.
 
     `loss` and `sums` are shares of the global value: adding them over micro-batches and data-parallel ranks gives the
     mini-batch's number, because every token carries its weight in the global mean.
@@ -61,7 +61,7 @@ class LossOutput:
 TokenLoss = Callable[[TokenOutputs, Mapping[str, Tensor]], LossOutput]
 
 
-# (a mini-batch, what the model said of its tokens) -> metrics; raises to stop an update before any weight changes
+# (a mini-batch, the model's outputs on its tokens) -> metrics; raises to stop an update before any weight changes
 Inspect = Callable[[Experience, TokenOutputs], Metrics]
 
 
@@ -79,36 +79,61 @@ class Engine(Protocol):
         ...
 
     def forward(self, batch: Rollout | Experience) -> TokenOutputs:
-        """Log-probs and entropy, or values, of every response token; equal on all ranks of the replica."""
+        """Return log-probs and entropy (head "lm") or values ("value") of every response token; collective.
+
+        [B, S] float32 on the host, equal on all ranks of the replica, 0 off the loss mask. `batch` holds this
+        data-parallel rank's rows, on the host, equal on all ranks of the replica.
+        """
         ...
 
     def train_minibatch(
         self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
     ) -> Metrics:
-        """One optimizer step on this rank's share of a global mini-batch; `inspect` sees the forward first."""
+        """Make one optimizer step at learning rate `lr` on this rank's rows of a global mini-batch; collective.
+
+        The loss is the sum of `loss` over micro-batches and data-parallel ranks, so the result depends neither on how
+        rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
+        clipping), `lr` and `num_microbatches`, equal on all ranks, and what the engine measures besides. `inspect`
+        gets the mini-batch and the outputs that `forward` would return for it, before any weight changes; its metrics
+        are added.
+
+        Raises:
+            NonFiniteGradientError: on all ranks alike, before any weight changes.
+        """
         ...
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, the same on all ranks of the replica; collective."""
+        """Yield (Hugging Face name, full tensor in training dtype) of every weight; collective.
+
+        The same on all ranks of the replica.
+        """
         ...
 
     def state(self) -> EngineState:
-        """This rank's pieces of weights and optimizer state, views of live memory; collective.
+        """Return this rank's pieces of weights and optimizer state, views of live memory, and counters; collective.
 
         Names are the engine's own: "weights/decoder.layers.3...". Optimizer state is there from the start, as zeros.
+
+        Raises:
+            RuntimeError: parameters or optimizer state have been given back.
+            UserError: a module has state that checkpoints cannot keep.
         """
         ...
 
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
-        """Go on from what was written into the pieces of `state`, with the numbers that were saved; collective."""
+        """Go on from the bytes written into the pieces of `state`, with the numbers that were saved; collective.
+
+        Raises:
+            UserError: on all ranks alike, the numbers are not an engine's.
+        """
         ...
 
     def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
-        """Give back the memory of parameters, gradients and optimizer state; returns the bytes."""
+        """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective."""
         ...
 
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
-        """Undo `offload` of these parts."""
+        """Undo `offload` of these parts, bit for bit."""
         ...
 
 
@@ -124,7 +149,7 @@ class RolloutEngine(Protocol):
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Rollout:
-        """n samples of each prompt, rows ordered by prompt then sample, on the host.
+        """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
         A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
         does not matter which rank generates it nor in which batch.
@@ -132,12 +157,12 @@ class RolloutEngine(Protocol):
         ...
 
     def metrics(self) -> Metrics:
-        """Numbers of the generations since the last call, equal on all ranks; empty where there are none to tell."""
+        """Return metrics of the generations since the last call, equal on all ranks."""
         ...
 
 
 class BackgroundEngine(RolloutEngine, Protocol[Samples]):
-    """A rollout engine that can generate beside training: what `generate` does, in two parts."""
+    """Rollout engine that can generate while training runs: `generate` in two parts."""
 
     def sample(
         self,
@@ -148,16 +173,16 @@ class BackgroundEngine(RolloutEngine, Protocol[Samples]):
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Samples:
-        """What this rank has to generate; may run on another thread, for it does no collective."""
+        """Generate this rank's samples; may run on another thread, for it does no collective."""
         ...
 
     def collect(self, samples: Samples) -> Rollout:
-        """The rows, complete; collective over all ranks."""
+        """Return the complete rows; collective over all ranks."""
         ...
 
 
 class EmbeddedEngine(RolloutEngine, Protocol):
-    """A rollout engine in the trainer's own process, with weights of its own."""
+    """Rollout engine in the trainer's process, with its own copy of the weights."""
 
     def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the named weights (full tensors, Hugging Face names and shapes)."""
@@ -168,7 +193,7 @@ class EmbeddedEngine(RolloutEngine, Protocol):
         ...
 
     def finish_update(self, version: int) -> None:
-        """All buckets have been loaded: every later rollout carries this version."""
+        """End an update whose buckets are all loaded: every later rollout carries this version."""
         ...
 
 
@@ -181,11 +206,11 @@ class WeightSync(Protocol):
         ...
 
     def resume_at(self, version: int) -> None:
-        """Go on numbering after a resume: the next publish stamps `version`."""
+        """Continue the count after a resume: the next publish stamps `version`."""
         ...
 
     def publish(self) -> Metrics:
-        """Send every weight, verify when due, raise the version."""
+        """Send every weight, verify when due, raise the version; returns metrics."""
         ...
 
 
@@ -193,42 +218,42 @@ class RolloutSource(Protocol):
     """Rollout role: prompts in, responses out."""
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        """This replica's rows: n samples of each of its prompts, one when greedy."""
+        """Return this replica's rows: n samples of each of its prompts, one when greedy."""
         ...
 
     def metrics(self) -> Metrics:
-        """Numbers of the generations since the last call, equal on all ranks."""
+        """Return metrics of the generations since the last call, equal on all ranks."""
         ...
 
 
 class BackgroundRollouts(Protocol):
     """Generation of a step's samples while the trainer does something else; one step at a time, the same on all ranks.
 
-    Only `finish`, `drain` and `interrupt` may do collectives: what goes on in between runs beside the trainer's own.
+    Only `finish`, `drain` and `interrupt` may do collectives: in between, the trainer does its own.
     """
 
     def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
-        """Begin, with the weights that the engine holds now; returns at once."""
+        """Begin a generation with the weights that the engine holds now; returns at once."""
         ...
 
     def finish(self) -> Rollout:
-        """Wait for what `start` began; this replica's rows. Raises what went wrong since, on all ranks; collective."""
+        """Wait for the generation and return this replica's rows. Raises its error on all ranks; collective."""
         ...
 
     def drain(self) -> None:
-        """Wait until no rank has a request in flight; what went wrong is left for `finish`; collective."""
+        """Wait until no rank has a request in flight; an error is left for `finish`; collective."""
         ...
 
     def interrupt(self) -> None:
-        """Break off every request in flight, keeping the tokens that came; collective."""
+        """Interrupt every request in flight and keep the tokens received so far; collective."""
         ...
 
     def resume(self) -> None:
-        """Go on with what `interrupt` broke off, with the weights of now."""
+        """Continue the interrupted requests with the current weights."""
         ...
 
     def close(self) -> None:
-        """Give up what is going on, at the end of the run; no collective, never blocks, may be called twice."""
+        """Cancel the generation, at the end of the run; no collective, never blocks, may be called twice."""
         ...
 
 
@@ -236,15 +261,15 @@ class ServerMemory(Protocol):
     """The device memory of the servers that share the trainer's devices, in tags: "weights" and "kv_cache".
 
     Collective over all ranks: when a call returns on any rank, every server has done it. Servers are idle when it is
-    called. A server that has been started anew holds everything; such a difference is the implementation's to settle.
+    called. A restarted server holds all of its memory; the implementation settles such differences.
     """
 
     def release(self, tags: Sequence[str]) -> None:
-        """Give this memory back; the weights in it are lost."""
+        """Release this memory; the weights in it are lost."""
         ...
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Take this memory again; what it holds is undefined."""
+        """Resume this memory; its content is undefined."""
         ...
 
 
@@ -252,36 +277,40 @@ class Scorer(Protocol):
     """Reward role: responses in, scores out."""
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] float32, the reward of each row."""
+        """Return the reward of each row, [B] float32."""
         ...
 
 
 class TokenModel(Protocol):
-    """A frozen or learning model that speaks of tokens (actor, reference, critic)."""
+    """Frozen or trained model that returns one value or log-prob per token (actor, reference, critic)."""
 
-    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs: ...
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        """Return the outputs for every response token; empty ones from a role that the run lacks."""
+        ...
 
 
 class Learner(TokenModel, Protocol):
     """Trained role: the actor or the critic."""
 
-    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics: ...
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
+        """Make one optimizer step on a global mini-batch; no metrics from a step that trains nothing."""
+        ...
 
 
 class RankState(Protocol):
-    """Something of each rank's own that a checkpoint keeps: random numbers, rollouts under way."""
+    """State of each rank that a checkpoint keeps, such as a rollout in progress."""
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors of any shape by name; collective."""
+        """Return tensors of any shape by name; collective."""
         ...
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Take back what `state` gave on this rank; None when the layout has changed since; collective."""
+        """Restore the tensors of `state` of this rank; None when the layout has changed since; collective."""
         ...
 
 
 class CheckpointStore(Protocol):
-    """Saves everything a run needs to go on. All methods are collective."""
+    """Store of everything a run needs to resume. All methods are collective."""
 
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
         """Begin to write models, optimizers and `state` (JSON) after `step` steps; done when it returns unless async.
@@ -291,11 +320,11 @@ class CheckpointStore(Protocol):
         ...
 
     def poll(self) -> Metrics:
-        """What has become of saves since the last call; raises what one failed with where that ends the run."""
+        """Return metrics of the saves that ended since the last call; raises for a failure that ends the run."""
         ...
 
     def finish(self) -> None:
-        """Wait for the save under way, within its deadline; raises like `poll`."""
+        """Wait for the save in progress, within its deadline; raises like `poll`."""
         ...
 
 
@@ -307,5 +336,5 @@ class MetricsSink(Protocol):
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Finish what is written; `failed` where an error ends the run."""
+        """Finish all writes; `failed` where an error ends the run."""
         ...

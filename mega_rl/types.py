@@ -3,8 +3,8 @@
 Shape letters: B sequences of this data-parallel rank, S padded length, T packed tokens, V vocabulary, H hidden,
 L mixtures of experts, K experts that a token goes to.
 
-Alignment: every per-token tensor is aligned to the token it speaks of. `old_logprobs[b, t]` is the log-probability of
-`tokens[b, t]` given `tokens[b, :t]`, and `values[b, t]` is the value predicted just before `tokens[b, t]` is emitted.
+Alignment: every per-token tensor is aligned to the token that it describes. `old_logprobs[b, t]` is the log-probability
+of `tokens[b, t]` given `tokens[b, :t]`, and `values[b, t]` is the value predicted just before that token is emitted.
 The shift between a model's output position and the token it predicts happens in one place, `mega_rl.data.packing`.
 Rows are right-padded: prompt, response, padding. Batches live on the host; an engine moves each micro-batch to its
 device and brings results back.
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from tensordict import tensorclass
 from torch import Tensor
 
@@ -32,6 +33,12 @@ class Prompt:
     answer: Answer  # the reference answer: "7"; None where the row has none
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
+
+
+def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:
+    """[B, width] bool, True from each row's prompt length up to its length; both [B] int64."""
+    columns = torch.arange(width, device=lengths.device)
+    return (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
 
 
 @tensorclass
@@ -54,6 +61,26 @@ class Rollout:
     failed: Tensor | None = (
         None  # [B] bool, rows without an answer: prompt only, no token on the mask; None: none failed
     )
+
+    @classmethod
+    def from_rows(cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None) -> Rollout:
+        """Return rows of right-padded `tokens` [B, S]; every field that is not among `fields` is blank.
+
+        Blank are: the mask of all response tokens, log-probs and versions of 0, finished, one sample of each prompt.
+        """
+        zeros = torch.zeros_like(lengths)
+        rows = {
+            "tokens": tokens,
+            "loss_mask": response_mask(prompt_lengths, lengths, width=tokens.size(1)),
+            "prompt_lengths": prompt_lengths,
+            "lengths": lengths,
+            "rollout_logprobs": torch.zeros_like(tokens, dtype=torch.float32),
+            "finished": torch.ones_like(lengths, dtype=torch.bool),
+            "prompt_index": torch.arange(len(tokens), device=tokens.device),
+            "sample_index": zeros,
+            "weight_version": zeros,
+        }
+        return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
 
 
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass
@@ -78,10 +105,37 @@ class Experience:
     # -1 where unknown; None: every pass chooses for itself. It goes with the input, so it is not shifted.
     routing: Tensor | None = None
 
+    @classmethod
+    def from_rows(
+        cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None
+    ) -> Experience:
+        """Return rows of right-padded `tokens` [B, S]; every field that is not among `fields` is blank.
+
+        Blank are: the mask of all response tokens, one sample of each prompt, and 0 for every number of a token.
+        """
+        zeros = torch.zeros_like(tokens, dtype=torch.float32)
+        rows = {
+            "tokens": tokens,
+            "loss_mask": response_mask(prompt_lengths, lengths, width=tokens.size(1)),
+            "prompt_lengths": prompt_lengths,
+            "lengths": lengths,
+            "prompt_index": torch.arange(len(tokens), device=tokens.device),
+            "sample_index": torch.zeros_like(lengths),
+            "rollout_logprobs": zeros,
+            "old_logprobs": zeros,
+            "ref_logprobs": zeros,
+            "values": zeros,
+            "advantages": zeros,
+            "returns": zeros,
+            "loss_weights": zeros,
+            "token_weights": zeros,
+        }
+        return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
+
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What one forward pass says of each token of a batch; token-aligned, 0 off the loss mask."""
+    """Outputs of one forward pass for each token of a batch; token-aligned, 0 off the loss mask."""
 
     logprobs: Tensor | None = None  # [B, S] float32
     entropy: Tensor | None = None  # [B, S] float32, nats, of the distribution that predicts the token
@@ -109,7 +163,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a tensor of a checkpoint, the same tensor under every layout.
+    """Part of a checkpoint's tensor that one rank holds; the tensor is the same under every layout.
 
     Saving reads `data` on the rank that owns the piece; loading writes into it on every rank that holds it.
     """
@@ -124,7 +178,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that an engine must have back to go on as if it had never stopped."""
+    """State that an engine needs to resume as if it had never stopped."""
 
     pieces: list[Piece]
     numbers: dict[str, int | float]  # equal on all ranks, as JSON carries them: {"optimizer_steps": 12}

@@ -53,7 +53,7 @@ def run_tests(title: str, *files: str) -> list[Any]:
     begin = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-W", "ignore", *(f"{TESTS}/{file}" for file in files)]
     done = subprocess.run(
-        command, env={**os.environ, "MEGA_RL_CAMPAIGN": "1"}, capture_output=True, text=True, check=False
+        command, env={**os.environ, "MEGA_RL_TESTS": "full"}, capture_output=True, text=True, check=False
     )
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
     counts = {word.strip(","): int(number) for number, word in itertools.pairwise(last.split()) if number.isdigit()}

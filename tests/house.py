@@ -7,6 +7,7 @@ docstring; nesting counts `if`, `for`, `while`, `with`, `try` and `match` inside
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,12 @@ from statistics import median
 PACKAGE = Path(__file__).parents[1] / "mega_rl"
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# A docstring begins with an imperative verb or a noun of the field, so with none of these.
+BANNED_FIRST_WORDS = frozenset((
+    "what", "whether", "how", "where", "which", "who", "whom", "whose", "of", "nothing", "none", "nobody", "both", "so",
+    "everything", "it", "as", "those", "these", "until", "ours",
+))  # fmt: skip
+BANNED_NAMES = frozenset({"found", "told"})  # of variables and arguments: name the thing
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,9 @@ class House:
     class_names: dict[str, list[str]]  # files of each class name
     environment_readers: list[str]
     foreign_changes: list[str]
+    config_takers: list[str]  # functions with a parameter of type Config
+    vague_docstrings: dict[str, int]  # by file: those that begin with a word of BANNED_FIRST_WORDS
+    vague_names: dict[str, int]  # by file: variables and arguments of BANNED_NAMES
     own_lazy_imports: int  # of this package, inside functions
     any_annotations: int
     type_ignores: int
@@ -54,7 +64,9 @@ def measure(package: Path = PACKAGE) -> House:
     methods: dict[str, int] = {}
     class_names: dict[str, list[str]] = defaultdict(list)
     counts: Counter[str] = Counter()
-    readers, changers = [], []
+    readers, changers, config_takers = [], [], []
+    docstrings: dict[str, int] = {}
+    names: dict[str, int] = {}
     for path in sorted(package.rglob("*.py")):
         text, name = path.read_text(encoding="utf-8"), path.relative_to(package).as_posix()
         tree = ast.parse(text)
@@ -62,11 +74,17 @@ def measure(package: Path = PACKAGE) -> House:
         counts["ignores"] += text.count("# type: ignore")
         if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree)):
             readers.append(name)
+        if vague := sum(map(_is_vague, ast.walk(tree))):
+            docstrings[name] = vague
+        if vague := sum(map(_binds_banned_name, ast.walk(tree))):
+            names[name] = vague
         if _changes_foreign_modules(tree, package.name):
             changers.append(name)
         for node in ast.walk(tree):
             if isinstance(node, _FUNCTIONS):
                 functions.append(_function(name, node))
+                if _takes_config(node):
+                    config_takers.append(f"{name}: {node.name}")
                 counts["public"] += not node.name.startswith("_")
                 counts["documented"] += not node.name.startswith("_") and ast.get_docstring(node) is not None
             elif isinstance(node, ast.ClassDef):
@@ -86,6 +104,9 @@ def measure(package: Path = PACKAGE) -> House:
         class_names=dict(class_names),
         environment_readers=readers,
         foreign_changes=changers,
+        config_takers=config_takers,
+        vague_docstrings=docstrings,
+        vague_names=names,
         own_lazy_imports=counts["lazy"],
         any_annotations=counts["any"],
         type_ignores=counts["ignores"],
@@ -93,6 +114,30 @@ def measure(package: Path = PACKAGE) -> House:
         public_functions=counts["public"],
         documented_functions=counts["documented"],
     )
+
+
+def _is_vague(node: ast.AST) -> bool:
+    """Return whether a node has a docstring that begins with a word of BANNED_FIRST_WORDS."""
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    first = re.match(r"\w+", ast.get_docstring(node) or "")
+    return first is not None and first[0].lower() in BANNED_FIRST_WORDS
+
+
+def _binds_banned_name(node: ast.AST) -> bool:
+    if isinstance(node, ast.arg):
+        return node.arg in BANNED_NAMES
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in BANNED_NAMES
+
+
+def _takes_config(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a parameter of a function is a whole Config."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return any(a.annotation is not None and "Config" in _names_in(a.annotation) for a in arguments)
+
+
+def _names_in(annotation: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
 
 
 def _function(file: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
@@ -175,6 +220,7 @@ def table(house: House) -> list[str]:
         "class names used twice": len(repeated),
         "modules that read the environment": len(house.environment_readers),
         "modules that change foreign modules": len(house.foreign_changes),
+        "vague docstrings, vague names": f"{sum(house.vague_docstrings.values())}, {sum(house.vague_names.values())}",
         "lazy imports of the package itself": house.own_lazy_imports,
         "Any, type: ignore, broad except": f"{house.any_annotations}, {house.type_ignores}, {house.broad_excepts}",
         "public functions with docstring": f"{house.documented_functions} of {house.public_functions}",

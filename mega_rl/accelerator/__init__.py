@@ -44,7 +44,10 @@ def prepare(device: str = "auto") -> Accelerator:
             raise UserError(problem)
         from mega_rl.accelerator import cuda
 
-        return cuda.prepare()
-    from mega_rl.accelerator import cpu
+        accelerator: Accelerator = cuda.prepare()
+    else:
+        from mega_rl.accelerator import cpu
 
-    return cpu.prepare()
+        accelerator = cpu.prepare()
+    megatron_core.load()
+    return accelerator

@@ -1,4 +1,4 @@
-"""What the rest of the package may know about the device it runs on."""
+"""Interface of a device to the rest of the package."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Accelerator(Protocol):
 
     @property
     def name(self) -> str:
-        """Either "cuda" or "cpu"."""
+        """Return "cuda" or "cpu"."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Device of this local rank."""
+        """Return the device of this local rank."""
         ...
 
     @property
     def backend(self) -> str:
-        """torch.distributed backend of tensors on `device`: "nccl" or "gloo"."""
+        """Return the torch.distributed backend of tensors on `device`: "nccl" or "gloo"."""
         ...
 
     def synchronize(self) -> None:
@@ -30,7 +30,7 @@ class Accelerator(Protocol):
         ...
 
     def memory_allocated(self) -> int:
-        """Bytes held now: tensors on a GPU, resident set of the process on a CPU."""
+        """Return the bytes held now: tensors on a GPU, resident set of the process on a CPU."""
         ...
 
     def empty_cache(self) -> None:
@@ -38,5 +38,5 @@ class Accelerator(Protocol):
         ...
 
     def transformer_config_overrides(self) -> dict[str, Any]:
-        """Fields of Megatron-Core's TransformerConfig that this device dictates, by field name."""
+        """Return the fields of Megatron-Core's TransformerConfig that this device dictates, by name."""
         ...

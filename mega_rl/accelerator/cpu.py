@@ -47,7 +47,7 @@ LITERALS = {
 
 @dataclass(frozen=True)
 class CpuAccelerator:
-    """The CPU, as every rank of a gloo world sees it."""
+    """The CPU as the device of every rank of a gloo world."""
 
     device: torch.device = standin.CPU
     name: str = "cpu"
@@ -57,14 +57,14 @@ class CpuAccelerator:
         """Returns at once: CPU operators are synchronous."""
 
     def memory_allocated(self) -> int:
-        """Resident set of the process, in bytes."""
+        """Return the resident set of the process, in bytes."""
         return standin.resident_bytes()
 
     def empty_cache(self) -> None:
-        """Returns at once: there is no cache."""
+        """Do nothing: a CPU has no cache of blocks."""
 
     def transformer_config_overrides(self) -> dict[str, Any]:
-        """Everything that needs a CUDA kernel off, and what is unsafe under gloo off."""
+        """Return settings that turn off CUDA kernels and features that are unsafe under gloo."""
         return {
             "use_cpu_initialization": True,
             "gradient_accumulation_fusion": False,

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs. Nothing is patched here."""
+"""NVIDIA GPUs, without patches of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class CudaAccelerator:
         torch.cuda.synchronize(self.device)
 
     def memory_allocated(self) -> int:
-        """Bytes in live tensors on the device."""
+        """Return the bytes in live tensors on the device."""
         return torch.cuda.memory_allocated(self.device)
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the driver."""
+        """Return cached blocks to the driver."""
         torch.cuda.empty_cache()
 
     def transformer_config_overrides(self) -> dict[str, Any]:
-        """Fusions as far as the installed packages carry them."""
+        """Return the fusions that the installed packages support."""
         has_te = importlib.util.find_spec("transformer_engine") is not None
         has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         return {

@@ -1,4 +1,4 @@
-"""The same bits twice, at the price of speed."""
+"""Deterministic algorithms: the same bits twice, at the price of speed."""
 
 from __future__ import annotations
 

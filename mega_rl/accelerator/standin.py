@@ -1,7 +1,7 @@
-"""What `torch.cuda` looks like to Megatron-Core on a machine without CUDA.
+"""Stand-in for `torch.cuda` in Megatron-Core on a machine without CUDA.
 
 `build` returns a module object with the few names Megatron-Core calls; every other name falls through to the real
-`torch.cuda`, which nobody changes. Megatron-Core's code is pointed at this object by `mega_rl.accelerator.rewrite`.
+`torch.cuda`, which stays as it is. `mega_rl.accelerator.rewrite` makes Megatron-Core's code use this object.
 
 Consequences to know: there is one random stream, since CPU operators draw from the CPU generator whichever state
 Megatron-Core believes to have switched; streams and events do nothing, so nothing overlaps.
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Stream:
-    """A stream on which everything has already happened."""
+    """A stream whose work is always complete."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = CPU
@@ -41,7 +41,7 @@ class Stream:
         """Return at once: there is nothing to wait for."""
 
     def query(self) -> bool:
-        """True: no work is pending."""
+        """Return True: no work is pending."""
         return True
 
     def __enter__(self) -> Stream:

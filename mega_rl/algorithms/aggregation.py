@@ -1,16 +1,64 @@
-"""How the losses of single tokens become one number.
+"""Aggregation of the losses of single tokens into one number.
 
-Every mode is a weighted sum: loss = sum over all ranks and micro-batches of weight * token_loss. The denominators are
-those of the whole mini-batch, counted before the backward, so neither the loss nor its gradient depends on how the rows
-are spread over ranks or cut into micro-batches.
+Every aggregation is a weighted sum: loss = sum over all ranks and micro-batches of weight * token_loss. The
+denominators are those of the whole mini-batch, counted before the backward, so neither the loss nor its gradient
+depends on how the rows are spread over ranks or cut into micro-batches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from mega_rl.errors import UserError
+
+@dataclass(frozen=True)
+class Denominators:
+    """Numbers of the global mini-batch, at least 1 each, that a token's loss is divided by."""
+
+    tokens: float  # N: response tokens
+    sequences: float  # M: rows that have response tokens
+    max_response_tokens: int  # L
+
+
+# (response tokens of each row [B, 1] float64, at least 1; denominators) -> weight of the row's tokens [B, 1] float64
+Aggregation = Callable[[Tensor, Denominators], Tensor]
+
+
+def token_mean(row_tokens: Tensor, over: Denominators) -> Tensor:
+    """Return 1 / N: every token counts the same. Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.3."""
+    return torch.full_like(row_tokens, 1.0 / over.tokens)
+
+
+def sequence_mean_token_mean(row_tokens: Tensor, over: Denominators) -> Tensor:
+    """Return 1 / (M * n_row): every sequence counts the same.
+
+    n_row is the row's number of response tokens. Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, eq. 3.
+    """
+    return 1.0 / (over.sequences * row_tokens)
+
+
+def sequence_mean_token_sum(row_tokens: Tensor, over: Denominators) -> Tensor:
+    """Return 1 / M: a sequence counts as much as it is long."""
+    return torch.full_like(row_tokens, 1.0 / over.sequences)
+
+
+def sequence_mean_token_sum_norm(row_tokens: Tensor, over: Denominators) -> Tensor:
+    """Return 1 / (M * L): the token sum, scaled by a constant length.
+
+    Source: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
+    """
+    return torch.full_like(row_tokens, 1.0 / (over.sequences * over.max_response_tokens))
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "token-mean": token_mean,
+    "seq-mean-token-mean": sequence_mean_token_mean,
+    "seq-mean-token-sum": sequence_mean_token_sum,
+    "seq-mean-token-sum-norm": sequence_mean_token_sum_norm,
+}
 
 
 def token_and_sequence_counts(mask: Tensor) -> Tensor:
@@ -20,32 +68,18 @@ def token_and_sequence_counts(mask: Tensor) -> Tensor:
 
 
 def loss_weights(
-    mask: Tensor, mode: str, *, global_tokens: float, global_sequences: float, max_response_tokens: int
+    mask: Tensor,
+    aggregation: Aggregation,
+    *,
+    global_tokens: float,
+    global_sequences: float,
+    max_response_tokens: int,
 ) -> Tensor:
     """Weight of each token's loss in the mini-batch's loss; [B, S] float32, 0 off the mask.
 
-        token-mean             1 / N                 every token counts the same
-        seq-mean-token-mean    1 / (M * n_row)       every sequence counts the same (GRPO)
-        seq-mean-token-sum     1 / M                 a sequence counts as much as it is long
-        seq-mean-token-sum-norm  1 / (M * L)         the same, scaled by a constant length (Dr. GRPO)
-
-    N = global_tokens and M = global_sequences count the response tokens of the whole mini-batch and its rows that have
-    any (see token_and_sequence_counts); n_row is the row's number of response tokens; L = max_response_tokens.
     mask [B, S] bool; this rank's rows, which must hold whole responses. A row without response tokens weighs 0.
-    Raises UserError on another mode. Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.3 (token-mean);
-    Shao et al. 2024, arXiv:2402.03300, eq. 3; Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
+    global_tokens and global_sequences are the sums of `token_and_sequence_counts` over the whole mini-batch.
     """
-    per_row = mask.sum(dim=1, keepdim=True).double().clamp(min=1.0)
-    tokens, sequences = max(global_tokens, 1.0), max(global_sequences, 1.0)
-    if mode == "token-mean":
-        row_weight = torch.full_like(per_row, 1.0 / tokens)
-    elif mode == "seq-mean-token-mean":
-        row_weight = 1.0 / (sequences * per_row)
-    elif mode == "seq-mean-token-sum":
-        row_weight = torch.full_like(per_row, 1.0 / sequences)
-    elif mode == "seq-mean-token-sum-norm":
-        row_weight = torch.full_like(per_row, 1.0 / (sequences * max_response_tokens))
-    else:
-        legal = "token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm"
-        raise UserError(f"loss_aggregation={mode!r}: must be one of {legal}")
-    return torch.where(mask, row_weight, 0.0).to(torch.float32)
+    row_tokens = mask.sum(dim=1, keepdim=True).double().clamp(min=1.0)
+    over = Denominators(max(global_tokens, 1.0), max(global_sequences, 1.0), max_response_tokens)
+    return torch.where(mask, aggregation(row_tokens, over), 0.0).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Correcting updates on tokens that other weights, or another engine, sampled."""
+"""Importance weights that correct updates on tokens which other weights, or another engine, sampled."""
 
 from __future__ import annotations
 

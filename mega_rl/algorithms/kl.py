@@ -1,9 +1,9 @@
-"""Estimates of the KL divergence to the reference policy, and what sets the weight of the penalty."""
+"""Estimates of the KL divergence to the reference policy, and controllers of the penalty's coefficient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,37 +16,44 @@ LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 is finite in float32, and so is 
 
 
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """log(p / q) from two log-probs, clamped to +-20 nats so that its exponential stays finite in float32.
+    """Return log(p / q) of two log-probs, clamped to +-20 nats so that its exponential stays finite in float32.
 
     Beyond the limit the gradient is 0: such a token carries no usable ratio.
     """
     return (numerator - denominator).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from a token sampled by the policy; the shape of the inputs, nats.
+# (log-probs of the policy p, of the reference q; one shape) -> estimate of KL(p || q) in nats for each token, which the
+# policy sampled. Source of all three: J. Schulman, "Approximating KL divergence" (2020),
+# http://joschu.net/blog/kl-approx.html.
+KLEstimator = Callable[[Tensor, Tensor], Tensor]
 
-        k1 = log(p / q)              unbiased, high variance, may be negative
-        k2 = log(p / q)^2 / 2        biased, low variance, never negative
-        k3 = q/p - 1 - log(q / p)    unbiased, low variance, never negative
 
-    p is the policy, q the reference. In k3 the log ratio is clamped to +-20 nats before the exponential, so that one
-    token whose policy probability collapsed cannot make the batch infinite; k1 and k2 are not clamped.
-    Raises UserError on another name. Source: J. Schulman, "Approximating KL divergence" (2020),
-    http://joschu.net/blog/kl-approx.html.
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return log(p / q): unbiased, of high variance, may be negative."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return log(p / q)^2 / 2: biased, of low variance, never negative."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return q/p - 1 - log(q / p): unbiased, of low variance, never negative.
+
+    The log ratio is clamped to +-20 nats before the exponential, so that one token whose policy probability collapsed
+    cannot make the batch infinite; k1 and k2 are not clamped.
     """
-    if estimator == "k1":
-        return logprobs - ref_logprobs
-    if estimator == "k2":
-        return 0.5 * (logprobs - ref_logprobs).square()
-    if estimator == "k3":
-        log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
-        return torch.expm1(log_ratio) - log_ratio
-    raise UserError(f"kl_estimator={estimator!r}: must be one of k1, k2, k3")
+    log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 class KLController(Protocol):
-    """The weight of the KL penalty and how it follows the KL that was observed."""
+    """Coefficient of the KL penalty, which may follow the observed KL."""
 
     value: float
 
@@ -59,7 +66,7 @@ class KLController(Protocol):
 
 @dataclass
 class FixedKL:
-    """A constant coefficient."""
+    """Constant coefficient."""
 
     value: float
 
@@ -67,7 +74,7 @@ class FixedKL:
         """Do nothing: the coefficient is constant."""
 
     def state(self) -> dict[str, float]:
-        """Nothing to save: a resumed run takes the coefficient of its config."""
+        """Return nothing: a resumed run takes the coefficient of its config."""
         return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -76,7 +83,7 @@ class FixedKL:
 
 @dataclass
 class AdaptiveKL:
-    """A coefficient steered so that the observed KL stays near `target`.
+    """Coefficient steered so that the observed KL stays near `target`.
 
         error = clip(kl / target - 1, -0.2, 0.2)
         value = value * (1 + error * min(num_sequences / horizon, 1))
@@ -103,7 +110,7 @@ class AdaptiveKL:
         self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """Return the numbers that a checkpoint must hold."""
         return {"value": self.value}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs are from those of the engine that sampled the tokens."""
+"""Mismatch between the trainer's log-probs and those of the engine that sampled the tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LogprobMismatch:
         return self.sum / self.count if self.count else 0.0
 
     def metrics(self, name: str = "rollout/logprob_diff") -> dict[str, float]:
-        """`<name>_max`, `<name>_mean`, and the histogram as the share of tokens in each bin.
+        """Return `<name>_max`, `<name>_mean`, and the histogram as the share of tokens in each bin.
 
         The bins are `<name>_share_below_1e-06`, `<name>_share_from_1e-06`, ... `<name>_share_from_1e+00`, each up to
         the next one's lower end.
@@ -47,7 +47,7 @@ class LogprobMismatch:
         return {f"{name}_max": self.max, f"{name}_mean": self.mean} | shares
 
     def describe_worst(self) -> str:
-        """The worst token in words, for the message that stops a run."""
+        """Describe the worst token, for the message that stops a run."""
         return (
             f"token id {self.token_id} at position {self.position} of prompt_index={self.prompt_index}, "
             f"sample_index={self.sample_index}: rollout log-prob {self.rollout_logprob:.6g}, trainer log-prob "

@@ -12,7 +12,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """The tensor itself: what summing over a group of one rank does."""
+    """Return the tensor itself, the sum over a group of one rank."""
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""The critic's loss, and how good its predictions are."""
+"""Loss of the critic, and the share of the returns' variance that it explains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which history a run goes on with: its checkpoints, what they must agree with, and what it resumes from."""
+"""History of a run: its checkpoints, the identity that they must match, and the one that it resumes from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) -> RunCheckpoints:
-    """Where what learns is saved, and what a checkpoint must agree with to be resumed; without engines yet."""
+    """Open the run's checkpoint folder with the identity that a checkpoint must match; without engines yet."""
     return RunCheckpoints(
         root=Path(config.trainer.run_dir) / "checkpoints",
         engines={},
@@ -49,25 +49,27 @@ def _identity(config: Config, ranks: GroupRanks, *, data_fingerprint: str) -> di
     message = first_failure(message, ranks)
     if message is not None:
         raise UserError(message)
-    own = {"seed": config.trainer.seed, "data": data_fingerprint, "engine": config.engine}
+    own = {"seed": config.trainer.seed, "data": data_fingerprint, "engine": config.engine.backend}
     return own | broadcast_json(read, ranks)
 
 
 def resume(checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int) -> int:
-    """Steps done by the checkpoint that everything was restored from; 0 when the run starts afresh.
+    """Restore the latest checkpoint and return the steps that it had done; 0 when the run starts afresh.
 
     `steps` of the run are all that there are to do.
     """
     with progress.phase("reading the checkpoint"):
-        found = checkpoints.restore()
-    if found is None:
+        checkpoint = checkpoints.restore()
+    if checkpoint is None:
         return 0
-    kl.restore(found.state["kl"])
-    sync.resume_at(found.state["weight_version"])
-    log.info("resumed after step %d", found.step)
-    if found.step >= steps:
-        log.info("step %d of %d is done: nothing is left to train; raise trainer.steps to train on", found.step, steps)
-    return found.step
+    kl.restore(checkpoint.state["kl"])
+    sync.resume_at(checkpoint.state["weight_version"])
+    log.info("resumed after step %d", checkpoint.step)
+    if checkpoint.step >= steps:
+        log.info(
+            "step %d of %d is done: nothing is left to train; raise trainer.steps to train on", checkpoint.step, steps
+        )
+    return checkpoint.step
 
 
 def saves_nothing(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Who scores the responses of a run: a function, a service, or a model."""
+"""Rewards of a run: a function, a service, or a model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def prepare_reward(
     if reward.source == "function":
         return FunctionRewards(resolve(reward.function, function))
     return HttpRewards(
-        RewardService.find(reward.url, reward.key_file),
-        batch_size=reward.batch_size,
-        concurrency=reward.concurrency,
-        timeout_s=reward.timeout_s,
-        retries=reward.retries,
+        RewardService.find(reward.http.url, reward.http.key_file),
+        batch_size=reward.http.batch_size,
+        concurrency=reward.http.concurrency,
+        timeout_s=reward.http.timeout_s,
+        retries=reward.http.retries,
     )
 
 
@@ -84,15 +84,15 @@ def build_reward(
     limits = RowLimits(
         vocab_size=hf.vocab_size,
         positions=hf.max_position_embeddings,
-        microbatch_tokens=trainer.max_tokens_per_microbatch if trainer.packing else None,
-        multiple=2 * config.parallel.cp if config.parallel.cp > 1 else 1,
+        microbatch_tokens=trainer.microbatch.max_tokens if trainer.microbatch.packing else None,
+        multiple=2 * config.engine.megatron.cp if config.engine.megatron.cp > 1 else 1,
     )
     return RewardModelWorker(engine, prepared, limits=limits, everyone=everyone)
 
 
 def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:
-    """What the reward model reads: the actor's tokens where both have the same tokenizer, else its own."""
-    path = Path(config.reward.model_path)
+    """Return how a reward model reads rollouts: the actor's tokens under the same tokenizer, else its own."""
+    path = Path(config.reward.model.path)
     own = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     identities = [read_tokenizer(folder) for folder in (path, Path(config.model.path))]
     digests = {None if identity is None else identity.digest for identity in identities}
@@ -100,6 +100,6 @@ def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Deco
         own,
         template=own.chat_template,
         same_tokenizer=len(digests) == 1 and None not in digests,
-        rollout_template=tokenizer.chat_template if config.data.chat_template else None,
+        rollout_template=tokenizer.chat_template if config.data.chat.template else None,
         decode=decode,
     )

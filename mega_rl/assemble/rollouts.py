@@ -1,4 +1,4 @@
-"""Where a run's responses come from and how the policy gets there: the embedded engine, or SGLang servers."""
+"""Rollouts of a run and the way of its weights there: the embedded engine, or SGLang servers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from transformers import AutoConfig
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
+from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.roles import Roles
-from mega_rl.assemble.sglang import Connection, connect
+from mega_rl.assemble.sglang import Connection, connect, name_of
 from mega_rl.config.schema import Config
-from mega_rl.models.build import DTYPES
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, WeightSync
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
-from mega_rl.rollout.sglang.generation.engine import FailedSamples, Sampled, SglangRolloutEngine
+from mega_rl.rollout.sglang.generation.engine import (
+    FailedSamples,
+    Sampled,
+    SglangRolloutEngine,
+    SglangRolloutSettings,
+)
 from mega_rl.rollout.sglang.generation.results import Progress
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.http.keys import Keys
@@ -30,8 +36,8 @@ from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.types import Prompt
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
+from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
-from mega_rl.workers.turns import ColocatedRollouts
 
 
 @dataclass(frozen=True)
@@ -47,22 +53,23 @@ class Rollouts:
 
 
 def is_colocated(config: Config, accelerator: Accelerator) -> bool:
-    """Whether servers share the trainer's devices. A CPU's memory is the host's, which needs no turns."""
-    sglang = config.sglang
+    """Return whether servers share the trainer's devices. A CPU's memory is the host's, which needs no turns."""
+    sglang = config.rollout.sglang
     if sglang.placement == "auto":
         return accelerator.device.type == "cuda" and not sglang.urls and not config.trainer.async_steps
     return sglang.placement == "colocated"
 
 
 def start_servers(
-    config: Config, accelerator: Accelerator, world: GroupRanks, resources: ExitStack
+    plan: RunPlan, accelerator: Accelerator, world: GroupRanks, resources: ExitStack
 ) -> StartedServers | JoinedServers | None:
     """The servers of a run over SGLang, on their way up; None with the embedded engine. `resources` ends them."""
-    sglang = config.sglang
+    config, sglang = plan.config, plan.config.rollout.sglang
     if config.rollout.backend != "sglang":
         return None
     if sglang.urls:
         return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
+    server = sglang.server
     per_host = ranks_on_this_host(world.size)
     colocated = is_colocated(config, accelerator)
     pool = StartedServers(
@@ -70,20 +77,20 @@ def start_servers(
         [
             ServerSettings(
                 model_path=Path(config.model.path),
-                host=sglang.host,
-                tp=sglang.tp,
-                dtype=_rollout_dtype(config),
+                host=server.host,
+                tp=server.tp,
+                dtype=name_of(plan.rollout_dtype),
                 device=accelerator.device.type,
-                max_total_tokens=sglang.max_total_tokens,
-                mem_fraction=sglang.mem_fraction,
+                max_total_tokens=server.max_total_tokens,
+                mem_fraction=server.mem_fraction,
                 memory_saver=colocated,
                 deterministic=config.trainer.deterministic,
                 # Servers of their own devices have those after the trainer's.
-                base_gpu=place * sglang.tp + (0 if colocated else per_host),
+                base_gpu=place * server.tp + (0 if colocated else per_host),
                 seed=config.trainer.seed,
                 start_timeout_s=sglang.start_timeout_s,
             )
-            for place in range(sglang.servers)
+            for place in range(server.count)
         ],
         ranks_per_host=per_host,
         folder=Path(config.trainer.run_dir) / "sglang",
@@ -93,7 +100,7 @@ def start_servers(
 
 
 def build_rollouts(
-    config: Config,
+    plan: RunPlan,
     accelerator: Accelerator,
     world: GroupRanks,
     servers: StartedServers | JoinedServers | None,
@@ -104,9 +111,9 @@ def build_rollouts(
     resources: ExitStack,
 ) -> Rollouts:
     """Source, weight sync and checkpoints of a run; `prompts`: of a step. Waits for the servers; collective."""
-    actor = roles.actor_engine
+    config, actor = plan.config, roles.actor_engine
     if servers is None:
-        embedded = _embedded_engine(config, accelerator)
+        embedded = _embedded_engine(plan, accelerator)
         return Rollouts(
             source=RolloutWorker(
                 engine=embedded,
@@ -125,7 +132,7 @@ def build_rollouts(
         )
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
-    connection = resources.enter_context(connect(config, servers, actor=actor, world=world, colocated=colocated))
+    connection = resources.enter_context(connect(plan, servers, actor=actor, world=world, colocated=colocated))
     engine = _sglang_engine(config, world, connection)
     worker = BackgroundRolloutWorker(
         engine=engine,
@@ -139,40 +146,37 @@ def build_rollouts(
         resources.callback(ahead.close)
         return Rollouts(source=ahead, sync=ahead, checkpoints=checkpoints, pending=ahead)
     if colocated:
-        turns = ColocatedRollouts(
-            source=worker,
-            sync=connection.sync,
-            checkpoints=checkpoints,
+        devices = SharedDevices(
             policy=actor,
-            others=roles.engines[1:],
+            others=list(roles.engines.values())[1:],
             servers=connection.memory,
             accelerator=accelerator,
             everyone=world,
         )
-        connection.before_proof(turns.make_room_for_proof)
-        return Rollouts(source=turns, sync=turns, checkpoints=turns, on_device=turns.on_device)
+        connection.sync.add_listener(devices)
+        rollouts = ColocatedRollouts(worker, connection.sync, devices)
+        store = ColocatedCheckpoints(checkpoints, devices)
+        return Rollouts(source=rollouts, sync=rollouts, checkpoints=store, on_device=devices.on_device)
     return Rollouts(source=worker, sync=connection.sync, checkpoints=checkpoints)
 
 
-def _embedded_engine(config: Config, accelerator: Accelerator) -> HFRolloutEngine:
-    """The Hugging Face engine of this rank, without weights yet."""
-    rollout = config.rollout
+def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:
+    """Return the Hugging Face engine of this rank, without weights yet."""
+    rollout = plan.config.rollout
     return HFRolloutEngine(
-        config.model.path,
-        dtype=DTYPES[config.model.dtype if rollout.dtype == "auto" else rollout.dtype],
+        plan.config.model.path,
+        dtype=plan.rollout_dtype,
         device=accelerator.device,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
+        sampler=Sampler(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k),
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=rollout.stop_token_ids,
-        batch_size=rollout.batch_size,
+        batch_size=rollout.hf.batch_size,
     )
 
 
 def _sglang_engine(config: Config, world: GroupRanks, connection: Connection) -> SglangRolloutEngine:
     """The servers as this rank's rollout engine."""
-    rollout, sglang = config.rollout, config.sglang
+    rollout, sglang = config.rollout, config.rollout.sglang
     path = Path(config.model.path)
     hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     return SglangRolloutEngine(
@@ -180,19 +184,21 @@ def _sglang_engine(config: Config, world: GroupRanks, connection: Connection) ->
         everyone=world,
         weight_version=lambda: connection.sync.weight_version,
         bring_back=connection.bring_back,
-        sampling=Sampling(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=with_end_of_sequence(path, hf, rollout.stop_token_ids),
+        settings=SglangRolloutSettings(
+            sampling=Sampling(
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                max_new_tokens=rollout.max_new_tokens,
+                stop_token_ids=with_end_of_sequence(path, hf, rollout.stop_token_ids),
+            ),
+            max_positions=connection.max_positions,
+            timeout_s=sglang.request_timeout_s,
+            concurrency=connection.concurrency,
+            restarts=sglang.restarts,
+            failed=FailedSamples(mask=sglang.failed_samples == "mask", max_share=sglang.max_failed_share),
+            token_versions=sglang.partial_rollout,
         ),
-        max_positions=connection.max_positions,
-        timeout_s=sglang.request_timeout_s,
-        concurrency=connection.concurrency,
-        restarts=sglang.restarts,
-        failed=FailedSamples(mask=sglang.failed_samples == "mask", max_share=sglang.max_failed_share),
-        token_versions=sglang.partial_rollout,
         progress=_ShownSamples(),
     )
 
@@ -228,8 +234,8 @@ def _ahead(
         worker.sample,
         worker.collect,
         everyone=world,
-        timeout_s=engine.deadline_s(rows) + config.sglang.sync_timeout_s,
-        requests=engine if config.sglang.partial_rollout else None,
+        timeout_s=engine.deadline_s(rows) + config.rollout.sglang.sync.timeout_s,
+        requests=engine if config.rollout.sglang.partial_rollout else None,
     )
     return OneStepAhead(
         source=worker,
@@ -237,11 +243,5 @@ def _ahead(
         sync=connection.sync,
         prompts=prompts,
         steps=config.trainer.steps,
-        partial=config.sglang.partial_rollout,
+        partial=config.rollout.sglang.partial_rollout,
     )
-
-
-def _rollout_dtype(config: Config) -> str:
-    """Return the dtype of the servers' weights."""
-    name = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-    return str(DTYPES[name]).removeprefix("torch.")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from mega_rl.config.rollout_rules import is_loopback
-from mega_rl.config.schema import Config
+import torch
+
+from mega_rl.assemble.plan import RunPlan
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError
-from mega_rl.models.build import DTYPES
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.generation.router import ServerRouter
@@ -31,7 +32,7 @@ from mega_rl.rollout.sglang.weights.transports.choose import Placement, choose_t
 
 @dataclass
 class Connection:
-    """What the rest of a run asks of its servers; equal on all ranks. A context: its end is the clients'.
+    """Connection of a run with its servers, equal on all ranks; a context whose end closes the clients.
 
     Servers are the pool's to end. They are asked to leave what weights travelled through unless an error ends the
     context, for then ranks or servers may be gone.
@@ -47,7 +48,6 @@ class Connection:
     _actor: ModelEngine
     _transport: Transport
     _resources: ExitStack
-    _make_room: Callable[[], None] = field(default=lambda: None)
 
     def bring_back(self, lost: Sequence[int]) -> None:
         """Lost servers are started anew where that is ours to do, and sent the weights of now; collective.
@@ -69,15 +69,6 @@ class Connection:
             if offloaded:
                 self._actor.offload(gradients=False, optimizer=False)
 
-    def before_proof(self, make_room: Callable[[], None]) -> None:
-        """Call `make_room` in every update when the weights have been loaded and before the server generates."""
-        self._make_room = make_room
-
-    def weights_loaded(self, servers: Sequence[int]) -> Mapping[int, str]:
-        """For the sync, see `before_proof`."""
-        self._make_room()
-        return {}
-
     def __enter__(self) -> Connection:
         return self
 
@@ -97,7 +88,7 @@ class ServersMemory:
         self._released: dict[int, set[str]] = {index: set() for index in controls}
 
     def started_anew(self, servers: Sequence[int]) -> None:
-        """These hold everything, as a server does that has just started."""
+        """Note that these servers have just started, and so hold everything."""
         for index in self._released.keys() & set(servers):
             self._released[index] = set()
 
@@ -113,13 +104,13 @@ class ServersMemory:
     def _release(self, index: int, tags: Sequence[str]) -> None:
         held = [tag for tag in tags if tag not in self._released[index]]
         if held:
-            self._controls[index].release_memory(held)
+            self._controls[index].memory.release(held)
             self._released[index].update(held)
 
     def _resume(self, index: int, tags: Sequence[str]) -> None:
         gone = [tag for tag in tags if tag in self._released[index]]
         if gone:
-            self._controls[index].resume_memory(gone)
+            self._controls[index].memory.resume(gone)
             self._released[index].difference_update(gone)
 
     def _all(self, verb: str, ask: Callable[[int, Sequence[str]], None], tags: Sequence[str]) -> None:
@@ -130,93 +121,110 @@ class ServersMemory:
 
 
 def connect(
-    config: Config, servers: ServerPool, *, actor: ModelEngine, world: GroupRanks, colocated: bool
+    plan: RunPlan, servers: ServerPool, *, actor: ModelEngine, world: GroupRanks, colocated: bool
 ) -> Connection:
-    """The connection with servers that are ready; collective.
+    """Return the connection with servers that are ready; collective.
 
     Raises UserError when no transport, or not the one that is asked for, reaches them.
     """
-    rollout, sglang = config.rollout, config.sglang
-    resources = ExitStack()
-    dtype = DTYPES[config.model.dtype if rollout.dtype == "auto" else rollout.dtype]
-    dtype_name = str(dtype).removeprefix("torch.")
-    endpoints = servers.endpoints
+    sglang = plan.config.rollout.sglang
     placement = Placement(hosts=hosts_of(world), colocated=colocated)
+    resources = ExitStack()
     # Every rank has a control of every server; the one that leads a server is the one that uses it.
-    everyone = [Control(endpoint, timeout_s=sglang.sync_timeout_s) for endpoint in endpoints]
-    for control in everyone:
+    controls = [Control(endpoint, timeout_s=sglang.sync.timeout_s) for endpoint in servers.endpoints]
+    for control in controls:
         resources.callback(control.close)
     reached = [
-        Server(index, servers.tp[index], _host_of(control.endpoint.url, servers, index, placement), control)
-        for index, control in enumerate(everyone)
+        Server(index, servers.tp[index], _host_of(control.endpoint.url, servers, index, placement), control.weights)
+        for index, control in enumerate(controls)
     ]
-    transport = choose_transport(
-        sglang.transport,
-        TrainerWeights(actor, dtype),
-        reached,
-        placement,
-        bucket_bytes=rollout.bucket_mib << 20,
-        timeout_s=sglang.sync_timeout_s,
-        folder=Path(config.trainer.run_dir) / "sglang",
-        source=Path(config.model.path),
-    )
+    transport = _transport(plan, actor, reached, placement)
     own = {
         server.index: control
-        for server, control in zip(reached, everyone, strict=True)
+        for server, control in zip(reached, controls, strict=True)
         if leader_of(server, transport, placement) == world.rank
     }
-    hf = actor.sharding.hf
     per_rank = math.ceil(sglang.max_concurrency / world.size)
-    fleet = resources.enter_context(
-        ServerRouter(
-            endpoints,
-            vocab_size=hf.vocab_size,
-            max_concurrency=per_rank,
-            retries=sglang.retries,
-            request_timeout_s=sglang.request_timeout_s,
-            allow_mixed_versions=sglang.partial_rollout,
-        )
-    )
-    connection: Connection
-    sync = SglangWeightSync(
-        transport,
-        fleet,
-        world,
-        controls=own,
-        num_servers=len(endpoints),
-        expected=ExpectedServer(
-            hf=hf,
-            sent=sent_tensors(actor.sharding, dtype),
-            dtype=dtype_name,
-            tp=None if sglang.urls else sglang.tp,
-        ),
-        probe=_probe(config, actor, world, dtype_name) if sglang.probe_tokens else None,
-        verify_interval=rollout.verify_interval,
-        after_send=lambda sent: connection.weights_loaded(sent),
-    )
-    connection = Connection(
-        fleet=fleet,
-        sync=sync,
+    router = resources.enter_context(_router(plan, servers, max_concurrency=per_rank))
+    return Connection(
+        fleet=router,
+        sync=_weight_sync(plan, transport, router, world, actor=actor, own=own, num_servers=len(controls)),
         memory=ServersMemory(world, own),
-        concurrency=per_rank * len(endpoints),
-        max_positions=hf.max_position_embeddings,
+        concurrency=per_rank * len(controls),
+        max_positions=actor.sharding.hf.max_position_embeddings,
         _servers=servers,
-        _controls=everyone,
+        _controls=controls,
         _actor=actor,
         _transport=transport,
         _resources=resources,
     )
-    return connection
 
 
-def _probe(config: Config, actor: ModelEngine, world: GroupRanks, dtype: str) -> Probe:
-    return Probe(
+def name_of(dtype: torch.dtype) -> str:
+    """Return "bfloat16" of torch.bfloat16, as servers call it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _transport(plan: RunPlan, actor: ModelEngine, servers: Sequence[Server], placement: Placement) -> Transport:
+    config = plan.config
+    return choose_transport(
+        config.rollout.sglang.sync.transport,
+        TrainerWeights(actor, plan.rollout_dtype),
+        servers,
+        placement,
+        bucket_bytes=config.rollout.bucket_mib << 20,
+        timeout_s=config.rollout.sglang.sync.timeout_s,
+        folder=Path(config.trainer.run_dir) / "sglang",
+        source=Path(config.model.path),
+    )
+
+
+def _router(plan: RunPlan, servers: ServerPool, *, max_concurrency: int) -> ServerRouter:
+    sglang = plan.config.rollout.sglang
+    return ServerRouter(
+        servers.endpoints,
+        vocab_size=plan.models["actor"].hf.vocab_size,
+        max_concurrency=max_concurrency,
+        retries=sglang.retries,
+        request_timeout_s=sglang.request_timeout_s,
+        allow_mixed_versions=sglang.partial_rollout,
+    )
+
+
+def _weight_sync(
+    plan: RunPlan,
+    transport: Transport,
+    router: ServerRouter,
+    world: GroupRanks,
+    *,
+    actor: ModelEngine,
+    own: Mapping[int, Control],
+    num_servers: int,
+) -> SglangWeightSync:
+    rollout, dtype = plan.config.rollout, plan.rollout_dtype
+    sync, hf = rollout.sglang.sync, actor.sharding.hf
+    probe = Probe(
         evaluate=actor.forward,
         ranks=world,
-        vocab_size=actor.sharding.hf.vocab_size,
-        temperature=config.rollout.temperature,
-        num_tokens=config.sglang.probe_tokens,
-        limit=probe_limit(config.sglang.probe_limit, dtype),
+        vocab_size=hf.vocab_size,
+        temperature=rollout.temperature,
+        num_tokens=sync.probe_tokens,
+        limit=probe_limit(sync.probe_limit, name_of(dtype)),
+    )
+    return SglangWeightSync(
+        transport,
+        router,
+        world,
+        controls=own,
+        num_servers=num_servers,
+        expected=ExpectedServer(
+            hf=hf,
+            sent=sent_tensors(actor.sharding, dtype),
+            dtype=name_of(dtype),
+            tp=None if rollout.sglang.urls else rollout.sglang.server.tp,
+        ),
+        probe=probe if sync.probe_tokens else None,
+        verify_interval=rollout.verify_interval,
     )
 
 

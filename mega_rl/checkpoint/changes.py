@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mega_rl.config.keys import flattened
+
 # What a run writes, where, how long it waits, and where it runs: nothing of what it computes.
 _WITHOUT_EFFECT = (
-    "checkpoint.", "metrics.", "parallel.", "ddp.", "fsdp.", "trainer.run_dir", "trainer.timeout_s",
-    "trainer.deterministic", "trainer.device", "trainer.packing", "trainer.max_tokens_per_microbatch",
-    "trainer.micro_batch_size", "trainer.val_interval", "model.path", "model.recompute", "model.attn_implementation",
-    "model.critic_attn_implementation", "model.ref_attn_implementation", "model.transformer_impl", "rollout.batch_size",
-    "rollout.bucket_mib", "rollout.verify_interval", "rollout.logprob_diff_limit", "data.train_files", "data.val_files",
-    "optim.cpu_offload", "optim.distributed_optimizer", "reward.timeout_s", "reward.retries", "reward.concurrency",
-    "reward.batch_size", "reward.url", "reward.key_file", "reward.attn_implementation", "sglang.",
+    "checkpoint.", "metrics.", "engine.fsdp.", "trainer.run_dir", "trainer.timeout_s", "trainer.deterministic",
+    "trainer.device", "trainer.microbatch.", "trainer.val_interval", "model.path", "model.recompute",
+    "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
+    "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.logprob_diff_limit",
+    "data.train_files", "data.val_files", "reward.http.", "reward.model.attn_implementation",
+)  # fmt: skip
+# Of engine.megatron, which only says where and how things are computed, these change what is.
+_WITH_EFFECT = (
+    "engine.megatron.moe.", "engine.megatron.optimizer.precision_aware", "engine.megatron.optimizer.moment_dtype",
 )  # fmt: skip
 _SCHEDULE = "optim.schedule"
 
@@ -32,7 +36,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
     Settings that only one of them has are left out: another version's.
     """
-    old, new = _flat(before), _flat(now)
+    old, new = flattened(before), flattened(now)
     constant = all(config.get(_SCHEDULE, "constant") == "constant" for config in (old, new))
     return [
         Change(key, old[key], new[key], _matters(key, constant_rate=constant))
@@ -41,26 +45,17 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     ]
 
 
-def in_words(found: Sequence[Change]) -> str:
+def in_words(changed: Sequence[Change]) -> str:
     """Return "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8"."""
-    return ", ".join(f"{change.key} {_shown(change.before)} -> {_shown(change.now)}" for change in found)
+    return ", ".join(f"{change.key} {_shown(change.before)} -> {_shown(change.now)}" for change in changed)
 
 
 def _matters(key: str, *, constant_rate: bool) -> bool:
     if key == "trainer.steps":
         return not constant_rate  # the schedule ends with the run
+    if key.startswith("engine.megatron."):
+        return key.startswith(_WITH_EFFECT)
     return not key.startswith(_WITHOUT_EFFECT)
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every setting by its dotted key."""
-    flat: dict[str, Any] = {}
-    for section, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{section}.{name}": each for name, each in value.items()}
-        else:
-            flat[section] = value
-    return flat
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors into the live memory of any layout: planned, verified, agreed upon, and only then written."""
+"""Loading of a checkpoint's tensors into live memory of any layout: plan, verify, agree over ranks, then write."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _ANOTHER_MODEL = (
     "checkpoint.resume=never, which starts anew and keeps what is there in previous/"
 )
 _OF_A_RANK = re.compile(r"rank\d{5,}/")
-HEARD_RANKS = 8  # of those that have problems; what is wrong with a checkpoint is mostly the same on all
+HEARD_RANKS = 8  # whose problems are shown; a checkpoint's problems are mostly the same on all
 
 
 class PieceCopy(NamedTuple):
-    """Elements that go from a stored piece into live memory."""
+    """Copy of a box of a stored piece into live memory."""
 
     source: StoredPiece
     inner: Box  # within the stored piece
@@ -40,11 +40,11 @@ class PieceCopy(NamedTuple):
 
 
 def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole: bool = False) -> None:
-    """Write what is stored into the memory of every piece; collective over `ranks`, each with pieces of its own.
+    """Fill the memory of every piece from the checkpoint; collective over `ranks`, each with its own pieces.
 
-    Each rank reads and verifies all stored pieces that it needs a part of. Nothing is written anywhere before every
-    rank has found everything in order. Of a resizable tensor the first dimension may differ from what is stored:
-    elements beyond stay as they are. `whole`: nothing of the checkpoint may be left over.
+    Each rank reads and verifies all stored pieces that it needs a part of. No rank writes before all ranks have
+    verified theirs. The first dimension of a resizable tensor may differ from the stored one: elements beyond stay as
+    they are. `whole`: every tensor of the checkpoint must have a place.
 
     Raises:
         UserErrors: on all ranks alike: names that are missing or left over, other shapes or dtypes, elements that no
@@ -63,11 +63,11 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
 
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
         for _ in pool.map(read, copies):
-            pass  # taking each result raises what went wrong
+            pass  # taking a result raises the error of its read
 
 
 def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCopy], list[str]]:
-    """What to copy for these pieces, and what is wrong, each tensor once."""
+    """Return the copies that fill these pieces, and the problems, each tensor's once."""
     copies: list[PieceCopy] = []
     problems: dict[str, None] = {}
     stored: dict[str, _Stored] = {}
@@ -76,31 +76,31 @@ def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCop
         if problem is None:
             if piece.name not in stored:
                 stored[piece.name] = _Stored(checkpoint.pieces[piece.name])
-            found = stored[piece.name].copies(piece)
+            parts = stored[piece.name].copies(piece)
             wanted = _there(piece, checkpoint.manifest.tensors[piece.name].shape)
-            missing = prod(wanted) - sum(prod(copy.inner.shape) for copy in found)
+            missing = prod(wanted) - sum(prod(copy.inner.shape) for copy in parts)
             if missing:
                 problem = f"{piece.name}: {missing} of its elements from {list(piece.box.offset)} on are stored nowhere"
-            copies += found
+            copies += parts
         if problem is not None:
             problems[f"checkpoint {checkpoint.folder}: {problem}"] = None
     return copies, list(problems)
 
 
 def _left_over(checkpoint: Checkpoint, pieces: Sequence[Piece], ranks: Ranks) -> list[str]:
-    """What is wrong with tensors that no rank has a place for; those of single ranks aside; collective."""
+    """Return a problem for every tensor that no rank has a place for, except those of single ranks; collective."""
     names = sorted(name for name in checkpoint.manifest.tensors if not _OF_A_RANK.match(name))
     wanted = {piece.name for piece in pieces}
-    found = ranks.max(torch.tensor([name in wanted for name in names], dtype=torch.int32)).tolist()
+    placed = ranks.max(torch.tensor([name in wanted for name in names], dtype=torch.int32)).tolist()
     return [
         f"checkpoint {checkpoint.folder}: {name}: is not in this run; {_ANOTHER_MODEL}"
-        for name, there in zip(names, found, strict=True)
+        for name, there in zip(names, placed, strict=True)
         if not there
     ]
 
 
 class _Stored:
-    """The stored pieces of one tensor, by where their first dimension begins."""
+    """Index of the stored pieces of one tensor by their offset in the first dimension."""
 
     def __init__(self, pieces: Iterable[StoredPiece]) -> None:
         self.pieces = sorted(((piece.box, piece) for piece in pieces), key=lambda each: each[0].offset[:1])
@@ -108,16 +108,16 @@ class _Stored:
         self.longest = max((box.shape[0] if box.shape else 1 for box, _ in self.pieces), default=0)
 
     def copies(self, piece: Piece) -> list[PieceCopy]:
-        """From every stored piece that has some of this piece's elements."""
+        """Return a copy from every stored piece that overlaps `piece`."""
         first, end = (piece.box.offset[0], piece.box.offset[0] + piece.box.shape[0]) if piece.box.shape else (0, 1)
         low, high = bisect_left(self.starts, first - self.longest + 1), bisect_left(self.starts, end)
-        found = []
+        copies = []
         for box, source in self.pieces[low:high]:
             common = intersection(box, piece.box)
             if common is not None:
                 target = _narrowed(piece.data, within(piece.box, common))
-                found.append(PieceCopy(source, within(box, common), target))
-        return found
+                copies.append(PieceCopy(source, within(box, common), target))
+        return copies
 
 
 def _narrowed(data: Tensor, box: Box) -> Tensor:
@@ -144,7 +144,7 @@ def _mismatch(checkpoint: Checkpoint, piece: Piece) -> str | None:
 
 
 def _there(piece: Piece, stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the part of a piece that lies within the stored tensor."""
+    """Return the shape of the part of a piece that lies within the stored tensor."""
     if not piece.resizable or not stored:
         return piece.box.shape
     rows = min(piece.box.offset[0] + piece.box.shape[0], stored[0]) - piece.box.offset[0]
@@ -161,7 +161,7 @@ def _damage(checkpoint: Checkpoint, copies: Sequence[PieceCopy]) -> list[str]:
 
 
 def _place(copy: PieceCopy) -> tuple[str, int]:
-    """Where the stored piece begins."""
+    """Return the file and offset of the stored piece, to read in order."""
     return str(copy.source.file), copy.source.offset
 
 

@@ -1,8 +1,8 @@
-"""Folders of checkpoints: which are complete, how one is published, and which go. No torch.
+"""Folders of checkpoints: listing complete ones, publication, retention and removal. No torch.
 
-A save is made under a hidden name and renamed when all of it is on the disk, so `step_000010` is complete or was
-damaged later. Whatever goes is renamed to a hidden name before its first file is removed. At every moment a reader
-finds the same complete checkpoints, or one more.
+A save works under a hidden name and renames it when all of it is on the disk, so `step_000010` is complete or was
+damaged later. Removal renames a folder to a hidden name before its first file goes. At every moment a reader finds the
+same complete checkpoints, or one more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LATEST_FILE = "latest"
 _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,11})")
 _HIDDEN = re.compile(r"\.(step_[0-9]{6,12})\.(tmp|old|removed)")
 _HIDDEN_REASONS = {
-    "tmp": "a save under way, or one that was cut short",
+    "tmp": "a pending save, or one that was cut short",
     "old": "was being replaced by a later save of its step",
     "removed": "was being removed",
 }
@@ -49,42 +49,42 @@ def final(root: Path, step: int) -> Path:
 
 
 def temporary(root: Path, step: int) -> Path:
-    """Folder that a save is made in."""
+    """Return the hidden folder in which a save works."""
     return _hidden(final(root, step), "tmp")
 
 
 def step_of(folder: Path) -> int:
-    """Steps done when this checkpoint was saved, by its name."""
+    """Return the number of steps in a checkpoint's name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether a path has the name of a checkpoint."""
+    """Return whether a path has the name of a checkpoint."""
     return _STEP.fullmatch(path.name) is not None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, checked against COMMIT. Raises UserError or UserErrors."""
+    """Return the manifest of a checkpoint, checked against COMMIT. Raises UserError or UserErrors."""
     return parse_manifest(_committed(folder), folder / MANIFEST_FILE)
 
 
 def complete(root: Path) -> list[Path]:
-    """Folders of complete checkpoints, oldest first: COMMIT is there and fits the manifest; shards are not looked at.
+    """Return the folders of complete checkpoints, oldest first: COMMIT fits the manifest; shards are not checked.
 
-    Checkpoints of a history that the run has left by going back before them are not among them; see `torn`.
+    Checkpoints of a history that the run has left by going back before them are in `torn` instead.
     """
     return _survey(root)[0]
 
 
 def torn(root: Path) -> list[tuple[Path, str]]:
-    """(path, reason) of whatever else looks like a checkpoint, and of a `latest` that names none."""
+    """Return (path, reason) of incomplete checkpoints, and of a `latest` that names no complete one."""
     return _survey(root)[1]
 
 
 def damaged(root: Path) -> list[tuple[Path, str]]:
-    """Those of `torn` that are newer than every complete one and have lost their COMMIT or manifest since.
+    """Return the entries of `torn` that are newer than every complete one and lost COMMIT or manifest after their save.
 
-    No save that was cut short looks like this, so what they hold is lost only if the user agrees.
+    A save that was cut short never looks like this, so the user must agree before a run ignores them.
     """
     whole, others = _survey(root)
     newest = step_of(whole[-1]) if whole else -1
@@ -92,7 +92,7 @@ def damaged(root: Path) -> list[tuple[Path, str]]:
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty folder to save in; what saves before have left under way is removed."""
+    """Return an empty folder to save in; remove what saves that were cut short have left."""
     disk.make_folder(root)
     for path in entries(root):
         if (match := _HIDDEN.fullmatch(path.name)) and match[2] == "tmp":
@@ -103,9 +103,9 @@ def begin(root: Path, step: int) -> Path:
 
 
 def publish(root: Path, step: int, manifest: Manifest) -> Path:
-    """Makes a checkpoint of the shards in `temporary(root, step)`, which are on the disk; returns its folder.
+    """Publish the shards in `temporary(root, step)`, which are on the disk, as a checkpoint; return its folder.
 
-    A checkpoint of that step that is there already is replaced. Raises SaveError.
+    Replaces an earlier checkpoint of that step. Raises SaveError.
     """
     work, target = temporary(root, step), final(root, step)
     text = manifest_text(manifest)
@@ -124,7 +124,7 @@ def publish(root: Path, step: int, manifest: Manifest) -> Path:
 
 
 def recover(root: Path) -> None:
-    """Gives a checkpoint its name back that a kill has caught between being replaced and being removed."""
+    """Restore the name of a checkpoint whose replacement a kill has interrupted."""
     for path in entries(root):
         match = _HIDDEN.fullmatch(path.name)
         if match and match[2] == "old" and not os.path.lexists(root / match[1]) and not _faults(path):
@@ -133,16 +133,17 @@ def recover(root: Path) -> None:
 
 
 def retire(root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str) -> list[Path]:
-    """Removes the checkpoints that `surplus` lists; returns which. Raises SaveError."""
-    found = surplus(root, newest_step=newest_step, keep=keep, keep_interval=keep_interval, keep_best=keep_best)
-    remove([path for path, _ in found])
-    return [path for path, _ in found]
+    """Remove the checkpoints that `surplus` lists; return their folders. Raises SaveError."""
+    expired = surplus(root, newest_step=newest_step, keep=keep, keep_interval=keep_interval, keep_best=keep_best)
+    paths = [path for path, _ in expired]
+    remove(paths)
+    return paths
 
 
 def surplus(
     root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str, verified: bool = False
 ) -> list[tuple[Path, str]]:
-    """(folder, reason) of what is not to be kept now that `newest_step` is the run's newest checkpoint.
+    """Return (folder, reason) of checkpoints to remove now that `newest_step` is the run's newest.
 
     Kept are the newest `keep`, those whose step is a multiple of `keep_interval` (0: none), and the one with the
     largest value of the metric `keep_best` ("": none). Later steps are of a history that the run has left. When the
@@ -165,7 +166,7 @@ def surplus(
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Removes checkpoints so that a kill in between leaves each whole, or under a hidden name. Raises SaveError."""
+    """Remove checkpoints so that a kill in between leaves each whole or under a hidden name. Raises SaveError."""
     for folder in folders:
         if not is_step_folder(folder):
             disk.remove_tree(folder)
@@ -180,7 +181,7 @@ def remove(folders: Sequence[Path]) -> None:
 
 
 def size_faults(folder: Path) -> list[str]:
-    """Shards of a complete checkpoint that are missing or of another size; cheap, so no proof that it is whole."""
+    """Return a problem for each shard that is missing or of another size; cheap, without reading the data."""
     problems = []
     try:
         shards = read_manifest(folder).shards
@@ -198,7 +199,7 @@ def size_faults(folder: Path) -> list[str]:
 
 
 def _survey(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """What `complete` and `torn` tell."""
+    """Return (folders of complete checkpoints, oldest first; path and reason of everything else)."""
     whole: list[Path] = []
     others: list[tuple[Path, str]] = []
     for path in entries(root):
@@ -221,7 +222,7 @@ def _survey(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
 
 
 def _left(whole: Sequence[Path], latest: Path | None) -> list[Path]:
-    """Checkpoints of later steps than the latest, saved before it.
+    """Return the checkpoints of later steps than the latest that were saved before it.
 
     A save writes `latest` after the folder has its name, so later ones saved after it are just newer.
     """
@@ -235,12 +236,12 @@ def _left(whole: Sequence[Path], latest: Path | None) -> list[Path]:
 def _saved_at(folder: Path) -> datetime | None:
     try:
         return datetime.fromisoformat(read_manifest(folder).saved_at)
-    except UserError:  # told when it is opened
+    except UserError:  # reported when it is opened
         return None
 
 
 def _latest(root: Path, whole: Sequence[Path]) -> tuple[Path | None, str]:
-    """The checkpoint that `latest` names, and else what is wrong with it."""
+    """Return the checkpoint that `latest` names and "", or None and the problem."""
     path = root / LATEST_FILE
     if not os.path.lexists(path):
         return None, ""
@@ -256,9 +257,9 @@ def _latest(root: Path, whole: Sequence[Path]) -> tuple[Path | None, str]:
 
 
 def _faults(folder: Path) -> str:
-    """Why a folder is no complete checkpoint, "" if it is."""
+    """Return why a folder is not a complete checkpoint, "" if it is."""
     if folder.is_symlink() or not folder.is_dir():
-        return "is no folder; name another place by checkpoint.resume"
+        return "is not a folder; name another place by checkpoint.resume"
     if not os.path.lexists(folder / COMMIT_FILE):
         return f"has no {COMMIT_FILE}: a save that was cut short, or damaged"
     try:
@@ -269,7 +270,7 @@ def _faults(folder: Path) -> str:
 
 
 def _committed(folder: Path) -> bytes:
-    """The bytes of the manifest, which COMMIT vouches for."""
+    """Return the bytes of the manifest, checked against COMMIT."""
     commit = read_file(folder / COMMIT_FILE, MAX_COMMIT_BYTES)
     manifest = read_file(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     check_commit(commit, manifest, folder)
@@ -277,7 +278,7 @@ def _committed(folder: Path) -> bytes:
 
 
 def _best(folders: Sequence[Path], metric: str) -> list[Path]:
-    """The checkpoint with the largest value of a metric, the later one of equals; none where none has it."""
+    """Return the checkpoint with the largest value of a metric, the later of equal ones; empty if none has it."""
     if not metric:
         return []
     values = []

@@ -58,18 +58,18 @@ def differences(
     config: Mapping[str, Any],
 ) -> list[str]:
     """Return in words each respect in which a checkpoint is of another run; empty where it is of this one."""
-    stored = {"engine": "megatron", **stored}  # the one that there was before checkpoints said which
-    found = []
+    stored = {"engine": "megatron", **stored}  # old checkpoints do not name their engine
+    mismatches = []
     for key, value in current.items():
         if key == FILES or stored.get(key) == value:
             continue
         if key == "model":
-            found += _model_difference(stored.get(key), value, stored_config, config)
+            mismatches += _model_difference(stored.get(key), value, stored_config, config)
         elif key == "data":
-            found.append(_data_difference(stored.get(FILES), current.get(FILES), stored_config, config))
+            mismatches.append(_data_difference(stored.get(FILES), current.get(FILES), stored_config, config))
         else:
-            found.append(f"{key}: {stored.get(key)!r} -> {value!r}")
-    return found
+            mismatches.append(f"{key}: {stored.get(key)!r} -> {value!r}")
+    return mismatches
 
 
 def _sample(info: TensorInfo) -> bytes:

@@ -1,4 +1,4 @@
-"""The right to write into a run's folder of checkpoints, held by one process at a time. No torch."""
+"""Lock on a run's folder of checkpoints, held by one process at a time. No torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LOCK_FILE = ".lock"
 
 
 class RunLock:
-    """Holds the right to write under `root`, which is made if it is not there; a context manager.
+    """Lock on writing under `root`, which is made if missing; a context manager.
 
-    The kernel frees it with the process, however that ends, and a file that was left behind does no harm. Raises
-    UserError when another process has it: "`what`: another run (host, pid, since) writes checkpoints there; `fix`".
+    The kernel frees it with the process, however that ends; a lock file left behind does no harm. Raises UserError
+    when another process holds it: "`what`: another run (host, pid, since) writes checkpoints there; `fix`".
     """
 
     def __init__(self, root: Path, *, what: str = "", fix: str = "choose another trainer.run_dir") -> None:
@@ -35,7 +35,7 @@ class RunLock:
         self._what, self._fix = what or f"trainer.run_dir={root.parent}", fix
         self._fd: int | None = None
         self._made: list[Path] = []  # folders that were not there before
-        # A fork would hold the lock for as long as it lives; its own descriptor is no use to it.
+        # A forked child would hold the lock for as long as it lives, so it closes its descriptor.
         own = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (close := own()) and close())
 
@@ -49,7 +49,7 @@ class RunLock:
         self.release()
 
     def take(self) -> None:
-        """Take the lock, and put right what a kill between two renames has left. Raises UserError."""
+        """Take the lock, and complete renames that a kill has interrupted. Raises UserError."""
         assert self._fd is None, f"{self.path} is taken twice"
         root = self.path.parent
         self._made = [folder for folder in (root, root.parent) if not folder.exists()]
@@ -74,16 +74,19 @@ class RunLock:
         recover(root)
 
     def release(self) -> None:
-        """Frees the lock. Folders that were made for it and are still empty go, so that a run that never began leaves
-        nothing."""
+        """Free the lock, and remove the folders that `take` made if they are still empty: of a run that never began."""
         if self._fd is not None:
             os.ftruncate(self._fd, 0)
-            if self._made and [entry.name for entry in entries(self.path.parent)] == [LOCK_FILE]:
-                with contextlib.suppress(OSError):  # a folder in which there is something now stays
-                    self.path.unlink()
-                    for folder in self._made:
-                        folder.rmdir()
+            self._remove_empty_folders()
         self._close()
+
+    def _remove_empty_folders(self) -> None:
+        if not self._made or [entry.name for entry in entries(self.path.parent)] != [LOCK_FILE]:
+            return
+        with contextlib.suppress(OSError):  # a folder that is no longer empty stays
+            self.path.unlink()
+            for folder in self._made:
+                folder.rmdir()
 
     def _close(self) -> None:
         if self._fd is not None:

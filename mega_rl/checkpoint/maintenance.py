@@ -187,7 +187,7 @@ def _targets(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
         return [path.absolute()], []
     root = _root_of(path)
     whole, others = folders.complete(root), folders.torn(root)
-    # Only a save makes the others: a folder has its name when all is in it.
+    # Hidden folders belong to saves: a folder gets its visible name when it is complete.
     steps = [other for other, _ in others if folders.is_step_folder(other)]
     if not whole and not steps:
         raise UserError(f"{root}: holds no complete checkpoint")
@@ -195,7 +195,7 @@ def _targets(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """What `verify` says of a checkpoint."""
+    """Return the report of `verify` on one checkpoint: counts, bytes and faults."""
     from mega_rl.checkpoint.format.reader import Checkpoint
 
     report: dict[str, Any] = {"path": str(folder), "tensors": 0, "pieces": 0, "bytes": 0, "faults": []}

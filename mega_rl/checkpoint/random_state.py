@@ -1,4 +1,4 @@
-"""The random numbers of a rank, as a checkpoint keeps them."""
+"""Random states of a rank, saved to and restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRACKED = "tracked/"  # before the names of Megatron-Core's states
 
 
 class Tracker(Protocol):
-    """Megatron-Core's CudaRNGStatesTracker: the random states that its layers draw from, by name."""
+    """Interface of Megatron-Core's CudaRNGStatesTracker: the random states of its layers, by name."""
 
     def get_states(self) -> dict[str, Any]:
-        """Tensors, or generators where CUDA graphs need them."""
+        """Return the states by name: tensors, or generators where CUDA graphs need them."""
         ...
 
     def set_states(self, states: dict[str, Any]) -> None:
@@ -45,22 +45,22 @@ class RandomState:
         if torch.cuda.is_available():
             tensors["cuda"] = torch.cuda.get_rng_state()
         for name, state in self._tracker().get_states().items():
-            found = state.get_state() if isinstance(state, torch.Generator) else state
-            tensors[TRACKED + name] = found.cpu().clone()
+            tensor = state.get_state() if isinstance(state, torch.Generator) else state
+            tensors[TRACKED + name] = tensor.cpu().clone()
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Draw on from there; None keeps the states as the run's seed has made them.
+        """Set the random states; None keeps those that the run's seed has set.
 
         Raises:
             UserError: the states are of other generators than this run has.
         """
         if tensors is None:
             return
-        expected, found = self.state().keys(), tensors.keys()
-        if expected != found:
+        expected, stored = self.state().keys(), tensors.keys()
+        if expected != stored:
             raise UserError(
-                f"random states of the checkpoint: {', '.join(sorted(expected ^ found))} on one side only; resume on "
+                f"random states of the checkpoint: {', '.join(sorted(expected ^ stored))} on one side only; resume on "
                 "the same kind of device, or on another layout, where random numbers start afresh"
             )
         torch.set_rng_state(tensors["torch"])
@@ -72,7 +72,7 @@ class RandomState:
         self._tracker().set_states({name: self._tracked(name, tensors) for name in self._tracker().get_states()})
 
     def _tracked(self, name: str, tensors: Mapping[str, Tensor]) -> Any:
-        """A state of the tracker as it wants it: the tensor, or its generator set to it."""
+        """Return a state in the tracker's form: the tensor, or its own generator set to it."""
         now, state = self._tracker().get_states()[name], tensors[TRACKED + name].clone()
         if isinstance(now, torch.Generator):
             now.set_state(state)
@@ -81,7 +81,7 @@ class RandomState:
 
 
 def _encoded(value: Any) -> Tensor:
-    """[bytes] uint8 of its JSON; floats come back to the bit."""
+    """Return the value's JSON as [bytes] uint8; floats round-trip to the bit."""
     return torch.frombuffer(bytearray(json.dumps(value, default=_plain).encode()), dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and how its parts get it back."""
+"""Resuming from a checkpoint: choosing it, checking its identity, filling engines and rank states."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class _Damaged(UserError):
-    """A checkpoint that cannot be used, where an older one may."""
+    """A damaged checkpoint; an older one may be usable."""
 
 
 def resume(
@@ -44,10 +44,10 @@ def resume(
     layout: str,
     rank_states: Mapping[str, RankState],
 ) -> tuple[Path, Manifest] | None:
-    """The checkpoint that engines and rank states were filled from; None to start afresh; collective.
+    """Fill engines and rank states from a checkpoint and return it; None to start afresh; collective.
 
     Raises:
-        UserError: on all ranks; nothing of the engines was touched.
+        UserError: on all ranks; the engines are unchanged.
     """
     candidates = _candidates(root, settings, ranks)
     first: _Damaged | None = None
@@ -71,23 +71,23 @@ def resume(
 
 
 def rank_prefix(rank: int, name: str) -> str:
-    """How the names of a rank state's tensors begin."""
+    """Return the prefix of the names of a rank state's tensors."""
     return f"rank{rank:05d}/{name}/"
 
 
 def _candidates(root: Path, settings: CheckpointConfig, ranks: Ranks) -> list[Path]:
-    """Checkpoints to resume from, best first, as rank 0 sees them; collective. Raises UserError on all ranks."""
-    found: list[str] = []
+    """Return rank 0's list of checkpoints to resume from, best first; collective. Raises UserError on all ranks."""
+    candidates: list[str] = []
     message = None
     if ranks.rank == 0:
         try:
-            found = [str(folder) for folder in _complete_at(root, settings)]
+            candidates = [str(folder) for folder in _complete_at(root, settings)]
         except UserError as error:
             message = str(error)
     message = first_failure(message, ranks)
     if message is not None:
         raise UserError(message)
-    return [Path(folder) for folder in broadcast_json(found, ranks)]
+    return [Path(folder) for folder in broadcast_json(candidates, ranks)]
 
 
 def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
@@ -96,7 +96,7 @@ def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
         return []
     if wanted == "auto":
         for folder, why in folders.torn(root):
-            log.warning("%s is no checkpoint and is ignored: %s", folder, why)
+            log.warning("%s is not a complete checkpoint and is ignored: %s", folder, why)
         damaged = [f"{folder}: {why}" for folder, why in folders.damaged(root)]
         if damaged and not settings.fallback:
             raise UserError(damaged[-1] if RESUME_HINT in damaged[-1] else f"{damaged[-1]}; {RESUME_HINT}")
@@ -104,10 +104,10 @@ def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
     path = Path(wanted).absolute()
     if (path / COMMIT_FILE).exists():
         return [path]
-    found = folders.complete(path / "checkpoints") or folders.complete(path)
-    if not found:
+    complete = folders.complete(path / "checkpoints") or folders.complete(path)
+    if not complete:
         raise UserError(f"checkpoint.resume={wanted}: no complete checkpoint there ({COMMIT_FILE} is missing)")
-    return found[::-1]
+    return complete[::-1]
 
 
 def _restore(
@@ -119,7 +119,7 @@ def _restore(
     layout: str,
     rank_states: Mapping[str, RankState],
 ) -> Manifest:
-    """Everything from one checkpoint; collective. Raises _Damaged or UserError on all ranks."""
+    """Restore engines and rank states from one checkpoint; collective. Raises _Damaged or UserError on all ranks."""
     checkpoint, message = None, None
     try:
         checkpoint = Checkpoint.open(folder)
@@ -158,7 +158,7 @@ def _restore(
 def _check_identity(
     folder: Path, manifest: Manifest, identity: Mapping[str, Any], config: Mapping[str, Any], ranks: Ranks
 ) -> None:
-    """Raise UserError on all ranks where the checkpoint is of another run; rank 0 looks; collective."""
+    """Raise UserError on all ranks if the checkpoint is of another run, as rank 0 compares; collective."""
     message = None
     if ranks.rank == 0:
         differing = differences(manifest.identity, identity, stored_config=manifest.config, config=config)
@@ -200,7 +200,7 @@ def _check_engines(folder: Path, manifest: Manifest, engines: Mapping[str, Engin
 
 
 def _own(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
-    """Empty tensors for those of this prefix, by the rest of their names."""
+    """Return empty tensors for the checkpoint's tensors with this prefix, by the rest of their names."""
     tensors = checkpoint.manifest.tensors
     return {
         name.removeprefix(prefix): torch.empty(tuple(shape), dtype=DTYPES[dtype])

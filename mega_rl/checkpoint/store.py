@@ -1,4 +1,4 @@
-"""Checkpoints of a run: begun by the trainer, written by its ranks or beside them, found again by the next run."""
+"""Checkpoint store of a run: saving inline or in the background, resuming, retention."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from mega_rl.types import Metrics, Piece
 log = logging.getLogger(__name__)
 
 HEADER_BYTES = 1 << 20  # of each rank, beside its tensors; a generous guess for the free-space check
-BEAT_S = 1.0  # the ranks meet this often while they wait, so that the deadline of a collective is no bound on a save
-CLOSE_S = 30.0  # that the end of a run leaves a save under way
+BEAT_S = 1.0  # between collectives while ranks wait, so that a save may take longer than a collective's deadline
+CLOSE_S = 30.0  # for a pending save at the end of a run
 
 
 @dataclass
 class _Save:
-    """A pending save."""
+    """State of a pending save."""
 
     step: int
     begin: float
@@ -54,8 +54,8 @@ class _Save:
 class RunCheckpoints:
     """`protocols.CheckpointStore`: one folder per step under `root`, complete or ignored.
 
-    At most one save is under way. One that fails is reported on all ranks, its folder removed and the last good
-    checkpoint left as it is; whether the run goes on then is `settings.on_error`.
+    At most one save is pending. One that fails is reported on all ranks, its folder removed and the last good
+    checkpoint kept; `settings.on_error` decides whether the run then goes on.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """`close`, at once for whoever has pressed Ctrl-C again."""
+        """Close the store, without waiting for a pending save after a second Ctrl-C."""
         self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
 
     def add_engine(self, name: str, engine: Engine) -> None:
-        """One more of `engines`; before `restore` and `save`. The lock is taken before there are any."""
+        """Add an engine before `restore` and `save`; the lock is taken before engines exist."""
         self._engines[name] = engine
 
     def add_rank_state(self, name: str, rank_state: RankState) -> None:
-        """One more of `rank_states`; before `restore` and `save`."""
+        """Add a rank state before `restore` and `save`."""
         self._rank_states[name] = rank_state
 
     def lock(self) -> None:
@@ -120,9 +120,9 @@ class RunCheckpoints:
             raise UserError(failure)
 
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
-        """Begin to write everything after `step` steps; done when it returns unless `async_save`; collective.
+        """Start to save the state after `step` steps; complete on return unless `async_save`; collective.
 
-        Waits for the save under way first. `metrics`: of the step; those that are finite are kept.
+        Waits for a pending save first. `metrics`: of the step; finite ones go into the manifest.
 
         Raises:
             RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
@@ -153,25 +153,25 @@ class RunCheckpoints:
         self._metrics["checkpoint/stall_s"] = time.monotonic() - begin
 
     def poll(self) -> Metrics:
-        """What has become of saves since the last call; collective while one is under way.
+        """Return the metrics of saves since the last call; collective while one is pending.
 
-        `checkpoint/seconds` and `checkpoint/bytes` of one that is complete, `checkpoint/stall_s` that training waited
-        for one, `checkpoint/failed_saves` of the run so far when one has failed. Raises RunError like `save`.
+        `checkpoint/seconds` and `checkpoint/bytes` of a completed save, `checkpoint/stall_s` that training waited for
+        one, `checkpoint/failed_saves` of the run after a failure. Raises RunError like `save`.
         """
         self._look(0.0)
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def finish(self) -> None:
-        """Wait for the save under way, within its deadline; collective. Raises RunError like `save`."""
+        """Wait for a pending save, within its deadline; collective. Raises RunError like `save`."""
         while self._current is not None:
             self._report_written(self._current)
             self._look(BEAT_S)
 
     def close(self, *, patience_s: float = CLOSE_S) -> None:
-        """End what belongs to the run, at its end; no collective, may be called twice.
+        """End the writer and release the lock; no collective, may be called twice.
 
-        After an error a save may be under way. It is waited for so long, as it completes if all ranks come here.
+        After an error a save may be pending. Waits up to `patience_s` for it: it completes if all ranks come here.
         """
         if self._current is not None and not self._current.done:
             log.warning("the run ends during the save of step %d: waiting up to %g s", self._current.step, patience_s)
@@ -187,7 +187,7 @@ class RunCheckpoints:
             lock.release()
 
     def restore(self) -> Manifest | None:
-        """The checkpoint to resume from, with engines and rank states filled; None to start afresh; collective.
+        """Fill engines and rank states from a checkpoint and return its manifest; None to start afresh; collective.
 
         Raises:
             UserError: on all ranks: the checkpoint asked for is damaged or not complete, or is of a run with another
@@ -209,10 +209,10 @@ class RunCheckpoints:
         return manifest
 
     def move_earlier_run(self, run_dir: Path) -> None:
-        """Move aside what the run folder holds of another history than the one that begins now; collective.
+        """Move the files of another history out of the run folder; collective.
 
-        After `restore`, under the lock. A run that goes on from a checkpoint of its own folder leaves there all but
-        later checkpoints; any other run all that an earlier one has written. Raises UserError on all ranks.
+        Call it after `restore`, under the lock. A run that resumes from a checkpoint of its own folder moves only later
+        checkpoints; any other run moves everything that an earlier one has written. Raises UserError on all ranks.
         """
 
         def move() -> None:
@@ -224,7 +224,7 @@ class RunCheckpoints:
             raise UserError(failure)
 
     def _collect(self) -> tuple[list[Piece], dict[str, dict[str, int | float]]]:
-        """The pieces that this rank writes, and the engines' numbers; collective."""
+        """Return the pieces that this rank writes, and the engines' numbers; collective."""
         pieces, numbers = [], {}
         for name, engine in self._engines.items():
             state = engine.state()
@@ -245,7 +245,7 @@ class RunCheckpoints:
         numbers: dict[str, dict[str, int | float]],
         shards: tuple[str, ...],
     ) -> Publication | None:
-        """What rank 0 does beside writing its shard."""
+        """Return rank 0's publication of the save; None on other ranks."""
         if self._ranks.rank != 0:
             return None
         settings = self._settings
@@ -268,7 +268,7 @@ class RunCheckpoints:
         return Publication(str(self._root), step, shards, manifest, retention)
 
     def _make_room(self, save: _Save) -> None:
-        """On rank 0: an empty temporary folder on a disk that has enough space."""
+        """Make an empty temporary folder and check the free space, on rank 0. Raises SaveError."""
         if self._ranks.rank != 0:
             return
         folders.begin(self._root, save.step)
@@ -287,7 +287,7 @@ class RunCheckpoints:
                 progress.report(sum(file.stat().st_size for file in files), save.nbytes, unit="B")
 
     def _look(self, wait_s: float) -> None:
-        """Settle the save under way if it has ended on all ranks, or failed on any; collective."""
+        """Settle a pending save if it has ended on all ranks, or failed on any; collective."""
         save = self._current
         if save is None:
             return
@@ -320,7 +320,7 @@ class RunCheckpoints:
         save, self._current = self._current, None
         assert save is not None
         self._writing.stop()
-        self._ranks.sum(torch.zeros(1))  # nobody writes any more
+        self._ranks.sum(torch.zeros(1))  # a barrier: no rank writes any more
         self._failed_saves += 1
         self._metrics["checkpoint/failed_saves"] = float(self._failed_saves)
         text = f"the checkpoint of step {save.step} failed: {message}"
@@ -328,14 +328,14 @@ class RunCheckpoints:
             try:
                 disk.remove_tree(folders.temporary(self._root, save.step))
             except SaveError as error:
-                log.warning("what is left of it could not be removed: %s", error)
+                log.warning("its remains could not be removed: %s", error)
         if self._settings.on_error == "stop":
             raise RunError(text)
         if self._ranks.rank == 0:
             log.error("%s; training goes on", text)
 
     def _failure_of(self, work: Callable[[], None]) -> str | None:
-        """Call `work` on every rank; the first rank's message where it has failed, on all ranks; collective."""
+        """Call `work` on every rank; return the first failing rank's message on all ranks, or None; collective."""
         message = None
         try:
             work()

@@ -1,4 +1,4 @@
-"""Weights in a checkpoint of a run, as the converters read them: of any layout and engine, without a model."""
+"""Reading of weights in a run's checkpoint for the converters: any layout and engine, without a model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _open_megatron(
     pieces: Mapping[str, Sequence[StoredPiece]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> checkpoints.WeightFiles:
-    """Megatron-Core's names, layers one by one, in boxes as a distributed checkpoint has them."""
+    """Open weights under Megatron-Core's names: separate layers, in boxes as in a distributed checkpoint."""
     tensors = {
         key: DistTensor(
             key, of_one[0].dtype, shapes[key], tuple(Chunk(*p.box, p.file, p.offset, p.spec.nbytes) for p in of_one)
@@ -73,14 +73,14 @@ def _open_megatron(
     }
     slabs = Slabs(folder, sharding, tensors, info=_chunk_info)
     plans = whole_model(replace(sharding, padded_vocab=sharding.hf.vocab_size), origin="canonical")
-    found = {plan.canonical: slabs.add(plan) for plan in plans}
-    absent = tuple(plan.canonical for plan in plans if plan.optional and not found[plan.canonical])
-    problems = [f"{folder}: {name} is missing" for name, there in found.items() if not there and name not in absent]
-    problems += [f"{folder}: {key} is no part of the {sharding.hf.family} model" for key in set(tensors) - slabs.used]
+    present = {plan.canonical: slabs.add(plan) for plan in plans}
+    absent = tuple(plan.canonical for plan in plans if plan.optional and not present[plan.canonical])
+    problems = [f"{folder}: {name} is missing" for name, there in present.items() if not there and name not in absent]
+    problems += [f"{folder}: {key} is not part of the {sharding.hf.family} model" for key in set(tensors) - slabs.used]
     problems += slabs.problems
     if problems:
         raise UserErrors(sorted(problems))
-    return assembled(folder, "torch_dist", sharding, slabs.found, slabs.homes, (), absent, None)
+    return assembled(folder, "torch_dist", sharding, slabs.infos, slabs.homes, (), absent, None)
 
 
 def _chunk_info(name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> TensorInfo:
@@ -96,7 +96,7 @@ def _open_fsdp(
     pieces: Mapping[str, Sequence[StoredPiece]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> checkpoints.WeightFiles:
-    """transformers' names, in rows; a mixture's experts in two tensors of a layer."""
+    """Open weights under transformers' names, in rows; the experts of a layer are in two tensors."""
     hf = sharding.hf
     infos: dict[str, TensorInfo] = {}
     homes: dict[str, list[Home]] = {}
@@ -138,7 +138,8 @@ def _homes(
 def _check_shapes(folder: Path, hf: HFConfig, head: Head, wholes: Mapping[str, ShapeAndDtype]) -> None:
     """Raise UserErrors where a tensor is not that of the model of config.json."""
     expected = hf_tensors(hf, head=head)
-    problems = [f"{folder}: {name} is no part of the {hf.family} model" for name in sorted(set(wholes) - set(expected))]
+    unknown = sorted(set(wholes) - set(expected))
+    problems = [f"{folder}: {name} is not part of the {hf.family} model" for name in unknown]
     for name, tensor in expected.items():
         if name not in wholes and not tensor.optional:
             problems.append(f"{folder}: {name} is missing")

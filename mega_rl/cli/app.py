@@ -18,6 +18,7 @@ import typer
 from mega_rl import __version__, progress
 from mega_rl.cli import checkpoint, convert, data, plot, quickstart, recipes, run_export, verify
 from mega_rl.cli.help import Commands
+from mega_rl.config.origins import pinned_overrides
 from mega_rl.errors import RunError, UserError, UserErrors
 
 EXIT_INTERRUPTED = 130
@@ -69,7 +70,7 @@ def train(
         bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
     ] = False,
 ) -> None:
-    """Train a policy."""
+    """Train a policy with the settings of a recipe and of the command line."""
     settings = overrides or []
     from mega_rl.progress.terminal import show_progress
 
@@ -85,7 +86,6 @@ def train(
     if nproc_per_node is not None and "RANK" in os.environ:
         raise UserError(f"--nproc-per-node={nproc_per_node} under a launcher that already started ranks; leave it out")
     with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
-        from mega_rl.config.origins import pinned_overrides
         from mega_rl.preflight import preflight
 
         resolved = preflight(config, settings, world_size=nproc_per_node)
@@ -158,9 +158,9 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
 
 def _in_words(error: typer.TyperException) -> str:
     """Return an error of the command line; a setting given as an option is shown as it should be."""
-    from mega_rl.config.loader import FIELDS
+    from mega_rl.config.keys import FIELDS
 
-    option = re.search(r"--([a-z_]+(?:\.\w+)?)", str(error))
+    option = re.search(r"--([a-z_]+(?:\.\w+)*)", str(error))
     if option and option[1] in FIELDS:
         return f"settings have no dashes: write {option[1]}=VALUE"
     return str(error)

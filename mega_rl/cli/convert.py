@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -28,12 +28,11 @@ from mega_rl.cli.convert_text import (
 )
 from mega_rl.cli.help import Commands
 from mega_rl.cli.layout_options import LayoutOptions, with_layout
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.hub.arguments import checkpoint, description
-
-if TYPE_CHECKING:
-    from mega_rl.converters.plan.sharding import Sharding
-    from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parallel.layout import ParallelLayout
 
 EXIT_DIFFERS = 1
 
@@ -91,19 +90,19 @@ def inspect(
 
     kind = "hf"
     if not any(path.glob("*.safetensors*")):
-        kind, found = "config", describe_config(sharding)
+        kind, description = "config", describe_config(sharding)
     else:
         from mega_rl.storage.safetensors_reader import CheckpointReader
 
         with CheckpointReader(path) as reader:
-            sharding, found = describe(reader, sharding)
-    facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(found)}
+            sharding, description = describe(reader, sharding)
+    facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(description)}
     facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k != "raw"}
     if as_json:
         print_facts(facts, True)
     else:
         print_description(facts)
-    if found.problems:
+    if description.problems:
         raise typer.Exit(UserError.exit_code)
 
 
@@ -134,22 +133,23 @@ def import_(
     _choice("--spec", spec, ("te", "local"))
     _sharding(source, layout := sizes.layout(), head=head, mtp=mtp)
     with progress_bar() as progress:
-        from mega_rl.converters.offline.convert import import_hf
+        from mega_rl.converters.offline.convert import ImportOptions, WriteOptions, import_hf
 
-        report = import_hf(
-            source,
-            target,
-            layout=layout,
-            format=kind,  # type: ignore[arg-type]
+        options = ImportOptions(
             spec=spec,  # type: ignore[arg-type]
             head=head,  # type: ignore[arg-type]
             mtp=mtp,  # type: ignore[arg-type]
             dtype=dtype,
             padded_vocab=vocab,
             allow_missing=allow_missing or (),
-            overwrite=overwrite,
-            jobs=jobs,
-            progress=progress,
+        )
+        report = import_hf(
+            source,
+            target,
+            layout=layout,
+            format=kind,  # type: ignore[arg-type]
+            options=options,
+            writing=WriteOptions(overwrite, jobs, progress),
         )
     print_report(target, report, as_json)
 
@@ -180,19 +180,20 @@ def export(
     _choice("--mtp", mtp, ("keep", "drop"))
     shard_bytes = parse_size(shard_size)
     with progress_bar() as progress:
-        from mega_rl.converters.offline.convert import export_checkpoint
+        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
-        report = export_checkpoint(
-            source,
-            target,
-            reference=reference,
+        options = ExportOptions(
             shard_bytes=shard_bytes,
             experts=experts,  # type: ignore[arg-type]
             dtype=dtype,
             mtp=mtp,  # type: ignore[arg-type]
-            overwrite=overwrite,
-            jobs=jobs,
-            progress=progress,
+        )
+        report = export_checkpoint(
+            source,
+            target,
+            reference=reference,
+            options=options,
+            writing=WriteOptions(overwrite, jobs, progress),
         )
     print_report(target, report, as_json)
 
@@ -232,9 +233,7 @@ def reshard(
             reference=reference,
             spec=spec,  # type: ignore[arg-type]
             padded_vocab=vocab,
-            overwrite=overwrite,
-            jobs=jobs,
-            progress=progress,
+            writing=offline.WriteOptions(overwrite, jobs, progress),
         )
     print_report(target, report, as_json)
 
@@ -333,14 +332,14 @@ def diff(
     with progress_bar() as progress:
         from mega_rl.converters.offline.verification import compare_checkpoints
 
-        found = compare_checkpoints(first, second, allow_missing=allow_missing or (), progress=progress)
-    print_comparison(found, as_json)
-    if not found.equal:
+        comparison = compare_checkpoints(first, second, allow_missing=allow_missing or (), progress=progress)
+    print_comparison(comparison, as_json)
+    if not comparison.equal:
         raise typer.Exit(EXIT_DIFFERS)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500MB" or a plain number; units are powers of 1000, as file sizes of the hub are."""
+    """Return the bytes of "5GB", "500MB" or a plain number; units are powers of 1000, as for file sizes of the Hub."""
     number, factor = text.strip().upper(), 1
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)):
         if number.endswith(unit):
@@ -356,10 +355,7 @@ def parse_size(text: str) -> int:
 
 
 def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: str = "local") -> Sharding:
-    """The model of a config.json, cut into `layout`; refused here, before torch is imported, if it cannot be."""
-    from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.converters.plan.sharding import Sharding, check_layout
-
+    """Return the sharding of a config.json's model over `layout`. Raises UserErrors, before torch is imported."""
     _choice("--head", head, ("lm", "value"))
     _choice("--mtp", mtp, ("drop", "load"))
     hf = dataclasses.replace(read_hf_config(path), mtp=mtp)  # type: ignore[arg-type]
@@ -377,5 +373,5 @@ def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def _is_hf(path: Path) -> bool:
-    """Whether a folder is, or was meant to be, a Hugging Face checkpoint rather than one of ours or Megatron-Core's."""
+    """Return whether a folder is meant as a Hugging Face checkpoint, not as one of mega_rl's or Megatron-Core's."""
     return not any((path / name).is_file() for name in ("mega_rl.json", ".metadata", "COMMIT"))

@@ -1,4 +1,4 @@
-"""What the convert verbs say: plain text for people, one JSON object for programs, a bar while they wait."""
+"""Output of the convert commands: text, one JSON object with --json, and a progress bar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN = 20  # names listed of each kind; --json has them all
 
 
 def is_main() -> bool:
-    """Whether this process speaks for all: rank 0."""
+    """Return whether this process prints: rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -117,7 +117,7 @@ def print_description(facts: dict[str, Any]) -> None:
 
 
 def _brief(value: Any) -> str:
-    """A value on one line: flags of many layers as their number."""
+    """Return a value on one line; flags per layer as their count."""
     if isinstance(value, dict):
         return ", ".join(f"{k} {_brief(v)}" for k, v in value.items() if v is not None)
     if isinstance(value, (tuple, list)) and value and all(isinstance(v, bool) for v in value):
@@ -125,22 +125,23 @@ def _brief(value: Any) -> str:
     return str(value)
 
 
-def print_verification(found: Verification, parity: Parity | None, as_json: bool) -> None:
-    """What verifying has shown, logits included."""
+def print_verification(verification: Verification, parity: Parity | None, as_json: bool) -> None:
+    """Print the result of verifying a checkpoint, with the comparison of logits if there is one."""
     if not is_main():
         return
-    good = found.equal and (parity is None or parity.good)
+    good = verification.equal and (parity is None or parity.good)
     if as_json:
-        comparison = None if found.comparison is None else _comparison_facts(found.comparison)
+        comparison = None if verification.comparison is None else _comparison_facts(verification.comparison)
         logits = None if parity is None else dataclasses.asdict(parity)
-        print_facts({"equal": good, **dataclasses.asdict(found), "comparison": comparison, "logits": logits}, True)
+        facts = {"equal": good, **dataclasses.asdict(verification), "comparison": comparison, "logits": logits}
+        print_facts(facts, True)
         return
-    typer.echo(f"proof: every element of {found.layout} is planned exactly once")
-    if found.comparison is not None:
-        print_comparison(found.comparison, False)
-    if found.returned is not None:
-        typer.echo(f"import and export in memory: {found.returned:,} tensors come back bit for bit")
-        _print_names("do not come back", found.lost)
+    typer.echo(f"proof: every element of {verification.layout} is planned exactly once")
+    if verification.comparison is not None:
+        print_comparison(verification.comparison, False)
+    if verification.returned is not None:
+        typer.echo(f"import and export in memory: {verification.returned:,} tensors come back bit for bit")
+        _print_names("do not come back", verification.lost)
     if parity is not None:
         typer.echo(f"logits: {parity.summary}")
         for line in parity.details:
@@ -148,20 +149,20 @@ def print_verification(found: Verification, parity: Parity | None, as_json: bool
     typer.echo("equal" if good else "differs")
 
 
-def print_comparison(found: Comparison, as_json: bool) -> None:
-    """What tells two checkpoints apart."""
+def print_comparison(comparison: Comparison, as_json: bool) -> None:
+    """Print the differences between two checkpoints."""
     if not is_main():
         return
     if as_json:
-        print_facts(_comparison_facts(found), True)
+        print_facts(_comparison_facts(comparison), True)
         return
-    typer.echo(f"{found.num_equal:,} tensors are equal bit for bit (digest of the first: {found.digest})")
-    _print_names("only in the first", found.only_first)
-    _print_names("only in the second", found.only_second)
-    _print_names("other type or shape", found.mismatched)
-    _print_names("config.json", found.config)
-    _print_names("in one only, as allowed", found.allowed)
-    ranked = sorted(found.different, key=lambda d: -d.max_abs)
+    typer.echo(f"{comparison.num_equal:,} tensors are equal bit for bit (digest of the first: {comparison.digest})")
+    _print_names("only in the first", comparison.only_first)
+    _print_names("only in the second", comparison.only_second)
+    _print_names("other type or shape", comparison.mismatched)
+    _print_names("config.json", comparison.config)
+    _print_names("in one only, as allowed", comparison.allowed)
+    ranked = sorted(comparison.different, key=lambda d: -d.max_abs)
     for d in ranked[:SHOWN]:
         typer.echo(
             f"  {d.name}: {d.elements:,} of {d.numel:,} elements differ, "
@@ -171,8 +172,8 @@ def print_comparison(found: Comparison, as_json: bool) -> None:
         typer.echo(f"  and {len(ranked) - SHOWN:,} more tensors")
 
 
-def _comparison_facts(found: Comparison) -> dict[str, Any]:
-    return {"equal": found.equal, "digest": found.digest, **dataclasses.asdict(found)}
+def _comparison_facts(comparison: Comparison) -> dict[str, Any]:
+    return {"equal": comparison.equal, "digest": comparison.digest, **dataclasses.asdict(comparison)}
 
 
 def _print_names(label: str, names: Sequence[str]) -> None:
@@ -186,7 +187,7 @@ def elements(params: Sequence[tuple[str, Any]]) -> int:
 
 
 def copies_in_words(copies: list[Any]) -> Iterator[str]:
-    """Copies in words, the middle of long lists left out."""
+    """Yield copies in words, without the middle of a long list."""
     shown = copies if len(copies) <= 8 else [*copies[:4], None, *copies[-3:]]
     for c in shown:
         if c is None:

@@ -1,4 +1,4 @@
-"""What `mega-rl doctor` says of this machine: versions, devices, optional packages and what stands in for them."""
+"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages and their replacements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ CORE = (
     "tensordict",
     "safetensors",
     "datasets",
-    "omegaconf",
     "math-verify",
     "psutil",
 )
@@ -33,7 +32,7 @@ CORE = (
 
 @dataclass(frozen=True)
 class Optional:
-    """A package that is used where it is found."""
+    """A package that is used if it is installed."""
 
     name: str
     module: str  # found by this module, which packages of the same name by others do not have
@@ -55,7 +54,7 @@ OPTIONAL = (
 
 
 def report() -> Iterator[str]:
-    """Lines of the report, section by section."""
+    """Yield the lines of the report, section by section."""
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"mega_rl              {mega_rl.__version__}"
     yield from map(_core_line, CORE)
@@ -90,8 +89,8 @@ def how_to_install_package(name: str) -> str:
     return f'pip install "{next(matching, name)}"'
 
 
-def found(module: str) -> bool:
-    """Whether a module could be imported; of the packages around it, the parents are imported to look inside."""
+def is_importable(module: str) -> bool:
+    """Return whether a module could be imported; imports its parent packages to look inside."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, OSError, RuntimeError, AttributeError):
@@ -99,7 +98,7 @@ def found(module: str) -> bool:
 
 
 def _optional_line(package: Optional) -> str:
-    if found(package.module):
+    if is_importable(package.module):
         return f"{package.name:<20} {installed_version(package.distribution) or 'found'}"
     return f"{package.name:<20} not found; used instead: {package.instead}"
 
@@ -107,12 +106,12 @@ def _optional_line(package: Optional) -> str:
 def _sglang_line() -> str:
     installation = find_sglang()
     if installation is None:
-        found = f"not found; used instead: the embedded Hugging Face rollout engine ({how_to_install()})"
+        status = f"not found; used instead: the embedded Hugging Face rollout engine ({how_to_install()})"
     else:
         where = "beside the rest" if installation.folder is None else f"for CPUs, in {installation.folder}"
         wrong = "" if installation.version == SGLANG_VERSION else f"; mega_rl works with {SGLANG_VERSION} only"
-        found = f"{installation.version}, {where}{wrong}"
-    return f"{'sglang':<20} {found}"
+        status = f"{installation.version}, {where}{wrong}"
+    return f"{'sglang':<20} {status}"
 
 
 def _devices() -> Iterator[str]:

@@ -6,14 +6,12 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from mega_rl.errors import UserError
-
-if TYPE_CHECKING:
-    from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,6 @@ class LayoutOptions:
 
     def layout(self) -> ParallelLayout:
         """Return the layout of the smallest world with these sizes. Raises UserError when there is none."""
-        from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
-
         etp = self.tp if self.etp is None else self.etp
         try:
             pipeline = None if self.pp_layout is None else parse_pipeline(self.pp_layout)

@@ -48,16 +48,14 @@ def export(
     trained = _DTYPES.get(str(_model_settings(manifest).get("dtype")))
     with progress_bar() as progress:
         from mega_rl.checkpoint.weights import open_weights
-        from mega_rl.converters.offline.convert import export_checkpoint
+        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
         report = export_checkpoint(
             folder,
             target,
             reference=source,
-            dtype=dtype or trained,
-            overwrite=overwrite,
-            jobs=jobs,
-            progress=progress,
+            options=ExportOptions(dtype=dtype or trained),
+            writing=WriteOptions(overwrite, jobs, progress),
             opened=lambda: open_weights(folder, role=role, reference=source),
         )
     print_report(target, report, as_json)
@@ -68,11 +66,11 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     complete = checkpoints_of(run)
     if step is None:
         return complete[-1]
-    found = [folder for folder in complete if folders.step_of(folder) == step]
-    if not found:
+    matching = [folder for folder in complete if folders.step_of(folder) == step]
+    if not matching:
         steps = ", ".join(str(folders.step_of(folder)) for folder in complete)
         raise UserError(f"--step={step}: {run} has no complete checkpoint of this step; it has {steps}")
-    return found[0]
+    return matching[0]
 
 
 def _model_of(manifest: Manifest, folder: Path, role: str) -> Path:

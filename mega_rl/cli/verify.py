@@ -20,6 +20,7 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
+from mega_rl.verify.plan import Plan
 from mega_rl.verify.tolerances import Tolerances, tolerances
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ def layouts(
     transformer_impl: TransformerImpl = "auto",
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Run every layout on so many ranks; data parallelism takes what is left."),
+        typer.Option(
+            "--nproc", min=1, help="Run every layout on this number of ranks; data parallelism takes what is left."
+        ),
     ] = None,
     tolerance: Tolerance = "",
     seed: Seed = 0,
@@ -111,7 +114,9 @@ def layouts(
 @app.command()
 def engines(
     model: Model,
-    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Run the FSDP engine on one rank, and on so many.")] = 2,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, help="Run the FSDP engine on one rank, and on this number of ranks.")
+    ] = 2,
     twin: Twin = False,
     dtype: Dtype = "fp32",
     packing: Packing = True,
@@ -170,7 +175,6 @@ def _verify(
 ) -> None:
     """Measures the layouts, prints what was found and ends with its exit code; `settings` are fields of a plan."""
     with _importing():
-        from mega_rl.verify.plan import Plan
         from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
 
         on_gpus = use_gpus(wanted)

@@ -1,4 +1,4 @@
-"""What `mega-rl verify` says: a table for people, one JSON object for programs. Imports no torch."""
+"""Output of `mega-rl verify`: a table, or one JSON object with --json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mega_rl.verify.plan import Found, TensorError
+from mega_rl.verify.plan import LayoutErrors, TensorError
 from mega_rl.verify.tolerances import Tolerances
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ WIDE = 140  # columns of a terminal that has room for the names of tensors
 
 
 def print_verdicts(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolerances: Tolerances) -> None:
-    """Print the table, and below it what is wrong; on a narrow terminal the worst tensors are below it, too."""
+    """Print the table, and below it the problems; on a narrow terminal the worst tensors as well."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -34,12 +34,12 @@ def print_verdicts(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], to
     wide = sheet.width >= WIDE
     table = Table(*NUMBERS, *(WORST if wide else ()), "verdict", box=box.SIMPLE_HEAD)
     for verdict in verdicts:
-        cells = _cells(verdict.found)
+        cells = _cells(verdict.errors)
         worst = cells[-len(WORST) :] if wide else ()
         table.add_row(verdict.layout.title, str(verdict.layout.ranks), *cells[: -len(WORST)], *worst, _word(verdict))
     sheet.print(table)
     for verdict in () if wide else verdicts:
-        for name, cell in zip(WORST, _cells(verdict.found)[-len(WORST) :], strict=True):
+        for name, cell in zip(WORST, _cells(verdict.errors)[-len(WORST) :], strict=True):
             console.print(f"{verdict.layout.title}: {name}: {cell}", markup=False, highlight=False)
     allowed = ", ".join(f"{name} {value:g}" for name, value in asdict(tolerances).items())
     console.print(f"tolerances: {allowed}", markup=False, highlight=False)
@@ -49,14 +49,14 @@ def print_verdicts(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], to
 
 
 def print_json(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolerances: Tolerances) -> None:
-    """Everything, every tensor's error included; an error that is not a number is null."""
+    """Print all results as JSON, every tensor's error included; an error that is not finite is null."""
     layouts = [
         {
             **asdict(verdict.layout),
             "ranks": verdict.layout.ranks,
             "good": verdict.good,
             "problems": verdict.problems,
-            "found": None if verdict.found is None else asdict(verdict.found),
+            "found": None if verdict.errors is None else asdict(verdict.errors),
         }
         for verdict in verdicts
     ]
@@ -65,16 +65,16 @@ def print_json(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolera
     typer.echo(json.dumps(_plain(facts)))
 
 
-def _cells(found: Found | None) -> tuple[str, ...]:
-    """What the table shows of a layout between its ranks and the verdict."""
-    if found is None:
+def _cells(result: LayoutErrors | None) -> tuple[str, ...]:
+    """Return a layout's cells of the table between its ranks and its verdict."""
+    if result is None:
         return ("-",) * 5
     return (
-        f"{found.logprob_error:.1e}",
-        f"{found.loss:.6g}",
-        f"{found.grad_norm_error:.1e}",
-        _worst(found.gradients),
-        _worst(found.weights),
+        f"{result.logprob_error:.1e}",
+        f"{result.loss:.6g}",
+        f"{result.grad_norm_error:.1e}",
+        _worst(result.gradients),
+        _worst(result.weights),
     )
 
 
@@ -83,13 +83,13 @@ def _worst(errors: Sequence[TensorError]) -> str:
 
 
 def _word(verdict: Verdict) -> str:
-    if verdict.found is None:
+    if verdict.errors is None:
         return "failed"
     return "equal" if verdict.good else "DIFFERS"
 
 
 def _plain(value: Any) -> Any:
-    """The value with null for numbers that JSON has not."""
+    """Return the value with None for numbers that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which setting says what attention the model of a role runs."""
+"""Requests for attention: the setting that decides for the model of a role."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Role = Literal["actor", "critic", "reference", "reward"]
 
 
 class RequestedAttention(NamedTuple):
-    """What is asked for, one of `schema.ATTENTION`, and the key that asks."""
+    """A word of `schema.ATTENTION` and the key that asks for it."""
 
     word: str
     key: str
 
 
 def requested_attention(config: Config, role: Role) -> RequestedAttention:
-    """What a role's own key asks for; where that is "same", what `model.attn_implementation` does."""
+    """Return the request of a role's own key, or where that is "same" that of `model.attn_implementation`."""
     model = config.model
     own = {
         "actor": RequestedAttention("same", ""),
         "critic": RequestedAttention(model.critic_attn_implementation, "model.critic_attn_implementation"),
         "reference": RequestedAttention(model.ref_attn_implementation, "model.ref_attn_implementation"),
-        "reward": RequestedAttention(config.reward.attn_implementation, "reward.attn_implementation"),
+        "reward": RequestedAttention(config.reward.model.attn_implementation, "reward.model.attn_implementation"),
     }[role]
     return RequestedAttention(model.attn_implementation, "model.attn_implementation") if own.word == "same" else own

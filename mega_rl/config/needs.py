@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
-from mega_rl.config.schema import Config, DdpConfig, FsdpConfig, MoeConfig, ParallelConfig, SglangConfig
-
-
-def _keys(section: str, area: type) -> tuple[str, ...]:
-    """Every key of a section."""
-    return tuple(f"{section}.{field.name}" for field in dataclasses.fields(area))
+from mega_rl.config.keys import flat, keys_below, keys_in
+from mega_rl.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class Need:
     """Keys that mean something only where a condition holds."""
 
     keys: tuple[str, ...]
-    condition: str  # as the user would write it: "engine=megatron"
+    condition: str  # as the user would write it: "engine.backend=megatron"
     holds: Callable[[Config], bool]
     fault: str = "has no effect"  # of a key whose condition does not hold
 
@@ -28,36 +25,39 @@ class Need:
 class Unmet:
     """A setting other than the default whose condition does not hold."""
 
-    key: str  # "parallel.tp"
+    key: str  # "engine.megatron.tp"
     value: object
     need: Need
 
     @property
     def setting(self) -> str:
-        """The setting as one writes it: "parallel.tp=2"."""
+        """The setting as one writes it: "engine.megatron.tp=2"."""
         value = str(self.value)
         return f"{self.key}={value.lower() if isinstance(self.value, bool) else value}"
 
 
+def _within(
+    section: str, names: str, condition: str, holds: Callable[[Any], bool], fault: str = "has no effect"
+) -> Need:
+    """Return the Need of some keys of a section whose condition is about that section."""
+    area = attrgetter(section)
+    keys = tuple(f"{section}.{name}" for name in names.split())
+    return Need(keys, condition, lambda config: holds(area(config)), fault)
+
+
 _ENGINE_KEYS = {
-    "megatron": (
-        *_keys("parallel", ParallelConfig),
-        *_keys("ddp", DdpConfig),
-        *_keys("moe", MoeConfig),
-        *("model.transformer_impl", "model.recompute_modules", "model.recompute_layers"),
-        *("optim.distributed_optimizer", "optim.cpu_offload", "optim.precision_aware"),
-    ),
-    "fsdp": _keys("fsdp", FsdpConfig),
+    "megatron": (*keys_below("engine.megatron"), "model.recompute_modules", "model.recompute_layers"),
+    "fsdp": keys_below("engine.fsdp"),
 }
 _SOURCE_KEYS = {
     "function": ("reward.function",),
-    "model": ("reward.model_path", "reward.attn_implementation"),
-    "http": tuple(f"reward.{n}" for n in ("url", "key_file", "batch_size", "concurrency", "timeout_s", "retries")),
+    "model": keys_in("reward.model"),
+    "http": keys_in("reward.http"),
 }
 
 _NEEDS = (
     *(
-        Need(keys, f"engine={engine}", lambda config, engine=engine: config.engine == engine)  # type: ignore[misc]
+        Need(keys, f"engine.backend={engine}", lambda config, engine=engine: config.engine.backend == engine)  # type: ignore[misc]
         for engine, keys in _ENGINE_KEYS.items()
     ),
     *(
@@ -72,7 +72,7 @@ _NEEDS = (
             "algorithm.gamma",
             "algorithm.gae_lambda",
             "algorithm.whiten_advantages",
-            "algorithm.value_clip",
+            "algorithm.clip.value",
             "algorithm.critic_warmup_steps",
         ),
         "algorithm.advantage=gae",
@@ -87,69 +87,81 @@ _NEEDS = (
         (
             "model.ref_path",
             "model.ref_attn_implementation",
-            "algorithm.kl_estimator",
-            "algorithm.kl_coef",
-            "algorithm.kl_control",
+            "algorithm.kl.estimator",
+            "algorithm.kl.coef",
+            "algorithm.kl.control",
         ),
-        "algorithm.kl_placement=reward or loss",
-        lambda config: config.algorithm.kl_placement != "none",
+        "algorithm.kl.placement=reward or loss",
+        lambda config: config.algorithm.kl.placement != "none",
     ),
     Need(
-        ("algorithm.kl_target", "algorithm.kl_horizon"),
-        "algorithm.kl_control=adaptive",
-        lambda config: config.algorithm.kl_control == "adaptive",
+        ("algorithm.kl.target", "algorithm.kl.horizon"),
+        "algorithm.kl.control=adaptive",
+        lambda config: config.algorithm.kl.control == "adaptive",
     ),
-    Need(("parallel.sequence_parallel",), "parallel.tp above 1", lambda config: config.parallel.tp > 1),
-    Need(("parallel.vpp",), "parallel.pp above 1", lambda config: config.parallel.pp > 1),
-    Need(("parallel.overlap_p2p",), "parallel.vpp above 1", lambda config: config.parallel.vpp > 1),
-    Need(
-        ("parallel.pipeline", "parallel.first_stage_layers", "parallel.last_stage_layers"),
-        "parallel.pp above 1",
-        lambda config: config.parallel.pp > 1,
-    ),
+    _within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1", lambda megatron: megatron.tp > 1),
+    _within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1", lambda megatron: megatron.pp > 1),
+    _within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1", lambda megatron: megatron.vpp > 1),
     Need(("model.recompute_modules",), "model.recompute=selective", lambda c: c.model.recompute == "selective"),
     Need(("model.recompute_layers",), "model.recompute=full", lambda config: config.model.recompute == "full"),
-    Need(
-        ("ddp.fsdp_sharding",),
-        "ddp.implementation=megatron_fsdp",
-        lambda config: config.ddp.implementation == "megatron_fsdp",
+    _within(
+        "engine.megatron.ddp",
+        "fsdp_sharding",
+        "engine.megatron.ddp.implementation=megatron_fsdp",
+        lambda ddp: ddp.implementation == "megatron_fsdp",
     ),
-    Need(("ddp.bucket_size",), "ddp.overlap_grad_reduce=true", lambda config: config.ddp.overlap_grad_reduce),
-    Need(
-        ("ddp.bucket_size", "ddp.reduce_scatter_fp32_accumulation", "optim.distributed_optimizer"),
-        "ddp.implementation=ddp",
-        lambda config: config.ddp.implementation == "ddp",
-    ),
-    Need(
-        ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather"),
-        "ddp.implementation=ddp or megatron_fsdp",
-        lambda config: config.ddp.implementation != "torch_fsdp2",
+    _within(
+        "engine.megatron.ddp",
+        "bucket_size",
+        "engine.megatron.ddp.overlap_grad_reduce=true",
+        lambda ddp: ddp.overlap_grad_reduce,
     ),
     Need(
-        ("ddp.overlap_param_gather",),
-        "ddp.overlap_grad_reduce=true and optim.distributed_optimizer=true, whose updates are gathered",
-        lambda config: config.ddp.overlap_grad_reduce and config.optim.distributed_optimizer,
+        (
+            "engine.megatron.ddp.bucket_size",
+            "engine.megatron.ddp.reduce_scatter_fp32_accumulation",
+            "engine.megatron.optimizer.distributed",
+        ),
+        "engine.megatron.ddp.implementation=ddp",
+        lambda config: config.engine.megatron.ddp.implementation == "ddp",
+    ),
+    _within(
+        "engine.megatron.ddp",
+        "overlap_grad_reduce overlap_param_gather",
+        "engine.megatron.ddp.implementation=ddp or megatron_fsdp",
+        lambda ddp: ddp.implementation != "torch_fsdp2",
+    ),
+    Need(
+        ("engine.megatron.ddp.overlap_param_gather",),
+        "engine.megatron.ddp.overlap_grad_reduce=true and engine.megatron.optimizer.distributed=true, whose updates "
+        "are gathered",
+        lambda c: c.engine.megatron.ddp.overlap_grad_reduce and c.engine.megatron.optimizer.distributed,
         fault="cannot work",
     ),
     Need(
-        ("ddp.optimizer_instances",),
-        "optim.distributed_optimizer=true",
-        lambda config: config.optim.distributed_optimizer,
+        ("engine.megatron.ddp.optimizer_instances",),
+        "engine.megatron.optimizer.distributed=true",
+        lambda config: config.engine.megatron.optimizer.distributed,
     ),
     Need(
-        ("moe.routing_replay",),
+        ("engine.megatron.moe.routing_replay",),
         "a pass that computes old log-probs: algorithm.old_logprobs=recompute, several updates a step, or a KL in the "
         "reward",
         lambda config: not is_on_policy(config),
     ),
-    Need(("optim.moment_dtype",), "optim.precision_aware=true", lambda config: config.optim.precision_aware),
+    _within(
+        "engine.megatron.optimizer",
+        "moment_dtype",
+        "engine.megatron.optimizer.precision_aware=true",
+        lambda optimizer: optimizer.precision_aware,
+    ),
     Need(
         ("optim.min_lr_ratio",),
         "optim.schedule=linear or cosine",
         lambda config: config.optim.schedule != "constant",
     ),
-    Need(("trainer.max_tokens_per_microbatch",), "trainer.packing=true", lambda config: config.trainer.packing),
-    Need(("trainer.micro_batch_size",), "trainer.packing=false", lambda config: not config.trainer.packing),
+    _within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true", lambda batch: batch.packing),
+    _within("trainer.microbatch", "size", "trainer.microbatch.packing=false", lambda batch: not batch.packing),
     Need(
         ("optim.warmup_steps",),
         "trainer.steps above it",
@@ -176,9 +188,9 @@ _NEEDS = (
     ),
     Need(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
     Need(
-        ("data.chat_template_kwargs", "data.system_prompt"),
-        "data.chat_template=true",
-        lambda config: config.data.chat_template,
+        ("data.chat.template_kwargs", "data.chat.system_prompt"),
+        "data.chat.template=true",
+        lambda config: config.data.chat.template,
     ),
     Need(("data.val_size",), "no data.val_files", lambda config: not config.data.val_files),
     Need(
@@ -188,25 +200,27 @@ _NEEDS = (
     ),
     Need(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
     Need(("metrics.project", "metrics.run_name"), "metrics.trackers", lambda config: bool(config.metrics.trackers)),
-    Need(("rollout.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
+    Need(("rollout.hf.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
+    Need(keys_below("rollout.sglang"), "rollout.backend=sglang", lambda config: config.rollout.backend == "sglang"),
     Need(
-        _keys("sglang", SglangConfig),
-        "rollout.backend=sglang",
-        lambda config: config.rollout.backend == "sglang",
+        keys_in("rollout.sglang.server"),
+        "servers that the run starts: no rollout.sglang.urls",
+        lambda config: not config.rollout.sglang.urls,
     ),
-    Need(
-        tuple(f"sglang.{name}" for name in ("servers", "tp", "host", "max_total_tokens", "mem_fraction")),
-        "servers that the run starts: no sglang.urls",
-        lambda config: not config.sglang.urls,
+    _within("rollout.sglang", "keys_file", "rollout.sglang.urls", lambda sglang: bool(sglang.urls)),
+    _within(
+        "rollout.sglang",
+        "max_failed_share",
+        "rollout.sglang.failed_samples=mask",
+        lambda sglang: sglang.failed_samples == "mask",
     ),
-    Need(("sglang.keys_file",), "sglang.urls", lambda config: bool(config.sglang.urls)),
-    Need(
-        ("sglang.max_failed_share",),
-        "sglang.failed_samples=mask",
-        lambda config: config.sglang.failed_samples == "mask",
+    Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
+    _within(
+        "rollout.sglang.sync",
+        "probe_limit",
+        "rollout.sglang.sync.probe_tokens above 0",
+        lambda sync: sync.probe_tokens > 0,
     ),
-    Need(("sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
-    Need(("sglang.probe_limit",), "sglang.probe_tokens above 0", lambda config: config.sglang.probe_tokens > 0),
 )
 
 
@@ -224,17 +238,6 @@ def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
-    needed_before = algorithm.kl_placement == "reward" or algorithm.critic_warmup_steps > 0 or algorithm.tis_cap > 0
+    needed_before = algorithm.kl.placement == "reward" or algorithm.critic_warmup_steps > 0 or algorithm.tis_cap > 0
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before
-
-
-def flat(config: Config) -> dict[str, object]:
-    """Return every setting by its dotted key."""
-    settings: dict[str, object] = {}
-    for section, entries in dataclasses.asdict(dataclasses.replace(config, origins={})).items():
-        if isinstance(entries, dict):
-            settings |= {f"{section}.{name}": value for name, value in entries.items()}
-        else:
-            settings[section] = entries
-    return settings

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import Any
 
+from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
-
-
-def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the config with these values, by "section.key"."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **changed)
 
 
 def recorded(config: Config) -> Config:

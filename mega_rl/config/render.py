@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from typing import Any, TextIO, get_type_hints
+from collections.abc import Sequence
+from typing import TextIO
 
 import yaml
 
-from mega_rl.config.loader import FIELDS, SECTIONS
-from mega_rl.config.needs import flat
+from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, TYPES, flat, keys_in
 from mega_rl.config.origins import recorded
 from mega_rl.config.recipe import parse_yaml
 from mega_rl.config.schema import Config
@@ -18,18 +17,25 @@ from mega_rl.config.values import describe_range
 
 _INTRO = """# Configuration
 
-Every key a recipe or a `key=value` argument may set. This page is generated from `mega_rl/config/schema.py` by
+Every key a recipe or a `key=value` argument may set. This page is generated from `mega_rl/config/schema/` by
 `make docs`.
 
 A run's settings are the defaults below, then the recipe (`--config`, a file or the name of a packaged recipe), then
-arguments such as `optim.lr=2e-6 data.train_files=[a.jsonl,b.jsonl]`; the last one wins. `key=null` (or `~key`) restores
-a default. A list of one needs no brackets. A value may refer to another as `${trainer.prompts_per_step}`. Paths are
-relative to the working directory, not to the recipe.
+arguments such as `optim.lr=2e-6 data.train_files=[a.jsonl,b.jsonl]`; the last one wins. `key=null` (or `~key`, or
+`key:` without a value in a recipe) restores a default. A list of one needs no brackets. A value may refer to another as
+`${trainer.prompts_per_step}`. Paths are relative to the working directory, not to the recipe. In a recipe
+`engine.megatron.tp=2` is
+
+```yaml
+engine:
+  megatron:
+    tp: 2
+```
 
 Unknown keys, values out of range and settings without effect are errors, all shown at once before anything starts. An
-argument may switch off what the recipe sets: with `engine=fsdp` over a recipe that has `parallel.tp`, or
-`trainer.steps=1` over one with a warm-up, the settings that lose their effect take their defaults, and one line of the
-log names them.
+argument may switch off what the recipe sets: with `engine.backend=fsdp` over a recipe that has `engine.megatron.tp`,
+or `trainer.steps=1` over one with a warm-up, the settings that lose their effect take their defaults, and one line of
+the log names them.
 `mega-rl train --config X --print-config` shows the outcome and marks what differs from the defaults.
 
 Between keys these hold, among others: the world size is a multiple of `tp*pp*cp`, and data parallelism is the quotient;
@@ -52,31 +58,28 @@ def print_config(config: Config, file: TextIO | None = None) -> None:
 
 def config_markdown() -> str:
     """The text of docs/config.md."""
-    alone = {name: hint for name, hint in get_type_hints(Config).items() if name in FIELDS}
-    lines = [_INTRO, *_table(alone)]
-    for section, cls in SECTIONS.items():
-        lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]
-        lines += _table({f"{section}.{name}": hint for name, hint in get_type_hints(cls).items()})
+    lines = [_INTRO]
+    for section, area in SECTIONS.items():
+        lines += [f"## {section}", "", (area.__doc__ or "").strip(), "", *_table(keys_in(section))]
     return "\n".join(lines)
 
 
-def _table(hints: Mapping[str, Any]) -> list[str]:
-    """The reference of some keys, by key and type."""
+def _table(keys: Sequence[str]) -> list[str]:
+    """Return the reference of some keys."""
     head = ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
-    return [*head, *(_row(key, hint) for key, hint in hints.items()), ""]
+    return [*head, *map(_row, keys), ""]
 
 
 def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
     values, defaults = flat(config), flat(Config())
     lines: list[str] = []
-    sections = set()
-    for key, value in values.items():
-        section, dot, name = key.rpartition(".")
-        if dot and section not in sections:
-            lines.append(f"{section}:")
-            sections.add(section)
-        line = ("  " if dot else "") + f"{name}: {_scalar(value)}"
-        changed = mark_changes and value != defaults[key]
+    for key in NAMES:
+        indent, name = "  " * key.count("."), key.rpartition(".")[2]
+        if key in SECTIONS:
+            lines.append(f"{indent}{name}:")
+            continue
+        line = f"{indent}{name}: {_scalar(values[key])}"
+        changed = mark_changes and values[key] != defaults[key]
         lines.append(f"{line}  # default: {_scalar(defaults[key])}" if changed else line)
     return lines
 
@@ -89,8 +92,8 @@ def _scalar(value: object) -> str:
     return text if "\n" not in text and parse_yaml(text) == value else json.dumps(value)
 
 
-def _row(key: str, hint: Any) -> str:
-    field = FIELDS[key]
+def _row(key: str) -> str:
+    field, hint = FIELDS[key], TYPES[key]
     kind = str(hint) if not isinstance(hint, type) or hint is list else hint.__name__
     kind = "mapping" if kind.startswith("dict") else kind
     unit = field.metadata["unit"]

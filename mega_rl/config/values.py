@@ -13,7 +13,7 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 160, 160
 
 
 class BadValue(ValueError):
-    """What a field needs; the caller adds the key and the value."""
+    """A value that does not fit its field; the caller adds the key and the value."""
 
 
 def shown(value: object) -> str:

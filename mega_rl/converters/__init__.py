@@ -1,0 +1,6 @@
+"""Weights between Hugging Face tensors and parameters of an engine, under any layout, from one table per family.
+
+`families` holds the tables, `hf` reads config.json, `architecture` describes a model, `plan` lists the rectangles to
+copy and proves them complete, `live` loads and exports models, `offline` converts checkpoints without one.
+docs/life_of_a_tensor.md follows one tensor. Must not import `models` or `engines`; planning imports no torch.
+"""

@@ -179,7 +179,7 @@ class HFConfig:
 
     @cached_property
     def switches(self) -> frozenset[str]:
-        """Everything that holds of the whole model and that a rule's `when` may name."""
+        """Return the properties of the whole model that a rule's `when` may name."""
         moe = self.moe
         named = {
             "qkv_bias": self.qkv_bias,
@@ -201,5 +201,5 @@ class HFConfig:
         return frozenset(name for name, on in named.items() if on)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer's MLP is a mixture of experts; multi-token prediction layers are like the last layer."""
+        """Return whether a layer's MLP is a mixture of experts; those of multi-token prediction are like the last."""
         return self.moe is not None and self.moe.layers[min(layer, self.num_layers - 1)]

@@ -1,4 +1,4 @@
-"""Dividing sequences of different lengths so that no one waits: over data-parallel ranks, and into micro-batches."""
+"""Balance of sequences of different lengths: over data-parallel ranks, and into micro-batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def minimum_microbatches(lengths: Sequence[int], max_tokens: int) -> int:
-    """How many micro-batches of at most `max_tokens` tokens these sequences need; 0 for none.
+    """Return how many micro-batches of at most `max_tokens` tokens these sequences need; 0 for none.
 
     Best-fit decreasing: O(n log n), at most 11/9 of the optimum (which is NP-hard) plus one, and nearly always the
     optimum. A sequence longer than `max_tokens` is our own bug: the config requires room for the longest one.
@@ -53,7 +53,7 @@ def _descending(lengths: Sequence[int]) -> list[int]:
 
 
 def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Bins of at most max_tokens: each row, longest first, goes where it leaves the least room."""
+    """Fill bins of at most max_tokens by best fit: each row, longest first, goes where it leaves the least room."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
     for row in _descending(lengths):
@@ -71,7 +71,10 @@ def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _longest_first(lengths: Sequence[int], parts: int, *, smallest: int, larger_parts: int) -> list[list[int]]:
-    """The longest row goes to the lightest part with room: `smallest` rows, or one more in `larger_parts` of them."""
+    """Assign the longest row first, to the lightest part with room.
+
+    A part has room for `smallest` rows, `larger_parts` of them for one more.
+    """
     out: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, part) for part in range(parts)]
     for row in _descending(lengths):

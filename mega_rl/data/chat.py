@@ -1,4 +1,4 @@
-"""Conversations as text by a tokenizer's chat template, and what a template reads. No torch."""
+"""Conversations as text by a tokenizer's chat template, and the variables that a template reads. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", "strftime_now"}
 
 
 class TemplateOwner(Protocol):
-    """A Hugging Face tokenizer as far as chat templates go."""
+    """Hugging Face tokenizer with its chat template."""
 
     def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
         """Return the conversation as one string (with tokenize=False)."""
@@ -27,14 +27,14 @@ class TemplateOwner(Protocol):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Rendering of a run's conversations as text: data.chat_template_kwargs and data.system_prompt applied."""
+    """Rendering of a run's conversations as text: data.chat.template_kwargs and data.chat.system_prompt applied."""
 
     tokenizer: TemplateOwner
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
 
     def complete(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """Return the messages after the system prompt; a conversation with a system message of its own keeps that."""
+        """Return the messages after the system prompt; a conversation that has a system message keeps it."""
         if not self.system_prompt or messages[0]["role"] == "system":
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
@@ -58,7 +58,7 @@ def template_variables(template: str) -> frozenset[str]:
 class _GenerationBlock(jinja2.ext.Extension):
     """The block that transformers adds to Jinja to mark the assistant's tokens: here, its content."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}  # noqa: RUF012 - Jinja's attribute
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -1,4 +1,4 @@
-"""Columns of a data row that a reward reads. Imports no torch."""
+"""Columns of a data row: prompt, answer, and those that a reward reads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,4 +14,15 @@ class RewardColumns:
     every: bool = False  # all columns are kept as `Prompt.row`
 
 
-TEXT_ANSWERS = RewardColumns()
+@dataclass(frozen=True)
+class RowColumns:
+    """Columns of a row that are read."""
+
+    prompt: str
+    answer: str  # "" where no row has one
+    reward: RewardColumns = RewardColumns()
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Columns that every row must have."""
+        return (self.prompt, self.answer) if self.reward.answer else (self.prompt,)

@@ -1,4 +1,4 @@
-"""Which prompts train together, and on which rank each of their rows does."""
+"""Assignment of prompts to mini-batches, and of their rows to ranks."""
 
 from __future__ import annotations
 

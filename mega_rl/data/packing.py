@@ -1,6 +1,6 @@
 """Micro-batches: rows of a padded batch in the layout a model reads, and model outputs back in the batch's layout.
 
-The model's output at position i speaks of the token at i + 1, while batches are aligned to the token spoken of (see
+The model's output at position i belongs to the token at i + 1, while batches are aligned to that token (see
 mega_rl.types). The shift between the two happens here and nowhere else.
 """
 
@@ -38,7 +38,7 @@ class MicroBatch:
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences are packed without padding."""
+        """Return whether the sequences are packed without padding."""
         return self.cu_seqlens is not None
 
 
@@ -59,7 +59,7 @@ def pack(
     pad_to_multiple: int = 1,
     sequence_multiple: int = 1,
 ) -> MicroBatch:
-    """Rows of the batch one after another, without padding between them unless `sequence_multiple` asks for it.
+    """Pack rows of the batch one after another, without padding between them unless `sequence_multiple` asks for it.
 
     `field_names` are the batch's per-token tensors ([B, S]) that the loss needs. Every sequence is rounded up to
     `sequence_multiple` by tokens 0 at its end, and T to `pad_to_multiple`, a multiple of it, by one dummy sequence of
@@ -91,7 +91,7 @@ def pack(
 def pad(
     batch: Rollout | Experience, rows: Sequence[int], *, field_names: Iterable[str] = (), pad_to_multiple: int = 1
 ) -> MicroBatch:
-    """Rows of the batch under each other, padded on the right with 0 to the longest, rounded up to `pad_to_multiple`.
+    """Pad rows of the batch, under each other, on the right with 0 to the longest, rounded up to `pad_to_multiple`.
 
     `field_names` as in `pack`. No rows give a single dummy row of `pad_to_multiple` tokens.
     """
@@ -113,7 +113,7 @@ def pad(
 
 
 def scatter_back(values: Tensor, micro: MicroBatch, out: Tensor) -> None:
-    """Write a model's outputs for one micro-batch into a padded batch, each at the token it speaks of; in place.
+    """Write a model's outputs for one micro-batch into a padded batch, each at the token it belongs to; in place.
 
     values: like micro.tokens, any floating dtype (converted to out's); out [B, S]. Of each row the tokens
     1 .. length - 1 are written, as far as the micro-batch has the positions that predict them; the first token, which
@@ -128,7 +128,7 @@ def scatter_back(values: Tensor, micro: MicroBatch, out: Tensor) -> None:
 
 
 def token_places(micro: MicroBatch, *, width: int) -> Tensor:
-    """Like micro.tokens, int64: where the token at each position stands in a flattened [B, width] batch; -1 on padding.
+    """Return each position's place in a flattened [B, width] batch; in the shape of micro.tokens, int64, -1 on padding.
 
     Of the tokens themselves, so without the shift of `fields`.
     """
@@ -170,13 +170,13 @@ def _cells(rows: Sequence[int], counts: Sequence[int], starts: Tensor, *, device
 
 
 def _predicted(rows: Sequence[int], lengths: Sequence[int], starts: Tensor, *, device: torch.device) -> _Cells:
-    """Positions whose output speaks of a token of the same sequence, and that token's place in the batch."""
+    """Return positions whose output belongs to a token of the same sequence, and that token's place in the batch."""
     cells = _cells(rows, [length - 1 for length in lengths], starts, device=device)
     return _Cells(flat=cells.flat, row=cells.row, column=cells.column + 1)
 
 
 def _among(cells: _Cells, held: Tensor, *, width: int) -> _Cells:
-    """The cells in the columns `held` of a micro-batch of so many columns, flat in these columns alone."""
+    """Return the cells in the columns `held`, their flat positions counted in these columns alone."""
     place = torch.full((width,), -1, dtype=torch.int64, device=held.device)
     place[held] = torch.arange(len(held), device=held.device)
     column = place[cells.flat % width]

@@ -1,7 +1,7 @@
 """Prompts: read from JSONL and Parquet files, checked row by row, tokenised, split, and served in order.
 
 A JSONL file is read line by line here: Hugging Face `datasets` infers one schema for the whole file, fails on columns
-that nobody asked for, and cannot say which line is at fault. Parquet goes through `datasets`.
+that no setting names, and cannot say which line is at fault. Parquet goes through `datasets`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import jinja2
 
 from mega_rl.data.chat import ChatTemplate
-from mega_rl.data.columns import TEXT_ANSWERS, RewardColumns
+from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.ordering import EPOCH, SPLIT, permutation
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.types import Answer, Prompt
@@ -29,7 +29,7 @@ TOKENIZER_BATCH = 1024  # texts handed to the tokenizer at once: enough to use i
 
 
 class Tokenizer(Protocol):
-    """What this module needs of a Hugging Face tokenizer."""
+    """Hugging Face tokenizer, as far as prompts need it."""
 
     def __call__(self, texts: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """`{"input_ids": [[...], ...]}`, one list of ids per text."""
@@ -54,7 +54,7 @@ class _PromptRow:
 
 
 class _RowProblem(Exception):
-    """One row cannot be used; the message says why."""
+    """A row cannot be used; the message says why."""
 
 
 def load_prompts(
@@ -62,25 +62,20 @@ def load_prompts(
     *,
     tokenizer: Tokenizer,
     vocab_size: int,
-    prompt_key: str = "prompt",
-    answer_key: str = "answer",
-    chat_template: bool = False,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    system_prompt: str = "",
+    columns: RowColumns,
+    template: ChatTemplate | None = None,
     max_prompt_tokens: int,
     overlong: str = "error",
     malformed: str = "error",
-    reward_columns: RewardColumns = TEXT_ANSWERS,
 ) -> list[Prompt]:
-    """Every prompt of the files, in file and row order, tokenised.
+    """Return every prompt of the files, in file and row order, tokenised.
 
-    A prompt is a string, or with `chat_template` also a list of messages {"role", "content"}; an answer is a string or
-    a number, or whatever else `reward_columns` allow; without an `answer_key` no row has one. Without a chat template
-    the tokenizer adds its special tokens (such as a beginning-of-sequence token), with one the template has put them
-    already; `chat_template_kwargs` are handed to it, and `system_prompt` comes first in every conversation without a
-    system message. `Prompt.text` is the string as it stands in the file, or the content of the last message;
-    `Prompt.messages` are all of them, or the string as a user's, with a chat template alone. `Prompt.index` numbers all
-    rows of all files, dropped ones too; blank lines are no rows.
+    A prompt is a string, or with a chat `template` also a list of messages {"role", "content"}; an answer is a string
+    or a number, or whatever else `columns.reward` allows. Without a chat template the tokenizer adds its special tokens
+    (such as a beginning-of-sequence token), with one the template has put them already. `Prompt.text` is the string as
+    it stands in the file, or the content of the last message; `Prompt.messages` are all of them, or the string as a
+    user's, with a chat template alone. `Prompt.index` numbers all rows of all files, dropped ones too; blank lines are
+    no rows.
 
     Raises UserErrors that names file and line (row in a Parquet file, from 1) of every problem, 20 of them in full:
     unreadable files, rows that cannot be read (`malformed` "drop" drops these instead and logs how many), prompts above
@@ -88,22 +83,21 @@ def load_prompts(
     """
     if not files:
         raise UserError("no prompt files are given: set data.train_files to JSONL or Parquet files")
-    template = ChatTemplate(tokenizer, chat_template_kwargs or {}, system_prompt) if chat_template else None
     fatal: list[str] = []
     bad: list[str] = []
     rows: list[_PromptRow] = []
     index = 0
     for file in map(Path, files):
-        for where, content in _read(file, (prompt_key, answer_key), reward_columns, fatal):
+        for where, content in _read(file, columns, fatal):
             try:
-                rows.append(_parse(content, where, index, prompt_key, answer_key, template, reward_columns))
+                rows.append(_parse(content, where, index, columns, template))
             except _RowProblem as problem:
                 bad.append(f"{where}: {problem}")
             index += 1
     prompts, long = _tokenise(
         rows,
         tokenizer,
-        add_special_tokens=not chat_template,
+        add_special_tokens=template is None,
         max_tokens=max_prompt_tokens,
         vocab_size=vocab_size,
         fatal=fatal,
@@ -116,7 +110,7 @@ def load_prompts(
 
 
 def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(training, validation): `val_size` random prompts set apart, the same ones for the same seed; order is kept.
+    """Return (training, validation): `val_size` random prompts set apart, the same for the same seed; order is kept.
 
     Raises UserError when nothing would be left to train on.
     """
@@ -128,7 +122,7 @@ def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over the content and order of the prompts (hex): tells a resumed run that its data have changed."""
+    """Return the SHA-256 over content and order of the prompts (hex), by which a resumed run sees changed data."""
     digest = hashlib.sha256()
     for prompt in prompts:
         columns = [] if prompt.row is None else [prompt.row]
@@ -155,7 +149,7 @@ class PromptSampler:
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of one step, counted from 0."""
+        """Return the prompts of one step, counted from 0."""
         assert step >= 0, f"step={step}"
         first = step * self._batch_size
         return [self._prompts[self._position(number)] for number in range(first, first + self._batch_size)]
@@ -169,8 +163,8 @@ class PromptSampler:
         return self._order[1][offset]
 
 
-def _read(file: Path, keys: tuple[str, str], reward: RewardColumns, fatal: list[str]) -> Iterator[tuple[str, Any]]:
-    """(place, row) of one file; a row that is no row comes as the _RowProblem. What spoils the file goes to `fatal`."""
+def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of one file, a _RowProblem for an unreadable row; problems of the file go to `fatal`."""
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         fatal.append(f"{file}: unknown suffix {file.suffix!r}: prompt files are .jsonl or .parquet")
@@ -180,7 +174,7 @@ def _read(file: Path, keys: tuple[str, str], reward: RewardColumns, fatal: list[
         return
     empty = True
     try:
-        for place in readers[file.suffix](file, keys, reward):
+        for place in readers[file.suffix](file, columns):
             empty = False
             yield place
     except OSError as error:
@@ -194,12 +188,12 @@ def _read(file: Path, keys: tuple[str, str], reward: RewardColumns, fatal: list[
 
 
 def _one_line(error: Exception) -> str:
-    """The error's text; Arrow's and Jinja's run over several lines, a problem has one."""
+    """Return the error's text on one line; Arrow's and Jinja's have several."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(reason.split())
 
 
-def _read_jsonl(file: Path, keys: tuple[str, str], reward: RewardColumns) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -215,18 +209,19 @@ def _read_jsonl(file: Path, keys: tuple[str, str], reward: RewardColumns) -> Ite
             yield f"{file}:{number}", row
 
 
-def _read_parquet(file: Path, keys: tuple[str, str], reward: RewardColumns) -> Iterator[tuple[str, Any]]:
-    """Only the columns that are read, row group by row group; streaming, so that nothing is copied to a cache."""
+def _read_parquet(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
+    """Yield rows with only the columns that are read; streaming, so that nothing is copied to a cache."""
     import datasets  # takes more than a second to import, and JSONL does without
     import pyarrow
     import pyarrow.parquet
 
     try:
-        columns = pyarrow.parquet.read_schema(file).names
-        missing = [key for key in keys if key not in columns]
-        if missing and (reward.answer or keys[0] in missing):
-            raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(columns)}")
-        read = None if reward.every else [key for key in dict.fromkeys(keys) if key in columns]
+        names = pyarrow.parquet.read_schema(file).names
+        missing = [key for key in columns.needed if key not in names]
+        if missing:
+            raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
+        keys = dict.fromkeys((columns.prompt, columns.answer))
+        read = None if columns.reward.every else [key for key in keys if key in names]
         stream = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True, columns=read)
         for number, row in enumerate(stream, start=1):
             yield f"{file}: row {number}", row
@@ -234,30 +229,23 @@ def _read_parquet(file: Path, keys: tuple[str, str], reward: RewardColumns) -> I
         raise UserError(f"{file}: is not a readable Parquet file: {_one_line(error)}") from error
 
 
-def _parse(
-    row: Any,
-    where: str,
-    index: int,
-    prompt_key: str,
-    answer_key: str,
-    template: ChatTemplate | None,
-    reward: RewardColumns,
-) -> _PromptRow:
-    """The row's prompt and answer. Raises _RowProblem."""
+def _parse(row: Any, where: str, index: int, columns: RowColumns, template: ChatTemplate | None) -> _PromptRow:
+    """Return the row's prompt and answer. Raises _RowProblem."""
+    prompt_key, answer_key = columns.prompt, columns.answer
     if isinstance(row, _RowProblem):
         raise row
     if not isinstance(row, dict):
         raise _RowProblem(f"is {_kind(row)}, not an object with {prompt_key!r} and {answer_key!r}")
-    for key in (prompt_key, answer_key) if reward.answer else (prompt_key,):
+    for key in columns.needed:
         if key not in row:
             raise _RowProblem(f"has no {key!r}; its keys are {', '.join(map(repr, row)) or 'none'}")
-    answer = _answer(row.get(answer_key), answer_key, reward)
+    answer = _answer(row.get(answer_key), answer_key, columns.reward)
     prompt = row[prompt_key]
     if isinstance(prompt, str):
         text, messages = prompt, [{"role": "user", "content": prompt}]
     elif isinstance(prompt, list):
         if template is None:
-            raise _RowProblem(f"{prompt_key!r} is a list of messages, which needs data.chat_template=true")
+            raise _RowProblem(f"{prompt_key!r} is a list of messages, which needs data.chat.template=true")
         messages = _messages(prompt, prompt_key)
         text = messages[-1]["content"]
     else:
@@ -275,7 +263,7 @@ def _parse(
         model_text=model_text,
         answer=answer,
         messages=turns,
-        columns=row if reward.every else None,
+        columns=row if columns.reward.every else None,
     )
 
 
@@ -296,7 +284,7 @@ def _answer(value: Any, key: str, reward: RewardColumns) -> Answer:
 
 
 def _check_unicode(*texts: tuple[str, str]) -> None:
-    """JSON may spell half a surrogate pair, which is no character: no tokenizer and no log file takes it."""
+    """Refuse half a surrogate pair, which JSON can spell and which no tokenizer or log file takes."""
     for key, text in texts:
         try:
             text.encode()
@@ -321,7 +309,7 @@ def _render(messages: list[dict[str, str]], template: ChatTemplate) -> str:
 
 
 def _kind(value: Any) -> str:
-    """A value's type in JSON's words."""
+    """Return a value's type in JSON's words."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
     names |= {list: "a list", dict: "an object"}
     return names.get(type(value), f"of type {type(value).__name__}")
@@ -337,7 +325,7 @@ def _tokenise(
     fatal: list[str],
     bad: list[str],
 ) -> tuple[list[Prompt], list[str]]:
-    """(prompts that fit, one line for each that is too long)."""
+    """Return (prompts that fit, one line for each that is too long)."""
     prompts: list[Prompt] = []
     long: list[str] = []
     for first in range(0, len(rows), TOKENIZER_BATCH):
@@ -368,7 +356,7 @@ def _tokenise(
 
 
 def _report(fatal: list[str], bad: list[str], long: list[str], *, malformed: str, overlong: str) -> None:
-    """Raise what must be raised, log what is dropped."""
+    """Log the dropped rows, and raise for the other problems."""
     problems = list(fatal)
     for lines, policy, key in ((bad, malformed, "data.malformed_rows"), (long, overlong, "data.overlong_prompts")):
         if not lines:

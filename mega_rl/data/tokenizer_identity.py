@@ -1,6 +1,6 @@
-"""What decides the token ids that a tokenizer gives, read from the files of a checkpoint, and one hash of it.
+"""Identity of a tokenizer: all that decides its token ids, read from a checkpoint's files, and one hash of it.
 
-Two models can speak of each other's tokens only where these agree. Imports neither torch nor a tokenizer library.
+Two models share token ids only where their tokenizers agree. Imports neither torch nor a tokenizer library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ADDED = "added_tokens.json"
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """A tokenizer as far as token ids go: equal for two of equal `digest`, whatever the order and style of their files.
+    """Token ids of a tokenizer: equal for two of equal `digest`, whatever the order and style of their files.
 
     Of tokenizer.json that is the model (kind, vocabulary, merges, options), normalizer, pre_tokenizer, post_processor
     and added tokens, but no padding, truncation or decoder. A folder without one is known by the files that it has.
@@ -35,17 +35,17 @@ class TokenizerIdentity:
 
     @property
     def largest_id(self) -> int:
-        """-1 where the files list no tokens."""
+        """Return the largest token id; -1 where the files list no tokens."""
         return max(self.tokens, default=-1)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical form, hex."""
+        """Return the SHA-256 of the canonical form, hex."""
         text = json.dumps([self.source, self.parts], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def difference(self, other: TokenizerIdentity) -> str:
-        """What tells this one ("here") from another ("there"), in a few words; "" where nothing does."""
+        """Describe how this tokenizer ("here") differs from `other` ("there"); "" where it does not."""
         if self.digest == other.digest:
             return ""
         if self.source != other.source:
@@ -127,18 +127,18 @@ def _by_id(ids: Mapping[str, int]) -> list[list[Any]]:
 
 
 def _added_token(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Without `special`, which is for decoding."""
+    """Return the entry without `special`, which matters for decoding only."""
     flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
     return {"id": int(token["id"]), "content": token.get("content"), **flags}
 
 
 def _is_off(value: Any, kind: Any) -> bool:
-    """Whether an option of a model says what its absence says: older versions of the library leave such options out."""
+    """Return whether an option of a model has the value of its absence; older versions of the library leave it out."""
     return value is None or value is False or (value == "" and kind == "BPE")  # WordPiece without a prefix has "##"
 
 
 def _without_offsets(processor: Any) -> Any:
-    """A post-processor without the steps that move offsets and add no token."""
+    """Return a post-processor without the steps that move offsets and add no token."""
     if not isinstance(processor, dict):
         return processor
     if processor.get("type") == "ByteLevel":

@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch a context-parallel rank holds.
+"""Zigzag slices: the tokens of a micro-batch that a context-parallel rank holds.
 
 A sequence of L tokens, L a multiple of 2 * cp, is cut into 2 * cp chunks of equal length; rank r holds the chunks r
 and 2 * cp - 1 - r, one after the other. Under causal attention each such pair sees as many keys as any other. This is

@@ -1,4 +1,4 @@
-"""What an engine needs of a model's chunks however data parallelism wraps them: models, weights and memory."""
+"""Access to a model's chunks under any data-parallel wrapper: models, weights and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 
 
 class Whole:
-    """A sharded parameter, gathered when its value is asked for; shape and dtype are the whole's; collective."""
+    """A sharded parameter that `detach` gathers; shape and dtype are those of the whole; collective."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, gather: Callable[[], Tensor]
@@ -31,12 +31,12 @@ class Whole:
         return self.shape.numel()
 
     def detach(self) -> Tensor:
-        """The whole parameter as a new tensor."""
+        """Return the whole parameter as a new tensor."""
         return self._gather()
 
 
 class WholeChunk(torch.nn.Module):
-    """A sharded chunk as the exporter sees it: its names, and whole parameters one after the other."""
+    """A sharded chunk for the exporter: its names, and whole parameters gathered one by one."""
 
     def __init__(self, model: GPTModel, parameters: dict[str, Whole]) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ class WholeChunk(torch.nn.Module):
         self._whole = parameters
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """(name, whole parameter)."""
+        """Yield (name, whole parameter)."""
         yield from self._whole.items()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The model's: buffers are whole everywhere."""
+        """Yield the model's buffers, which are whole on every rank."""
         yield from self._model[0].named_buffers()
 
 

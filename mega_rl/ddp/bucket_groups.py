@@ -1,4 +1,4 @@
-"""Megatron-Core's bucket groups with collectives of our own: FP32 sums, and what is fast on gloo."""
+"""Bucket groups of Megatron-Core with other collectives: FP32 sums, and ones that are fast on gloo."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
         return math.ceil(longest / step)
 
     def _reduce(self, bucket: _ParamAndGradBucket, *, whole: bool) -> Reduction:
-        """One bucket, scaled and under way: to this rank's shard, or whole to every rank."""
+        """Scale a bucket and start its reduction: to this rank's shard, or `whole` to every rank."""
         gradients: Tensor = bucket.grad_data
         if bucket.gradient_scaling_factor != 1.0:
             gradients *= bucket.gradient_scaling_factor
@@ -129,7 +129,7 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
 
 
 def wait(reductions: Sequence[Reduction]) -> None:
-    """Return when all are done."""
+    """Wait for all reductions."""
     for reduction in reductions:
         reduction.wait()
 
@@ -150,13 +150,13 @@ def use_summing_groups(ddp: DistributedDataParallel, *, scratch: Scratch) -> Non
 
 
 def bucket_groups(ddp: DistributedDataParallel) -> Iterator[_ParamAndGradBucketGroup]:
-    """Dense groups, then experts'."""
+    """Yield the dense groups, then those of experts."""
     yield from ddp.bucket_groups
     yield from ddp.expert_parallel_bucket_groups
 
 
 def gather_outdated(ddp: DistributedDataParallel, *_: object) -> None:
-    """Start gathering what a step has updated and nobody has gathered since; for `param_sync_func`."""
+    """Start to gather parameters that a step has updated and no rank has gathered since; for `param_sync_func`."""
     for group in bucket_groups(ddp):
         if not group.param_gather_dispatched:
             group.start_param_sync()
@@ -177,12 +177,12 @@ def finish_param_sync(chunks: Sequence[object]) -> None:
 
 
 def scratches(chunks: Sequence[object]) -> list[Scratch]:
-    """The message buffers behind these chunks."""
+    """Return the message buffers of these chunks."""
     groups = [group for chunk in chunks if isinstance(chunk, DistributedDataParallel) for group in bucket_groups(chunk)]
-    found = {id(group.scratch): group.scratch for group in groups if isinstance(group, SummingBucketGroup)}
-    return list(found.values())
+    distinct = {id(group.scratch): group.scratch for group in groups if isinstance(group, SummingBucketGroup)}
+    return list(distinct.values())
 
 
 def rounding_errors(chunks: Sequence[object]) -> list[RoundingError]:
-    """What the chunks' reductions have measured since it was reset; empty where nothing is measured."""
+    """Return the rounding errors of the chunks' reductions since the last `take`; empty where none are measured."""
     return [scratch.error for scratch in scratches(chunks) if scratch.error is not None]

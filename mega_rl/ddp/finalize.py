@@ -15,6 +15,6 @@ def finalize_sums(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> None:
-    """Megatron-Core's `finalize_model_grads` without its division by a token count: our weights are global already."""
+    """Run Megatron-Core's `finalize_model_grads` without division by a token count: loss weights are global already."""
     kwargs: dict[str, Any] = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
     finalize_model_grads(model, None, **kwargs)

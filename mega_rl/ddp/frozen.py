@@ -1,4 +1,4 @@
-"""Weights that do not train."""
+"""Freezing of weights, by patterns of their names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def freeze(chunks: Sequence[GPTModel], patterns: Sequence[str], *, everyone: Ran
     frozen = {i for row in matches for i, matched in enumerate(row) if matched}
     flags = [any(row) for row in matches] + [len(frozen) < len(parameters)]
     *used, trains = everyone.max(torch.tensor(flags, dtype=torch.int64)).tolist()
-    idle = [pattern for pattern, found in zip(patterns, used, strict=True) if not found]
+    idle = [pattern for pattern, matches_any in zip(patterns, used, strict=True) if not matches_any]
     if idle:
         raise UserError(
             f"model.frozen={idle}: no weight of the model has such a name; names are like "
@@ -68,9 +68,9 @@ def named_parameters(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, torch.nn
             yield _EXPERT.sub(partial(_shifted, by=first_expert), name), parameter
 
 
-def _shifted(found: re.Match[str], *, by: int) -> str:
-    """(text, number, ...) with the number that much higher."""
-    return f"{found[1]}{int(found[2]) + by}"
+def _shifted(match: re.Match[str], *, by: int) -> str:
+    """Return the matched (text, number) with `by` added to the number."""
+    return f"{match[1]}{int(match[2]) + by}"
 
 
 def _let_gradients_through(chunk: GPTModel) -> None:

@@ -1,4 +1,4 @@
-"""What FSDP cannot do here, said before anything is built; the tests show what upstream would compute instead."""
+"""Checks that refuse FSDP's unsupported settings before a model is built; tests show upstream's wrong results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def check_fsdp(ddp: DdpConfig, *, chunks: Sequence[torch.nn.Module], collection:
         problems += _megatron(ddp, collection)
         if any(not p.requires_grad for chunk in chunks for p in chunk.parameters()):
             problems.append(
-                "model.frozen with ddp.implementation=megatron_fsdp: Megatron-Core waits for a gradient of every "
-                "parameter; use ddp.implementation=torch_fsdp2 or ddp"
+                "model.frozen with engine.megatron.ddp.implementation=megatron_fsdp: Megatron-Core waits for a "
+                "gradient of every parameter; use engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
             )
     elif ddp.optimizer_instances > 1:
         problems.append(
-            f"ddp.implementation=torch_fsdp2 with ddp.optimizer_instances={ddp.optimizer_instances}: copies of the "
-            "shards are not supported; set ddp.optimizer_instances=1 or ddp.implementation=megatron_fsdp"
+            "engine.megatron.ddp.implementation=torch_fsdp2 with "
+            f"engine.megatron.ddp.optimizer_instances={ddp.optimizer_instances}: copies of the shards are not "
+            "supported; set engine.megatron.ddp.optimizer_instances=1 or "
+            "engine.megatron.ddp.implementation=megatron_fsdp"
         )
     if problems:
         raise UserErrors(problems)
@@ -37,14 +39,15 @@ def check_fsdp(ddp: DdpConfig, *, chunks: Sequence[torch.nn.Module], collection:
 def _both(ddp: DdpConfig, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
     if any(not getattr(p, "allreduce", True) for chunk in chunks for p in chunk.parameters()):
         yield (
-            f"ddp.implementation={ddp.implementation} with experts that are not on every rank (parallel.ep, etp): "
-            "gradients would be summed over ranks with other experts; use parallel.ep=1 and etp=0, or "
-            "ddp.implementation=ddp"
+            f"engine.megatron.ddp.implementation={ddp.implementation} with experts that are not on every rank "
+            "(engine.megatron.ep, etp): gradients would be summed over ranks with other experts; use "
+            "engine.megatron.ep=1 and etp=0, or engine.megatron.ddp.implementation=ddp"
         )
     if ddp.average_in_collective:
         yield (
-            f"ddp.implementation={ddp.implementation} with ddp.average_in_collective=true: gradients are sums there; "
-            "set ddp.average_in_collective=false"
+            f"engine.megatron.ddp.implementation={ddp.implementation} with "
+            "engine.megatron.ddp.average_in_collective=true: gradients are sums there; set "
+            "engine.megatron.ddp.average_in_collective=false"
         )
 
 
@@ -52,22 +55,26 @@ def _megatron(ddp: DdpConfig, collection: ProcessGroupCollection) -> Iterator[st
     plain = ddp.fsdp_sharding == "optim"
     if collection.pp.size() > 1:
         yield (
-            f"ddp.implementation=megatron_fsdp with parallel.pp={collection.pp.size()}: Megatron-Core's sharding has "
-            "no place for pipelines; use parallel.pp=1, or ddp.implementation=torch_fsdp2 or ddp"
+            f"engine.megatron.ddp.implementation=megatron_fsdp with engine.megatron.pp={collection.pp.size()}: "
+            "Megatron-Core's sharding has no place for pipelines; use engine.megatron.pp=1, or "
+            "engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
         )
     if collection.dp_cp.size() == 1:
         yield (
-            "ddp.implementation=megatron_fsdp with one data-parallel rank: there is nothing to shard, and "
-            "Megatron-Core adds gradients up wrongly; use more ranks or ddp.implementation=ddp"
+            "engine.megatron.ddp.implementation=megatron_fsdp with one data-parallel rank: there is nothing to shard, "
+            "and Megatron-Core adds gradients up wrongly; use more ranks or engine.megatron.ddp.implementation=ddp"
         )
     if plain and ddp.overlap_grad_reduce:
         # Each reduced shard is added to the local gradient, which the unsharded buffer still holds.
         yield (
-            "ddp.fsdp_sharding=optim with ddp.overlap_grad_reduce=true: Megatron-Core counts a rank's own gradients "
-            "twice; set ddp.overlap_grad_reduce=false or ddp.fsdp_sharding=optim_grads"
+            "engine.megatron.ddp.fsdp_sharding=optim with engine.megatron.ddp.overlap_grad_reduce=true: Megatron-Core "
+            "counts a rank's own gradients twice; set engine.megatron.ddp.overlap_grad_reduce=false or "
+            "engine.megatron.ddp.fsdp_sharding=optim_grads"
         )
     if plain and ddp.optimizer_instances > 1:
         yield (
-            f"ddp.fsdp_sharding=optim with ddp.optimizer_instances={ddp.optimizer_instances}: Megatron-Core reduces "
-            "gradients within an instance only; set ddp.optimizer_instances=1 or ddp.fsdp_sharding=optim_grads"
+            "engine.megatron.ddp.fsdp_sharding=optim with "
+            f"engine.megatron.ddp.optimizer_instances={ddp.optimizer_instances}: Megatron-Core reduces gradients "
+            "within an instance only; set engine.megatron.ddp.optimizer_instances=1 or "
+            "engine.megatron.ddp.fsdp_sharding=optim_grads"
         )

@@ -13,10 +13,10 @@ HOST = torch.device("cpu")
 
 
 class HostAdamW(torch.optim.AdamW):
-    """torch's AdamW; for `share` of the elements, by whole parameters, moments stay and steps run on the host.
+    """AdamW that keeps the moments of `share` of the elements, by whole parameters, and steps them on the host.
 
-    Those parameters and their gradients travel to the host and back one at a time in every step; nothing but the
-    moments stays there, so whoever changes parameters between steps (a checkpoint, say) need not know of it.
+    Those parameters and their gradients travel to the host and back one at a time in every step. Only the moments stay
+    there, so code that changes parameters between steps (a checkpoint, say) needs no special case.
     Megatron-Core's `HybridDeviceOptimizer` (0.16.1) keeps copies of bf16 parameters there instead, cannot take FP32
     ones, and finds nothing to do on a machine without CUDA.
     """
@@ -35,7 +35,7 @@ class HostAdamW(torch.optim.AdamW):
                 held += parameter.numel()
 
     def home(self, parameter: Tensor) -> torch.device:
-        """Where a parameter's moments stay."""
+        """Return the device of a parameter's moments."""
         return HOST if parameter in self._on_host else parameter.device
 
     @torch.no_grad()
@@ -81,6 +81,6 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _staged(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the host, in memory that an accelerator reads directly."""
+    """Return a contiguous copy on the host, in memory that an accelerator reads directly."""
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=tensor.device.type == "cuda")
     return staged.copy_(tensor)

@@ -24,12 +24,12 @@ Read = Callable[[], torch.Tensor]
 
 
 class MegatronFsdp(FullyShardedDataParallel):
-    """Upstream's adapter, which knows of tensor parallelism what its own and Transformer Engine's layers do."""
+    """Adapter of Megatron FSDP that also marks how tensor parallelism cuts the layers of mega_rl."""
 
     def _annotate_tensor_parallelism(self, root_module: torch.nn.Module) -> None:
-        """Say of each parameter how tensor parallelism cuts it; called from 0.18.
+        """Mark how tensor parallelism cuts each parameter; Megatron-Core calls this from 0.18 on.
 
-        Upstream goes by the names of classes, and knows none of ours: what is cut says so itself.
+        Upstream goes by class names and knows none of ours, so this reads each parameter's own attributes.
         """
         super()._annotate_tensor_parallelism(root_module)
         for parameter in root_module.parameters():
@@ -38,10 +38,10 @@ class MegatronFsdp(FullyShardedDataParallel):
                 vars(parameter).update(_tensor_parallel_mode=("column", "row")[dim])
 
     def _fix_tensor_parallel_attributes(self, module: torch.nn.Module) -> None:
-        """Say of each parameter how tensor parallelism cuts it; called in 0.16.
+        """Mark how tensor parallelism cuts each parameter; Megatron-Core calls this in 0.16.
 
-        Dense weights say so themselves (`mark_tensor_parallel`); where Transformer Engine is missing upstream takes
-        a mock of one of its classes for the class.
+        Dense weights carry their marks (`mark_tensor_parallel`); without Transformer Engine upstream would take a mock
+        of one of its classes for the class.
         """
         if isinstance(TELinear, type):
             super()._fix_tensor_parallel_attributes(module)
@@ -62,7 +62,7 @@ def shard_chunks(
     """The chunks in Megatron FSDP, with gradient finalisation and synchronisation hooked into `config`.
 
     Gradients are sums (`config.calculate_per_token_loss`). Main parameters are FP32. Each of
-    `ddp.optimizer_instances` groups of ranks shards by itself, and gradients are summed over all of them.
+    `engine.megatron.ddp.optimizer_instances` groups of ranks shards by itself, and gradients are summed over all.
     """
     ddp_config = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
@@ -88,7 +88,7 @@ def shard_chunks(
 
 
 def no_sync_of(chunk: MegatronFsdp, ddp: DdpConfig) -> Callable[[], AbstractContextManager[None]]:
-    """What the schedule wraps around all micro-batches but the last.
+    """Return the context that the schedule enters for all micro-batches but the last.
 
     Upstream's ends with a reduction inside the last backward. Where gradients are not sharded `finish_grad_sync` adds
     another, and every gradient would count twice.

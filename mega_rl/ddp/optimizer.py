@@ -17,7 +17,7 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mega_rl.config.schema import OptimConfig
+from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
 from mega_rl.ddp.host_adam import HOST, HostAdamW
 from mega_rl.errors import UserErrors
 
@@ -26,22 +26,23 @@ def build_optimizer(
     chunks: Sequence[MegatronModule],
     *,
     optim: OptimConfig,
+    placement: MegatronOptimizerConfig,
     bf16: bool,
     collection: ProcessGroupCollection,
     implementation: str = "ddp",
 ) -> MegatronOptimizer:
-    """Megatron-Core's optimizer of these chunks; FP32 main parameters, clipping by the true global norm.
+    """Build Megatron-Core's optimizer of these chunks: FP32 main parameters, clipping by the true global norm.
 
-    Weight decay is decoupled (AdamW) and spares tensors of one dimension: norms and biases. `implementation` is
-    `ddp.implementation`: under FSDP the optimizer state is sharded by nature, and parameters of torch_fsdp2 are the
-    FP32 main parameters themselves.
+    Weight decay is decoupled (AdamW) and spares tensors of one dimension: norms and biases. `placement` is
+    `engine.megatron.optimizer`, `implementation` is `engine.megatron.ddp.implementation`: under FSDP the optimizer
+    state is sharded by nature, and parameters of torch_fsdp2 are the FP32 main parameters themselves.
 
     Raises:
         UserErrors: combinations of settings, and a missing package.
     """
-    _check(optim, implementation)
+    _check(placement, implementation)
     fsdp2 = implementation == "torch_fsdp2"
-    moments = torch.bfloat16 if optim.moment_dtype == "bf16" else torch.float32
+    moments = torch.bfloat16 if placement.moment_dtype == "bf16" else torch.float32
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -51,37 +52,42 @@ def build_optimizer(
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
         bf16=bf16 and not fsdp2,
-        use_distributed_optimizer=implementation == "megatron_fsdp" or (optim.distributed_optimizer and not fsdp2),
-        use_precision_aware_optimizer=optim.precision_aware,
+        use_distributed_optimizer=implementation == "megatron_fsdp" or (placement.distributed and not fsdp2),
+        use_precision_aware_optimizer=placement.precision_aware,
         exp_avg_dtype=moments,
         exp_avg_sq_dtype=moments,
     )
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False, pg_collection=collection)
-    if optim.cpu_offload > 0.0:
+    if placement.cpu_offload > 0.0:
         for part in parts(optimizer):
             if part.optimizer is not None:
-                part.optimizer = HostAdamW(part.optimizer.param_groups, share=optim.cpu_offload)
+                part.optimizer = HostAdamW(part.optimizer.param_groups, share=placement.cpu_offload)
     apply_settings(optimizer)
     return optimizer
 
 
-def _check(optim: OptimConfig, implementation: str) -> None:
-    """Refuse what the optimizers here cannot do."""
+def _check(placement: MegatronOptimizerConfig, implementation: str) -> None:
+    """Check the settings. Raises UserErrors for those that no optimizer here supports."""
     problems = []
-    if optim.precision_aware and importlib.util.find_spec("transformer_engine") is None:
+    if placement.precision_aware and importlib.util.find_spec("transformer_engine") is None:
         problems.append(
-            "optim.precision_aware=true: needs Transformer Engine's FusedAdam, which is not installed; pip install "
-            "mega_rl[gpu] or set optim.precision_aware=false"
+            "engine.megatron.optimizer.precision_aware=true: needs Transformer Engine's FusedAdam, which is not "
+            "installed; pip install mega_rl[gpu] or set engine.megatron.optimizer.precision_aware=false"
         )
-    if optim.precision_aware and not optim.distributed_optimizer:
-        problems.append("optim.precision_aware=true needs optim.distributed_optimizer=true")
-    for name, value in (("cpu_offload", optim.cpu_offload), ("precision_aware", optim.precision_aware)):
-        if value and implementation != "ddp":
-            problems.append(f"optim.{name}={str(value).lower()} needs ddp.implementation=ddp, not {implementation}")
-    if optim.precision_aware and optim.cpu_offload:
+    if placement.precision_aware and not placement.distributed:
         problems.append(
-            f"optim.cpu_offload={optim.cpu_offload} with optim.precision_aware=true: the host's Adam has FP32 "
-            "moments; use one of the two"
+            "engine.megatron.optimizer.precision_aware=true needs engine.megatron.optimizer.distributed=true"
+        )
+    for name, value in (("cpu_offload", placement.cpu_offload), ("precision_aware", placement.precision_aware)):
+        if value and implementation != "ddp":
+            problems.append(
+                f"engine.megatron.optimizer.{name}={str(value).lower()} needs engine.megatron.ddp.implementation=ddp, "
+                f"not {implementation}"
+            )
+    if placement.precision_aware and placement.cpu_offload:
+        problems.append(
+            f"engine.megatron.optimizer.cpu_offload={placement.cpu_offload} with precision_aware=true: the host's Adam "
+            "has FP32 moments; use one of the two"
         )
     if problems:
         raise UserErrors(problems)
@@ -135,7 +141,7 @@ def step(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> None:
 
 
 class Trained(NamedTuple):
-    """What an optimizer on this rank keeps of a parameter: of its elements from `first` on, in row-major order."""
+    """Optimizer state on this rank for the elements of a parameter from `first` on, in row-major order."""
 
     parameter: Tensor  # the model's; under FSDP the shard that the optimizer steps
     first: int
@@ -144,7 +150,7 @@ class Trained(NamedTuple):
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> Iterator[Trained]:
-    """Everything that the optimizer on this rank trains, with its state, which `create_state` has made."""
+    """Yield every parameter that this rank's optimizer trains, with its state; call `create_state` first."""
     for part in parts(optimizer):
         if part.optimizer is None:
             continue  # nothing trains on this rank
@@ -155,7 +161,7 @@ def trained_parameters(optimizer: MegatronOptimizer) -> Iterator[Trained]:
 
 
 def _stepped(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """(the model's parameter, its first element, the tensor that torch's optimizer steps) of every parameter."""
+    """Yield (model parameter, its first element, the tensor that torch's optimizer steps)."""
     if isinstance(part, DistributedOptimizer) and not part.ddp_config.use_megatron_fsdp:
         # By the pairs of lists, as its map of indices (0.16.1) is wrong where a group has FP32 parameters too.
         remainders = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
@@ -175,12 +181,11 @@ def _stepped(part: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
 
 
 def create_state(optimizer: MegatronOptimizer) -> None:
-    """Make the state that torch's optimizers would make, zeros, in their first step, where it is missing."""
+    """Create missing state of torch's optimizers, zeros as in their first step."""
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
-            for parameter in group["params"]:
-                if not torch_optimizer.state[parameter]:
-                    _create_state_of(parameter, torch_optimizer, group)
+            for parameter in (each for each in group["params"] if not torch_optimizer.state[each]):
+                _create_state_of(parameter, torch_optimizer, group)
 
 
 def _create_state_of(parameter: Tensor, optimizer: Any, group: dict[str, Any]) -> None:
@@ -198,7 +203,7 @@ def _create_state_of(parameter: Tensor, optimizer: Any, group: dict[str, Any]) -
 
 
 def count_steps(optimizer: MegatronOptimizer) -> int | None:
-    """Steps that this rank's optimizers have made; None where nothing trains."""
+    """Return the number of steps of this rank's optimizers; None if it trains nothing."""
     counts = set()
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
@@ -214,7 +219,7 @@ def _has_elements(tensor: Tensor) -> bool:
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
-    """Let the optimizers go on after so many steps: each parameter with a counter of its own."""
+    """Set the step counter of every parameter, or of its group where the optimizer counts per group."""
     for torch_optimizer in torch_optimizers(optimizer):
         for group in torch_optimizer.param_groups:
             states = [torch_optimizer.state[parameter] for parameter in group["params"]]
@@ -226,7 +231,7 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """What a chain links, one for experts on expert-parallel ranks and one for the rest; or the one that there is."""
+    """Return the optimizers of a chain, for experts on expert-parallel ranks and for the rest, or the only one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 

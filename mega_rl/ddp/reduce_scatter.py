@@ -22,7 +22,7 @@ PIECE_BYTES = 256 << 20  # largest message buffer; a bucket beyond it is exchang
 
 @dataclass(eq=False)
 class RoundingError:
-    """What rounding after every addition would have changed, summed over this rank's shards since `take`.
+    """Measured error of rounding after every addition, summed over this rank's shards since `take`.
 
     A bf16 ring passes partial sums on, so it rounds after each addition. Its order of ranks differs from shard to
     shard; here it is that of the ranks. With two ranks there is one addition, and nothing to change. Rounding in the
@@ -32,12 +32,12 @@ class RoundingError:
     squares: Tensor | None = None  # [2] float64: |rounded after every addition - delivered|^2, |delivered|^2
 
     def take(self, device: torch.device) -> Tensor:
-        """The sums so far, which start afresh: `squares`, zeros where nothing was reduced."""
+        """Return and reset the sums: `squares`, or zeros if nothing was reduced."""
         squares, self.squares = self.squares, None
         return torch.zeros(2, dtype=torch.float64, device=device) if squares is None else squares
 
     def add(self, rounded: Tensor, delivered: Tensor) -> None:
-        """Count one shard or block of it: [n] `rounded_sum` of what travelled, and what was delivered in its place."""
+        """Add one shard or block of it: [n] `rounded_sum` of the messages, and the delivered sum."""
         reference = delivered.float()
         difference = rounded.float() - reference
         squares = torch.stack([difference.dot(difference), reference.dot(reference)]).double()
@@ -46,7 +46,7 @@ class RoundingError:
 
 @dataclass(eq=False)
 class Scratch:
-    """The buffers that messages arrive in, for at most `slots` exchanges at a time.
+    """Receive buffers for at most `slots` exchanges at a time.
 
     When all are lent, the oldest exchange is finished first, so memory is bounded whatever the number of buckets in
     flight. Every rank starts its exchanges in the same order, so this cannot make two ranks wait for each other.
@@ -60,11 +60,11 @@ class Scratch:
     _pending: list[_Piece] = field(default_factory=list)
 
     def step(self, *, ranks: int, dtype: torch.dtype) -> int:
-        """Elements per rank that one exchange may carry."""
+        """Return the elements per rank that one exchange may carry."""
         return -(-min(PIECE_BYTES, self.largest) // dtype.itemsize // ranks)
 
     def lend(self, numel: int, *, like: Tensor) -> Tensor:
-        """[numel] for one exchange, lent until its `_Piece` is finished."""
+        """Return a buffer [numel] for one exchange, lent until its `_Piece` is finished."""
         while len(self._pending) >= self.slots:
             self._pending[0].finish()
         size = numel * like.element_size()
@@ -76,23 +76,23 @@ class Scratch:
         return buffer[:size].view(like.dtype)
 
     def start(self, piece: _Piece) -> None:
-        """Keep account of an exchange under way, with what was lent to it."""
+        """Register a pending exchange with the buffers lent to it."""
         piece.buffers, self._lent = self._lent, []
         self._pending.append(piece)
 
     def give_back(self, piece: _Piece) -> None:
-        """Release the scratch memory of an exchange that is over."""
+        """Release the buffers of a finished exchange."""
         self._pending.remove(piece)
         self._free += piece.buffers
         piece.buffers = []
 
     @property
     def nbytes(self) -> int:
-        """Memory held now, in bytes."""
+        """Return the bytes of memory held now."""
         return sum(buffer.nbytes for buffer in [*self._free, *(b for piece in self._pending for b in piece.buffers)])
 
     def release(self) -> int:
-        """Free the memory until the next exchange; returns the bytes."""
+        """Free the memory until the next exchange; return its bytes."""
         assert not self._pending, "gradients are still travelling"
         size = self.nbytes
         self._free.clear()
@@ -127,7 +127,7 @@ class _Piece:
         self.scratch.give_back(self)
 
     def _finish_across(self, group: ProcessGroup) -> None:
-        """The sum over instances too: FP32 sums are exchanged, so that it is rounded once here as well."""
+        """Sum over optimizer instances too, in FP32, so that the result is rounded only once."""
         partial = torch.empty(self.out.shape, dtype=torch.float32, device=self.out.device)
         sum_rows(self.rows, partial, error=self.scratch.error)
         dist.all_reduce(partial, group=group)
@@ -136,14 +136,14 @@ class _Piece:
 
 @dataclass(eq=False)
 class Reduction:
-    """The handle of a reduction under way."""
+    """Handle of a pending reduction."""
 
     pieces: list[_Piece]
     shards: Sequence[Tensor] | None = None  # where every rank wants the whole: each rank's part of it
     group: ProcessGroup | None = None
 
     def wait(self) -> None:
-        """Return when the result is there (on CUDA: in the stream's order)."""
+        """Wait for the result (on CUDA: in the stream's order)."""
         for piece in self.pieces:
             piece.finish()
         if self.shards is not None and self.group is not None:
@@ -152,12 +152,12 @@ class Reduction:
 
 @dataclass(eq=False)
 class Works:
-    """Several asynchronous operations as one handle."""
+    """Handle of several asynchronous operations."""
 
     works: list[dist.Work]
 
     def wait(self) -> None:
-        """Return when all are done."""
+        """Wait for all operations."""
         for work in self.works:
             work.wait()
 
@@ -188,7 +188,7 @@ def sum_rows(rows: Rows, out: Tensor, *, divisor: int = 1, error: RoundingError 
 
 
 def rounded_sum(rows: Rows, *, divisor: int) -> Tensor:
-    """[n], a new tensor: the rows added one after the other, and divided, in their own dtype."""
+    """Return [n], a new tensor: the rows added one after the other, and divided, in their dtype."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -196,7 +196,7 @@ def rounded_sum(rows: Rows, *, divisor: int) -> Tensor:
 
 
 def sum_block(rows: Rows, out: Tensor, total: Tensor, *, divisor: int) -> None:
-    """`sum_rows` of a few elements, with `total` [n] float32 to add in."""
+    """Sum a block of rows as `sum_rows`, with `total` [n] float32 as accumulator."""
     if len(rows) == 2 and divisor == 1 and out.dtype == rows[0].dtype:
         torch.add(rows[0], rows[1], out=out)  # one addition is rounded once in any case
         return
@@ -241,7 +241,7 @@ def all_reduce_fp32(
     async_op: bool = False,
     scratch: Scratch | None = None,
 ) -> Reduction | None:
-    """All-reduce in place with FP32 sums: what `reduce_scatter_fp32` gives, on every rank; any number of elements."""
+    """All-reduce in place with FP32 sums: the result of `reduce_scatter_fp32` on every rank; any number of elements."""
     ranks, count = group.size(), tensor.numel()
     size = -(-count // ranks)
     shards = [tensor[min(rank * size, count) : min((rank + 1) * size, count)] for rank in range(ranks)]
@@ -255,7 +255,7 @@ def all_reduce_fp32(
 
 
 def broadcast_shards(shards: Sequence[Tensor], *, group: ProcessGroup) -> Works:
-    """Every rank's shard to all, in place: an all-gather for shards of different sizes, and a faster one on gloo."""
+    """Broadcast every rank's shard, in place: an all-gather for shards of different sizes, faster on gloo."""
     works = [
         dist.broadcast(shard, group_src=rank, group=group, async_op=True)
         for rank, shard in enumerate(shards)
@@ -326,7 +326,7 @@ def _post_to_peer(
     divisor: int,
     across: ProcessGroup | None,
 ) -> _Piece:
-    """`_post` between two ranks: the own part stays where it is, which spares a copy of half the bucket."""
+    """Exchange as `_post` between two ranks, without a copy of the rank's own half of the bucket."""
     own = group.rank()
     peer = 1 - own
     received, sent = scratch.lend(out.numel(), like=out), parts[peer]

@@ -1,8 +1,8 @@
-"""Where a rank's parameters and buffers lie in the tensors of the whole model, as Megatron-Core's modules tell it.
+"""Regions of a rank's parameters and buffers within the tensors of the whole model, from `sharded_state_dict`.
 
-Modules are asked with meta tensors in the place of their parameters, each as large as the parameter is whole over data
-parallelism. What they cut out of those tells which elements go where, whatever wraps the model and wherever its memory
-is, and nothing is copied.
+Meta tensors replace the parameters, each as large as the parameter is whole over data parallelism. The views that
+Megatron-Core's modules make of them show which elements go where, for any wrapper and place of the memory, without a
+copy.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Region:
 def find_regions(
     model: GPTModel, shapes: Mapping[str, tuple[int, ...]], *, dp_cp_group: ProcessGroup
 ) -> dict[str, list[Region]]:
-    """The regions of every parameter and persistent buffer of a chunk, by its name in the chunk.
+    """Return the regions of every parameter and persistent buffer of a chunk, by its name in the chunk.
 
     `shapes` are those of the parameters, whole over data parallelism and cut by tensor and expert parallelism.
 
     Raises:
-        UserError: a module has state that is no tensor, as Transformer Engine's FP8 has.
+        UserError: a module has state that is not a tensor, as Transformer Engine's FP8 has.
     """
     with _stand_ins(model, shapes) as names:
         # Keys with the number of the layer do not depend on the pipeline, and may lack optimizer state one by one.
         sharded = model.sharded_state_dict(metadata={"non_homogeneous_layers": True, "dp_cp_group": dp_cp_group})
         apply_factories(sharded)
-    found: dict[str, list[Region]] = {}
+    regions: dict[str, list[Region]] = {}
     for value in nested_values(sharded):
         if isinstance(value, ShardedObject):
             _check_empty(value)
@@ -64,16 +64,16 @@ def find_regions(
         assert isinstance(value, ShardedTensor), value
         name, shape = names[_memory(value.data)]
         region = _region(value, shape)
-        if value.data.numel() and region not in found.setdefault(name, []):
-            found[name].append(region)
-    return found
+        if value.data.numel() and region not in regions.setdefault(name, []):
+            regions[name].append(region)
+    return regions
 
 
 @contextmanager
 def _stand_ins(
     model: GPTModel, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[dict[int, tuple[str, tuple[int, ...]]]]:
-    """Meta tensors in place of all parameters and buffers; gives (name, shape) by the memory of each."""
+    """Replace all parameters and buffers by meta tensors in the block; yield (name, shape) by the memory of each."""
     names: dict[int, tuple[str, tuple[int, ...]]] = {}
     stand_ins: dict[int, Tensor] = {}
     kept = [
@@ -102,13 +102,13 @@ def _memory(tensor: Any) -> int:
 
 
 def _region(sharded: ShardedTensor, shape: tuple[int, ...]) -> Region:
-    """The region of a view of a stand-in of this shape; the view's offset and strides tell which box it is."""
+    """Return the region of a view of a meta tensor of this shape, from the view's offset and strides."""
     data = sharded.data
     assert isinstance(data, Tensor)
     strides = torch.empty(shape, device="meta").stride()
     same = data.dim() == len(shape) and all(
-        found == expected
-        for found, expected, length in zip(data.stride(), strides, data.shape, strict=True)
+        stride == expected
+        for stride, expected, length in zip(data.stride(), strides, data.shape, strict=True)
         if length > 1
     )
     assert same, f"{sharded.key}: shape {tuple(data.shape)}, strides {data.stride()} are no box of a tensor {shape}"
@@ -140,7 +140,7 @@ def _check_empty(state: ShardedObject) -> None:
         size = len(data) if isinstance(data, bytes | bytearray) else 1
     if size:
         raise UserError(
-            f"{state.key.removesuffix('._extra_state')}: has state that is no tensor ({size} bytes; Transformer "
+            f"{state.key.removesuffix('._extra_state')}: has state that is not a tensor ({size} bytes; Transformer "
             "Engine's FP8 has such), which checkpoints cannot keep; train without FP8, or set "
             "checkpoint.save_interval=0, checkpoint.save_final=false and checkpoint.resume=never"
         )

@@ -1,8 +1,8 @@
-"""What a checkpoint keeps of a model's chunks and their optimizer: pieces of tensors that are the same on any layout.
+"""Checkpoint pieces of a model's chunks and their optimizer: boxes of tensors that are the same on any layout.
 
     weights/KEY     the parameter, or persistent buffer, in its dtype
-    main/KEY        its FP32 main parameter, where that is memory of its own: of a bf16 model. A precision-aware
-                    optimizer has the lower half of its bits only, int16
+    main/KEY        its FP32 main parameter, where that is separate memory: of a bf16 model. A precision-aware
+                    optimizer has only the lower half of its bits, int16
     exp_avg/KEY, exp_avg_sq/KEY    Adam's moments
 
 That is 14 bytes per trained parameter of a bf16 model and 12 of an fp32 one. Under PyTorch's FSDP2 the weights are the
@@ -46,17 +46,17 @@ class Elements:
 
     @property
     def end(self) -> int:
-        """The element after the last."""
+        """Return the index after the last element."""
         return self.first + self.data.numel()
 
     def part(self, first: int, end: int) -> Elements:
-        """Those of them from element `first` of the parameter to `end`."""
+        """Return the elements from `first` to `end`, both indices into the parameter."""
         return Elements(first, self.data[first - self.first : end - self.first])
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What this rank holds of a parameter or buffer."""
+    """Elements of a parameter or buffer that this rank holds, with their optimizer state."""
 
     shape: tuple[int, ...]  # whole over data parallelism
     weights: Elements
@@ -67,7 +67,7 @@ class Holding:
     state: Mapping[str, Elements] = field(default_factory=dict)  # "main" and moments, of the share
 
     def owned_by(self, region: Region) -> bool:
-        """Whether this rank is the one to write its share of a region."""
+        """Return whether this rank writes its share of a region, and not another copy of it."""
         return self.copy == 0 and not any(region.replica[:-1] if self.divided else region.replica)
 
 
@@ -105,7 +105,7 @@ def follow_weights(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _pieces(holding: Holding, region: Region) -> Iterator[Piece]:
-    """The pieces of one region: weights in the share and beside it, and the state of the share."""
+    """Yield the pieces of one region: weights inside and outside the share, and the state of the share."""
     mine = holding.owned_by(region)
     weights = holding.weights
     cuts = [weights.first, *(min(max(cut, weights.first), weights.end) for cut in (holding.first, holding.end))]
@@ -116,7 +116,7 @@ def _pieces(holding: Holding, region: Region) -> Iterator[Piece]:
 
 
 def _cut(kind: str, elements: Elements, shape: tuple[int, ...], region: Region, *, owned: bool) -> Iterator[Piece]:
-    """What lies in the region of these elements of a parameter, box by box."""
+    """Yield the pieces of these elements of a parameter within the region, box by box."""
     position = 0
     for box in flat_boxes(shape, elements.first, elements.end):
         count = prod(box.shape)
@@ -145,7 +145,7 @@ def _in_whole(box: Box, region: Region) -> Box:
 def _holdings(
     chunk: torch.nn.Module, trained: Mapping[int, Trained], *, sharded: bool, copy: int
 ) -> Iterator[tuple[str, Holding]]:
-    """(name, what is held) of every parameter of a chunk."""
+    """Yield (name, holding) of every parameter of a chunk."""
     if isinstance(chunk, TorchFsdp):
         yield from _of_torch_fsdp2(chunk, trained)
         return
@@ -165,13 +165,13 @@ def _holdings(
 
 
 def _undivided(tensor: Tensor, trained: Trained | None = None) -> Holding:
-    """A parameter or buffer that every data-parallel rank has whole, with its state if it has any."""
+    """Return the holding of a parameter or buffer that every data-parallel rank has whole."""
     state = {} if trained is None else _state(trained, 0)
     return Holding(tuple(tensor.shape), Elements(0, _flat(tensor)), 0, tensor.numel(), divided=False, state=state)
 
 
 def _of_torch_fsdp2(chunk: TorchFsdp, trained: Mapping[int, Trained]) -> Iterator[tuple[str, Holding]]:
-    """Rows of every parameter, frozen ones too, as `torch.chunk` cuts them."""
+    """Yield the rows of every parameter, frozen ones too, as `torch.chunk` cuts them."""
     for module in chunk.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward without a backward leaves gathered what the root has
@@ -191,7 +191,7 @@ def _of_torch_fsdp2(chunk: TorchFsdp, trained: Mapping[int, Trained]) -> Iterato
 def _of_megatron_fsdp(
     chunk: FullyShardedDataParallel, trained: Mapping[int, Trained], *, copy: int
 ) -> Iterator[tuple[str, Holding]]:
-    """Ranges of flat buffers; FP32 weights stand for their main parameters too, which `follow_weights` restores."""
+    """Yield ranges of flat buffers; FP32 weights also stand for their main parameters (see `follow_weights`)."""
     shards = {id(each.parameter.orig_param): each for each in trained.values()}  # type: ignore[attr-defined]
     buffers = chunk.param_and_grad_buffer
     for group in buffers.parameter_groups:
@@ -208,13 +208,13 @@ def _of_megatron_fsdp(
 
 
 def _state(trained: Trained, first: int) -> dict[str, Elements]:
-    """Main parameter and moments, whose first element is the parameter's element `first`."""
+    """Return main parameter and moments, whose first element is the parameter's element `first`."""
     tensors = {} if trained.main is None else {"main": trained.main}
     tensors |= {name: trained.state[name] for name in MOMENTS}
     return {name: Elements(first, _flat(tensor)) for name, tensor in tensors.items()}
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """[n], a view of this rank's part."""
+    """Return this rank's part as a view [n]."""
     detached = tensor.detach()
     return (detached.to_local() if isinstance(detached, DTensor) else detached).view(-1)

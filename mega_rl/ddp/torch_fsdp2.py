@@ -1,6 +1,6 @@
-"""PyTorch's FSDP2 around Megatron-Core's modules: parameters, gradients and optimizer state sharded over data parallel.
+"""FSDP2 of PyTorch around Megatron-Core's modules: parameters, gradients and optimizer state are sharded.
 
-Why not Megatron-Core's own `TorchFullyShardedDataParallel` (0.16.1): it cannot finish a gradient synchronisation
+Megatron-Core's own `TorchFullyShardedDataParallel` (0.16.1) is no option: it cannot finish a gradient synchronisation
 (`finalize_model_grads` passes `force_all_reduce`, which its method does not take), averages gradients, adds bf16
 gradients of micro-batches up in bf16, shards a column-parallel layer twice under the default `transformer_impl`, and
 fails on a tied embedding. Here the shards are the FP32 main parameters, layers compute in the model's dtype, and
@@ -69,11 +69,11 @@ class TorchFsdp(_BaseDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing: gradients are reduced after every micro-batch, as their whole is stored nowhere."""
+        """Change nothing: gradients are reduced after every micro-batch, since no rank can store them whole."""
         yield
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing: the backward has waited for its reductions."""
+        """Do nothing: the backward has waited for its reductions."""
 
     def zero_grad_buffer(self) -> None:
         """Drop all gradients; called before each mini-batch."""
@@ -82,16 +82,16 @@ class TorchFsdp(_BaseDataParallel):
 
 
 def units(chunk: GPTModel) -> list[torch.nn.Module]:
-    """The modules of a chunk that are gathered one at a time: layers, and what is not tied of embedding and head."""
-    found: list[torch.nn.Module] = [m for m in chunk.modules() if isinstance(m, TransformerLayer)]
+    """Return the modules of a chunk that are gathered one at a time: layers, and untied embedding and head."""
+    layers: list[torch.nn.Module] = [m for m in chunk.modules() if isinstance(m, TransformerLayer)]
     if chunk.share_embeddings_and_output_weights:
-        return found  # read by both ends, so gathered throughout
+        return layers  # the embedding is read at both ends, so it stays gathered
     ends = [getattr(chunk, name, None) for name in ("embedding", "output_layer")]
-    return found + [end for end in ends if end is not None]
+    return layers + [end for end in ends if end is not None]
 
 
 def dtype_of(module: torch.nn.Module) -> torch.dtype | None:
-    """The one dtype of a module's parameters; None without parameters."""
+    """Return the dtype of a module's parameters, which must be one; None without parameters."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     assert len(dtypes) <= 1, f"{type(module).__name__} has parameters of several dtypes: {dtypes}"
     return dtypes.pop() if dtypes else None
@@ -105,7 +105,7 @@ def shard_chunks(
     collection: ProcessGroupCollection,
     device: torch.device,
 ) -> list[TorchFsdp]:
-    """The chunks sharded over data and context parallelism, with gradient finalisation hooked into `config`."""
+    """Shard the chunks over data and context parallelism, and hook gradient finalisation into `config`."""
     wrapped = [
         TorchFsdp(config, chunk, group=collection.dp_cp, device=device, grad_reduce_in_fp32=ddp.grad_reduce_in_fp32)
         for chunk in chunks

@@ -34,7 +34,7 @@ def wrap_chunks(
     also spares its fp32 copy of the logits.
 
     Gradients are summed over data parallel, not averaged: every token's loss already carries its weight in the global
-    mean (`config.calculate_per_token_loss`). With `ddp.average_in_collective` DDP divides by dp x cp and the schedule
+    mean (`config.calculate_per_token_loss`). With `average_in_collective` DDP divides by dp x cp and the schedule
     by the number of micro-batches; the engine multiplies every loss by both.
 
     Raises:
@@ -47,8 +47,9 @@ def wrap_chunks(
         return list(shard(chunks, config=config, ddp=ddp, collection=collection, device=device))
     if ddp.reduce_scatter_fp32_accumulation and ddp.grad_reduce_in_fp32:
         raise UserError(
-            "ddp.reduce_scatter_fp32_accumulation=true: gradients are added in FP32 from bf16 messages, but "
-            "ddp.grad_reduce_in_fp32=true sends FP32; set ddp.grad_reduce_in_fp32=false or leave the former out"
+            "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true: gradients are added in FP32 from bf16 "
+            "messages, but engine.megatron.ddp.grad_reduce_in_fp32=true sends FP32; set "
+            "engine.megatron.ddp.grad_reduce_in_fp32=false or leave the former out"
         )
     wrapped = [
         DistributedDataParallel(
@@ -68,7 +69,7 @@ def wrap_chunks(
 
 
 def _ddp_config(ddp: DdpConfig, *, distributed_optimizer: bool, interleaved: bool) -> DistributedDataParallelConfig:
-    """Megatron-Core's settings of one chunk; it writes into them."""
+    """Return Megatron-Core's DDP settings of one chunk, which Megatron-Core modifies."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
         overlap_grad_reduce=ddp.overlap_grad_reduce,
@@ -95,13 +96,13 @@ def _count_padding(chunk: DistributedDataParallel) -> None:
 
 
 def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
-    """Sums in FP32 and rank order where asked for, and on gloo, where they are faster than its reduce-scatter."""
+    """Choose sums in FP32 and rank order if set, and on gloo, where they are faster than its reduce-scatter."""
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if ddp.reduce_scatter_fp32_accumulation:
         if buffers and all(buffer.grad_dtype == torch.float32 for buffer in buffers):
             raise UserError(
-                "ddp.reduce_scatter_fp32_accumulation=true: this model's gradients are FP32 and travel as such; "
-                "set model.dtype=bf16 or ddp.reduce_scatter_fp32_accumulation=false"
+                "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true: this model's gradients are FP32 and travel "
+                "as such; set model.dtype=bf16 or engine.megatron.ddp.reduce_scatter_fp32_accumulation=false"
             )
     elif not all(
         buffer.ddp_config.use_distributed_optimizer
@@ -118,7 +119,7 @@ def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DdpConf
 
 
 def _hook_into_schedule(config: TransformerConfig, wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
-    """When gradients are finalised, when their reduction waits, and, interleaved, when each chunk's traffic starts."""
+    """Set the schedule's hooks: finalisation of gradients, no_sync and, interleaved, the start of chunks' traffic."""
     config.finalize_model_grads_func = finalize_sums
     if len(wrapped) == 1:
         config.no_sync_func = wrapped[0].no_sync

@@ -1,14 +1,27 @@
-"""What the parts of a run below the trainer ask of an engine, beyond `mega_rl.protocols.Engine`."""
+"""The protocol of engines below the trainer, beyond `mega_rl.protocols.Engine`, and the base that they share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from mega_rl.config.attention import Role
-from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.config.schema import EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.live.export import export_hf
+from mega_rl.converters.live.place import ModelPlace
+from mega_rl.converters.live.save import SaveOptions, save_hf
+from mega_rl.converters.plan.sharding import Head, Sharding, Spec
+from mega_rl.engines.microbatches import Batching
+from mega_rl.engines.offload import PartsOffload, chosen_parts
+from mega_rl.models.attention_choice import Attention
+from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
 
@@ -23,12 +36,17 @@ class ModelEngine(Engine, Protocol):
 
     @property
     def sharding(self) -> Sharding:
-        """The model and how it is cut: where each Hugging Face tensor is in `whole_chunks`."""
+        """Return the model and its sharding: the place of each Hugging Face tensor in `whole_chunks`."""
         ...
 
     @property
     def groups(self) -> Groups:
-        """The ranks of the run, as this model's layout arranges them."""
+        """Return the process groups of this model's layout."""
+        ...
+
+    @property
+    def place(self) -> ModelPlace:
+        """This rank's part of `whole_chunks`, as exporters take it."""
         ...
 
     @property
@@ -38,28 +56,110 @@ class ModelEngine(Engine, Protocol):
 
     @property
     def attention(self) -> str:
-        """The attention that the model runs: "sdpa", or with Transformer Engine "te: flash"."""
+        """Return the model's attention: "sdpa", or with Transformer Engine "te: flash"."""
         ...
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are spread over data parallelism, so that reading one is collective over those ranks."""
+        """Return whether FSDP has spread parameters over data parallelism, so that reading one is collective."""
         ...
 
     def whole_chunks(self) -> list[torch.nn.Module]:
-        """The model's chunks with up-to-date parameters that data parallelism has not cut, as exporters read them.
+        """Return the model's chunks with current parameters, whole over data parallelism, for exporters.
 
         Collective, and so is reading a parameter where `is_sharded`.
         """
         ...
 
     def is_offloaded(self, part: str) -> bool:
-        """Whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
+        """Return whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
         ...
 
     def save_hf(self, directory: Path, *, source: Path) -> None:
         """Write the weights as a Hugging Face checkpoint with config and tokenizer of `source`; collective.
 
-        One that is there is replaced as a whole. Raises UserError: see `converters.save.save_hf`.
+        One that is there is replaced as a whole. Raises UserError: see `converters.live.save.save_hf`.
         """
         ...
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings of a run that an engine reads."""
+
+    engine: EngineConfig
+    model: ModelConfig
+    optim: OptimConfig
+    microbatch: MicrobatchConfig
+    deterministic: bool
+    timeout_s: float  # of collectives
+    temperature: float  # of rollouts, and so of log-probs
+    export_bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """The model of a role, as an engine is to build it."""
+
+    name: Role
+    path: Path  # of its Hugging Face checkpoint
+    hf: HFConfig  # its config.json
+    head: Head
+    trainable: bool  # has gradients and an optimizer
+    impl: Spec  # whose layers
+    attention: Attention
+
+
+@dataclass(kw_only=True)
+class EngineBase(ABC):
+    """A model in its place: how its weights leave, and which parts of its memory are on the host."""
+
+    name: Role
+    sharding: Sharding
+    groups: Groups
+    batching: Batching
+    device: torch.device
+    attention: str
+    temperature: float = 1.0  # divides logits, so that log-probs and entropies are those of what was sampled
+    export_bucket_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        self.data_parallel = GroupRanks(self.groups.dp)
+        self._memory = PartsOffload(("parameters", "gradients", "optimizer"), device=self.device)
+
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool: ...
+
+    @abstractmethod
+    def whole_chunks(self) -> list[torch.nn.Module]: ...
+
+    @property
+    def export_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which weights leave; None: that of the parameters."""
+        return None
+
+    @property
+    def place(self) -> ModelPlace:
+        return ModelPlace.of(
+            self.sharding, self.groups, is_sharded=self.is_sharded, bucket_bytes=self.export_bucket_bytes
+        )
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return export_hf(self.whole_chunks(), self.place, dtype=self.export_dtype)
+
+    def save_hf(self, directory: Path, *, source: Path) -> None:
+        options = SaveOptions(dtype=self.export_dtype, overwrite=True)
+        save_hf(self.whole_chunks(), directory, source=source, place=self.place, options=options)
+
+    def is_offloaded(self, part: str) -> bool:
+        return self._memory.is_off(part)
+
+    def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
+        self._memory.onload(chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer))
+
+    def check_state_is_here(self) -> None:
+        """Raise RuntimeError where parameters or optimizer state have been given back."""
+        off = [part for part in ("parameters", "optimizer") if self.is_offloaded(part)]
+        if off:
+            raise RuntimeError(f"{self.name}: the memory of {' and '.join(off)} is given back; onload before state()")

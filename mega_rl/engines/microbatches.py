@@ -19,7 +19,7 @@ from mega_rl.types import Experience, Rollout
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows become micro-batches: packed up to a token budget, or padded in fixed numbers.
+    """Settings by which rows become micro-batches: packed up to a token budget, or padded in fixed numbers.
 
     Under context parallelism every rank makes the same whole micro-batches and keeps its part of each.
     """
@@ -33,7 +33,7 @@ class Batching:
     cp_size: int = 1
 
     def split(self, batch: Rollout | Experience, *, data_parallel: Ranks) -> list[MicroBatch]:
-        """The batch as micro-batches on the host, equally many on every data-parallel rank.
+        """Return the batch as micro-batches on the host, equally many on every data-parallel rank.
 
         A rank with less work than the others ends with empty micro-batches, which cost next to nothing. `batch` is the
         same on all context-parallel ranks, and each gets its part of every micro-batch.
@@ -60,12 +60,12 @@ class Batching:
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of each packed sequence is rounded up to: tokens."""
+        """Tokens of which the length of each packed sequence is rounded up to a multiple."""
         return 2 * self.cp_size if self.cp_size > 1 else 1
 
 
 def token_fields(batch: Rollout | Experience) -> list[str]:
-    """Names of the per-token tensors of a batch, tokens excepted."""
+    """Return the names of the per-token tensors of a batch, tokens excepted."""
     fields = batch.items()  # type: ignore[union-attr]
     return [name for name, value in fields if isinstance(value, Tensor) and value.dim() == 2 and name != "tokens"]
 

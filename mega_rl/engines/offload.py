@@ -41,13 +41,14 @@ class StorageOffload:
 
 
 class PartsOffload:
-    """The state of a model in parts that come and go one by one.
+    """The state of a model in parts that leave the device and come back one by one.
 
-    Memory that parts share goes with the first of them: FP32 main parameters that are views of the parameters, say,
-    are parameters.
+    Tensors that are on another device already stay there. Memory that parts share goes with the first of them: FP32
+    main parameters that are views of the parameters, say, are parameters.
     """
 
-    def __init__(self, parts: Iterable[str]) -> None:
+    def __init__(self, parts: Iterable[str], *, device: torch.device) -> None:
+        self._device = device
         self._off: dict[str, StorageOffload | None] = dict.fromkeys(parts)
 
     def offload(self, tensors: Mapping[str, Iterable[Tensor]], chosen: Iterable[str]) -> int:
@@ -64,7 +65,8 @@ class PartsOffload:
         taken: set[int] = set()
         freed = 0
         for part, members in tensors.items():
-            mine = [tensor for tensor in members if tensor.untyped_storage()._cdata not in taken]
+            here = [tensor for tensor in members if tensor.device.type == self._device.type]
+            mine = [tensor for tensor in here if tensor.untyped_storage()._cdata not in taken]
             taken |= {tensor.untyped_storage()._cdata for tensor in mine}
             if part in chosen:
                 self._off[part] = StorageOffload()
@@ -72,11 +74,11 @@ class PartsOffload:
         return freed
 
     def is_off(self, part: str) -> bool:
-        """Whether a part's memory has been given back."""
+        """Return whether a part's memory has been given back."""
         return self._off[part] is not None
 
     def onload(self, chosen: Iterable[str]) -> None:
-        """Give the chosen parts back what they had; nothing happens to those that are not off."""
+        """Restore the chosen parts on the device; parts that are not offloaded stay as they are."""
         for part in chosen:
             if self._off[part] is not None:
                 self._take(part).onload()
@@ -88,6 +90,11 @@ class PartsOffload:
         return storages
 
 
+def chosen_parts(**parts: bool) -> list[str]:
+    """Return the names of the parts that are True."""
+    return [part for part, chosen in parts.items() if chosen]
+
+
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Each storage behind `tensors` that has memory, once."""
+    """Return each storage of `tensors` that has memory, by its address."""
     return {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}

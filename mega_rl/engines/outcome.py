@@ -1,33 +1,89 @@
-"""What engines have in common around a step: what is kept of a micro-batch, and the state that goes with weights."""
+"""Results of micro-batches put together, and the checks of a step and of a state that all engines make."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from mega_rl.converters.plan.sharding import Head
+from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.errors import RunError, UserError
-from mega_rl.protocols import LossOutput
-from mega_rl.types import TokenOutputs
+from mega_rl.protocols import LossOutput, Ranks
+from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 STEPS = "optimizer_steps"  # the number of an engine's state
+_OUTPUTS: Mapping[Head, tuple[str, ...]] = {"lm": ("logprobs", "entropy"), "value": ("values",)}
 
 
 class NonFiniteGradientError(RunError):
     """A loss or gradient is NaN or infinite; the weights and moments are unchanged."""
 
 
-def detached(outputs: TokenOutputs, loss: LossOutput) -> tuple[TokenOutputs, LossOutput]:
-    """Return outputs and loss detached from autograd."""
+@dataclass(frozen=True)
+class Finished:
+    """The result of one micro-batch, detached from autograd."""
+
+    micro: MicroBatch
+    outputs: TokenOutputs  # like micro.tokens
+    loss: LossOutput | None  # None in a forward only
+
+
+def finished(micro: MicroBatch, outputs: TokenOutputs, loss: LossOutput) -> Finished:
+    """Return the result of a micro-batch, outputs and loss detached from autograd."""
     seen = {name: value.detach() for name, value in vars(outputs).items() if value is not None}
     kept = LossOutput(
         loss=loss.loss.detach(),
         sums={name: value.detach() for name, value in loss.sums.items()},
         maxima={name: value.detach() for name, value in loss.maxima.items()},
     )
-    return TokenOutputs(**seen), kept
+    return Finished(micro, TokenOutputs(**seen), kept)
+
+
+def collect(
+    results: Sequence[Finished],
+    batch: Rollout | Experience,
+    *,
+    head: Head,
+    combine: Callable[[Tensor], Tensor] = lambda full: full,
+) -> TokenOutputs:
+    """Return the outputs of all micro-batches, [B, S] float32 on the host, 0 off the loss mask.
+
+    `combine` makes a replica's outputs [n, B, S] from those of this rank, where a replica has several ranks.
+    """
+    names = _OUTPUTS[head]
+    full = torch.zeros(len(names), *batch.tokens.shape)
+    for result in results:
+        for out, name in zip(full, names, strict=True):
+            scatter_back(getattr(result.outputs, name).cpu(), result.micro, out)
+    full *= batch.loss_mask
+    return TokenOutputs(**dict(zip(names, combine(full), strict=True)))
+
+
+def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
+    """Return the loss metrics over micro-batches and `ranks`, those with different tokens; collective."""
+    losses = [result.loss for result in results if result.loss is not None]
+    sums = {name: torch.stack([loss.sums[name] for loss in losses]).sum() for name in losses[0].sums}
+    maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).max() for name in losses[0].maxima}
+    reduced: Metrics = {}
+    for values, combine in ((sums, ranks.sum), (maxima, ranks.max)):
+        if values:
+            stacked = combine(torch.stack(list(values.values())).double())
+            reduced.update(zip(values, stacked.tolist(), strict=True))
+    return reduced
+
+
+def check_norm(name: str, norm: float) -> None:
+    """Raise NonFiniteGradientError where the gradient norm of the role `name`, equal on all ranks, is not finite."""
+    if not math.isfinite(norm):
+        raise NonFiniteGradientError(f"{name}: the gradient norm is {norm}; weights and optimizer state are unchanged")
 
 
 def check_numbers(name: str, numbers: Mapping[str, int | float], *, trains: bool) -> int:
-    """The optimizer's steps of a checkpoint's numbers, 0 for a model that does not train.
+    """Return the optimizer's steps of a checkpoint's numbers, 0 for a model that does not train.
 
     Raises:
         UserError: the numbers are not those of an engine; `name` is its role.

@@ -36,12 +36,12 @@ class Meter:
 
 
 class _Adapter:
-    """As much of tqdm as huggingface_hub calls; of its bars only the one of bytes on the disk counts."""
+    """Subset of tqdm that huggingface_hub calls; only its bar of bytes written to disk feeds the meter."""
 
     meter: Meter
 
     def __init__(self, *_: Any, total: int | None = None, initial: int = 0, **settings: Any) -> None:
-        # One bar counts files, one the bytes received, one the bytes written: the last has a size that means something.
+        # One bar counts files, one the bytes received, one the bytes written: only the last knows the real total.
         self._counts = settings.get("unit") == "B" and not str(settings.get("desc", "")).startswith("Downloading")
         self.n = initial
         self._total = 0

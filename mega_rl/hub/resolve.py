@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.origins import with_settings
+from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.recipe import read_recipe
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
@@ -36,7 +36,7 @@ def hub_names(config: Config) -> HubNames:
     model, reward, data = config.model, config.reward, config.data
     paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
     if reward.source == "model":
-        paths["reward.model_path"] = reward.model_path
+        paths["reward.model.path"] = reward.model.path
     models = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
     rows = {"data.train_files": _dataset_names(data.train_files), "data.val_files": _dataset_names(data.val_files)}
     names = HubNames(models, {key: entries for key, entries in rows.items() if entries})
@@ -57,8 +57,7 @@ def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -
         admit(config)
     origins: dict[str, str | list[str]] = {key: str(pinned) for key, (_, pinned) in models.items()}
     for key, entries in names.data.items():
-        texts = getattr(config.data, key.removeprefix("data."))
-        files, origins[key] = _fetch_entries(key, texts, entries)
+        files, origins[key] = _fetch_entries(key, value_of(config, key), entries)
         config = with_settings(config, {key: files})
     for key, (folder, pinned) in models.items():
         fetch_weights(pinned, folder, label=f"{key}={names.models[key]}")
@@ -82,8 +81,7 @@ def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, DatasetNa
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Return what `fetch` changed as JSON, for other ranks of the node."""
-    values = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in config.origins}
-    return {"values": values, "origins": dict(config.origins)}
+    return {"values": {key: value_of(config, key) for key in config.origins}, "origins": dict(config.origins)}
 
 
 def with_fetched(config: Config, settings: Mapping[str, Any]) -> Config:
@@ -123,11 +121,9 @@ def _begun(config: Config) -> Mapping[str, Any]:
     if config.checkpoint.resume != "auto" or not any((run_dir / "checkpoints").glob("step_*")):
         return {}
     try:
-        recipe = read_recipe(run_dir / "config.yaml")
+        return flattened(read_recipe(run_dir / "config.yaml"))
     except UserError:
         return {}
-    sections = {name: entries for name, entries in recipe.items() if isinstance(entries, dict)}
-    return {f"{section}.{name}": value for section, entries in sections.items() for name, value in entries.items()}
 
 
 def _as_begun(names: HubNames, begun: Mapping[str, Any]) -> HubNames:

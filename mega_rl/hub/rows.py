@@ -1,4 +1,4 @@
-"""Dataset repositories: one split as a Parquet file, made by the `datasets` library in a process of its own.
+"""Dataset repositories: one split as a Parquet file, made by the `datasets` library in a separate process.
 
 The library takes seconds to import and reads many layouts; a run only meets the file, which is named by the commit.
 """

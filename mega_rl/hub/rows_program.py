@@ -31,7 +31,7 @@ class RowsProblem(Exception):
 
 
 def make(request: dict[str, Any]) -> dict[str, str]:
-    """Write the split as a Parquet file with a name of its own; returns what the request stands for."""
+    """Write the split as a Parquet file under a unique name; return the resolved request."""
     datasets.utils.logging.set_verbosity(logging.ERROR)
     datasets.disable_progress_bars()
     builder = _builder(request)

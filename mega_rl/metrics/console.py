@@ -1,4 +1,4 @@
-"""What a person at the terminal sees of a step: one line."""
+"""One line for each step on the terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _derived(metrics: Metrics) -> Metrics:
 
 
 class ConsoleSink:
-    """Logs `step_line`, on a terminal in its width."""
+    """Sink that logs `step_line`, on a terminal in its width."""
 
     def __init__(self, *, has_reference: bool = True, console: Console | None = None) -> None:
         """has_reference: whether the KL to a reference means something. console: standard error unless given."""

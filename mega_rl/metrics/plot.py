@@ -1,4 +1,4 @@
-"""A picture of a run, or of several."""
+"""Plot of the curves of one run or several."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json_value(value: float) -> float | str:
-    """The number, or its name as a string when JSON has no number for it."""
+    """Return the number, or its name as a string when JSON has no number for it."""
     if math.isfinite(value):
         return value
     if math.isnan(value):
@@ -23,7 +23,7 @@ def to_json_value(value: float) -> float | str:
 
 
 def from_json_value(value: float | str) -> float:
-    """Inverse of `to_json_value`; ValueError for anything else."""
+    """Return the number of `to_json_value`'s result; ValueError for anything else."""
     if isinstance(value, str) and value in _NOT_FINITE:
         return _NOT_FINITE[value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -32,13 +32,13 @@ def from_json_value(value: float | str) -> float:
 
 
 def encode_step(step: int, metrics: Metrics) -> str:
-    """One line, without its newline: {"step": 3, "reward/mean": 0.5}."""
+    """Return one line, without its newline: {"step": 3, "reward/mean": 0.5}."""
     values = {name: to_json_value(float(value)) for name, value in metrics.items()}
     return json.dumps({"step": step, **values}, allow_nan=False)
 
 
 def decode_step(line: str) -> StepMetrics:
-    """Inverse of `encode_step`; ValueError for a line that is not a record."""
+    """Return the record of `encode_step`'s result; ValueError for a line that is not a record."""
     record: Any = json.loads(line)
     match record:
         case {"step": int(step)}:
@@ -49,16 +49,23 @@ def decode_step(line: str) -> StepMetrics:
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
-    """The records of a metrics.jsonl in order; a last line torn by a crash is left out.
+    """Yield the records of a metrics.jsonl in order; a last line torn by a crash is left out.
 
     Raises ValueError, with the line number, for any other line that is not a record.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            try:
-                record = decode_step(line)
-            except ValueError as error:
-                if not line.endswith("\n"):
-                    return
-                raise ValueError(f"{path} line {number}: {error}") from error
+            record = _whole_record(line, where=f"{path} line {number}")
+            if record is None:
+                return
             yield record
+
+
+def _whole_record(line: str, *, where: str) -> StepMetrics | None:
+    """Return the record of a line, None for one that a crash has torn; ValueError for any other line."""
+    try:
+        return decode_step(line)
+    except ValueError as error:
+        if not line.endswith("\n"):
+            return None
+        raise ValueError(f"{where}: {error}") from error

@@ -1,6 +1,6 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, trackers, the console, dumped rollouts.
+"""Sinks of a run's numbers: metrics.jsonl, TensorBoard, trackers, the console, dumped rollouts.
 
-Sinks are told the first step that the run will do. What an earlier run in the same folder wrote from there on is
+A sink gets the first step that the run will do. What an earlier run in the same folder wrote from there on is
 removed, so a resumed run's files read as if it had never stopped; a run from step 1 (or 0) on is new and removes all.
 """
 
@@ -32,7 +32,7 @@ _DUMP_NAME = re.compile(r"step_(\d+)\.jsonl")
 
 
 class NullSink:
-    """Takes everything and keeps nothing: the sink of ranks that do not write."""
+    """Sink that drops everything, for ranks that do not write."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""What a run trains and with what, shown once before the first step."""
+"""Table of the models of a run and how they run, shown once before the first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_0
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """The model of a role, in the words that a person reads."""
+    """Model of a role, as the table shows it."""
 
     role: str  # "actor"
     model: str  # where it comes from: a checkpoint directory, a function, an address
@@ -81,7 +81,7 @@ def _narrow(columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _framed(columns: Sequence[Sequence[str]]) -> Table:
-    """A table of columns, each of a title and its cells."""
+    """Return a table of columns, each of a title and its cells."""
     table = Table(*(Column(title, justify="right" if title == _NUMBER else "left") for title, *_ in columns))
     for row in list(zip(*columns, strict=True))[1:]:
         table.add_row(*(Text(cell or _NOTHING, overflow="fold") for cell in row))
@@ -89,7 +89,7 @@ def _framed(columns: Sequence[Sequence[str]]) -> Table:
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of the same, padded to equal widths."""
+    """Return plain lines of the table, columns padded to equal widths."""
     widths = [max(map(len, column)) for column in columns]
     for row in zip(*columns, strict=True):
         cells = [

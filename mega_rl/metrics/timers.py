@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Wall-clock times of the phases of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega_rl.types import Metrics
 
 
 def _nothing_to_wait_for() -> None:
-    """For devices that have finished when a call returns."""
+    """Do nothing, for devices that have finished when a call returns."""
 
 
 class PhaseTimer:

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Protocol
 
 import yaml
 
+from mega_rl.config.keys import flattened
+
 Row = Mapping[str, Any]
 
 
@@ -112,7 +114,7 @@ class MlflowClient:
             experiment = client.get_experiment_by_name(run.project)
             number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
             self._id = client.create_run(number, run_name=run.name).info.run_id
-            settings = [Param(key, str(value)) for key, value in _flat(run.config)]
+            settings = [Param(key, str(value)) for key, value in flattened(run.config).items()]
             for start in range(0, len(settings), self.PARAMETERS):
                 client.log_batch(self._id, params=settings[start : start + self.PARAMETERS])
         client.log_text(self._id, yaml.safe_dump(run.config, sort_keys=False), "config.yaml")  # that of a resumed run
@@ -170,14 +172,3 @@ CLIENTS: dict[str, Callable[[], TrackerClient]] = {
     "swanlab": SwanlabClient,
     "wandb": WandbClient,
 }
-
-
-def _flat(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return ("optim.lr", 1e-6) of every setting."""
-    entries: list[tuple[str, Any]] = []
-    for section, value in config.items():
-        if isinstance(value, Mapping):
-            entries += [(f"{section}.{name}", inner) for name, inner in value.items()]
-        else:
-            entries.append((section, value))
-    return entries

@@ -4,7 +4,7 @@ Reads one JSON message from each line of standard input and answers each with on
 {"done": 3}, with "run_id" and "place" after the start, or {"error": "..."} before it exits with 1. What clients print
 goes to standard error.
 
-The client lives in a process of its own because it blocks where the network does, and because its run must end as
+The client lives in its own process because it blocks where the network does, and because its run must end as
 failed when the trainer is killed: then standard input ends without a last message.
 """
 
@@ -59,7 +59,7 @@ def main() -> int:
         if not serve(client, sys.stdin, answers):
             signal.alarm(ORPHAN_S)  # ends this process
             client.finish("failed")
-    except Exception as error:  # a client may raise anything; the trainer goes on without it
+    except Exception as error:  # noqa: BLE001 - a client may raise anything; the trainer goes on without it
         text = " ".join(str(error).split())
         answers.write(json.dumps({"error": f"{type(error).__name__}: {text}"}) + "\n")
         answers.flush()

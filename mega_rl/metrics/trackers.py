@@ -1,4 +1,4 @@
-"""Experiment trackers as metrics sinks: each client works in a process of its own, with a deadline for every answer."""
+"""Experiment trackers as metrics sinks: each client works in its own process, with a deadline for every answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFLINE = {"wandb": "WANDB_MODE=offline", "swanlab": "SWANLAB_MODE=offline", "ml
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds that a client has."""
+    """Deadlines of a client in seconds."""
 
     answer_s: float = 120.0  # for each message, the start of the run included
     finish_s: float = 60.0  # for everything that is left when a run ends that the client has started

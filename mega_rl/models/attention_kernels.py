@@ -20,7 +20,7 @@ class Kernel(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        """[B, heads, S, E] of the dtype of value.
+        """Return the context [B, heads, S, E] in the dtype of value.
 
         scale: of the products of queries and keys. window: last tokens that each may see, itself included; None: all.
         sinks: [heads] logits that take part in the softmax and attend to nothing.
@@ -31,7 +31,7 @@ class Kernel(Protocol):
 def eager_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """Matrix products in the dtype of query, scale, mask and softmax in float32 at least: [B, heads, S, M] of them."""
+    """Attention written out: matrix products in the dtype of query; scale, mask and softmax at least in float32."""
     batch, heads, queries, _ = query.shape
     groups, keys = key.size(1), key.size(2)
     together = heads // groups * queries  # the queries of a group, as rows of one product: keys are not repeated
@@ -47,7 +47,7 @@ def eager_attention(
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
-    """torch's `scaled_dot_product_attention`, told of plain causality as such, of the rest by a mask."""
+    """Attention by torch's `scaled_dot_product_attention`: plain causality by its flag, windows and sinks by a mask."""
     grouped = query.size(1) != key.size(1)
     queries, keys = query.size(2), key.size(2)
     mask = _mask(queries, keys, window, sinks, query)
@@ -66,7 +66,7 @@ KERNELS: dict[str, Kernel] = {"eager": eager_attention, "sdpa": sdpa_attention}
 
 
 def _mask(queries: int, keys: int, window: int | None, sinks: Tensor | None, like: Tensor) -> Tensor | None:
-    """What is added to the logits, or which of them count; None where plain causality says it all.
+    """Return the mask of windows and sinks; None where causality alone applies.
 
     [S, M] bool of a window, [heads, S, M + 1] of the dtype of `like` with sinks.
     """
@@ -80,7 +80,7 @@ def _mask(queries: int, keys: int, window: int | None, sinks: Tensor | None, lik
 
 
 def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[S, M] bool: which keys each query attends to."""
+    """Return [S, M] bool: the keys that each query attends to."""
     before = keys - queries
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
     return seen if window is None or window >= keys else seen.triu(before + 1 - window)

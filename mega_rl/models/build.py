@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from mega_rl.config.schema import Config, ModelConfig
+from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.live.model_config import (
     extra_config_attributes,
@@ -40,76 +41,57 @@ from mega_rl.parallel.layout import ParallelLayout
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+@dataclass(frozen=True)
+class ModelSettings:
+    """The settings by which Megatron-Core's model is built."""
+
+    model: ModelConfig
+    megatron: MegatronConfig
+    deterministic: bool
+
+
 def transformer_config(
     hf: HFConfig,
     *,
     layout: ParallelLayout,
-    settings: Config,
+    settings: ModelSettings,
     attention: Attention,
     device_overrides: Mapping[str, Any],
 ) -> TransformerConfig:
-    """Megatron-Core's config of this model, layout and device; of `settings` it reads how models are built.
+    """Return Megatron-Core's config of this model, layout and device.
 
     `attention` is what `choose_attention` says. Megatron-Core's own setting is for Transformer Engine alone: it ends in
     the environment of the process, where every model must find the same.
 
     `calculate_per_token_loss` gives the schedules and DDP sum semantics: nothing is divided by the number of
     micro-batches or of data-parallel ranks, because every token's loss already carries its global weight. Only
-    `ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
+    `engine.megatron.ddp.average_in_collective` needs it off, and the engine then scales the loss up by what is divided.
 
     Raises:
         UserError: experts or latent attention under tensor parallelism without sequence parallelism, experts with
             biases cut by tensor parallelism, or yarn's positions that context parallelism does not divide.
     """
-    if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
-        # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
-        raise UserError(
-            f"parallel.sequence_parallel=false: model_type={hf.model_type} with tp={layout.tp} needs it, having "
-            "experts or latent attention; set parallel.sequence_parallel=true"
-        )
-    if hf.moe is not None and hf.linear_bias and layout.etp > 1:
-        raise UserError(
-            f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of "
-            f"model_type={hf.model_type} have; use 1 rank of expert tensor parallelism (in training: parallel.etp=1)"
-        )
-    yarn = hf.rope.yarn
-    if layout.cp > 1 and yarn is not None and yarn.original_max_position_embeddings % (2 * layout.cp):
-        # Megatron-Core cuts a table of that many positions whenever it builds the model.
-        raise UserError(
-            f"parallel.cp={layout.cp}: 2*cp must divide the {yarn.original_max_position_embeddings} positions that "
-            f"model_type={hf.model_type} was trained on before its context was extended (yarn); choose a power of 2"
-        )
+    _check(hf, layout)
     kind = DTYPES[settings.model.dtype]
-    overlap_p2p = settings.parallel.overlap_p2p
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": _pipeline(layout, mtp_layers=_mtp_layers(hf)),
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": layout.sequence_parallel,
-        "overlap_p2p_comm": overlap_p2p,
-        "batch_p2p_comm": not overlap_p2p,
-        "variable_seq_lengths": layout.pp > 1,
-        "moe_grouped_gemm": hf.moe is not None and settings.moe.grouped_experts,
+        **_parallelism(layout, mtp_layers=_mtp_layers(hf), overlap_p2p=settings.megatron.overlap_p2p),
+        "moe_grouped_gemm": hf.moe is not None and settings.megatron.moe.grouped_experts,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
         "pipeline_dtype": kind,
         "params_dtype": kind,
         "bf16": kind is torch.bfloat16,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "calculate_per_token_loss": not settings.ddp.average_in_collective,
+        "calculate_per_token_loss": not settings.megatron.ddp.average_in_collective,
         "attention_backend": AttnBackend[attention.removeprefix(TE)] if attention.startswith(TE) else AttnBackend.auto,
-        "deterministic_mode": settings.trainer.deterministic,
+        "deterministic_mode": settings.deterministic,
         "perform_initialization": False,  # every parameter is loaded, or set by its own module
         **_recompute(settings.model),
         **device_overrides,
         **unfused(hf),
     }
-    if settings.ddp.implementation == "torch_fsdp2":
+    if settings.megatron.ddp.implementation == "torch_fsdp2":
         kwargs["gradient_accumulation_fusion"] = False  # its kernels add into main_grad, which FSDP2 does not have
     config = (MLATransformerConfig if uses_mla(hf) else TransformerConfig)(**kwargs)
     for name, value in extra_config_attributes(hf).items():
@@ -118,12 +100,51 @@ def transformer_config(
         config.core_attention = attention  # what our core attention reads
     if hf.moe is not None:
         # Not an argument: Megatron-Core's own gathering refuses variable lengths, and ours takes its place.
-        config.moe_token_dispatcher_type = settings.moe.dispatcher
+        config.moe_token_dispatcher_type = settings.megatron.moe.dispatcher
     return config
 
 
+def _check(hf: HFConfig, layout: ParallelLayout) -> None:
+    """Raise UserError for a layout under which Megatron-Core cannot build this model, or would train it wrongly."""
+    if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
+        # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
+        raise UserError(
+            f"engine.megatron.sequence_parallel=false: model_type={hf.model_type} with tp={layout.tp} needs it, having "
+            "experts or latent attention; set engine.megatron.sequence_parallel=true"
+        )
+    if hf.moe is not None and hf.linear_bias and layout.etp > 1:
+        raise UserError(
+            f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of model_type="
+            f"{hf.model_type} have; use 1 rank of expert tensor parallelism (in training: engine.megatron.etp=1)"
+        )
+    yarn = hf.rope.yarn
+    if layout.cp > 1 and yarn is not None and yarn.original_max_position_embeddings % (2 * layout.cp):
+        # Megatron-Core cuts a table of that many positions whenever it builds the model.
+        raise UserError(
+            f"engine.megatron.cp={layout.cp}: 2*cp must divide the {yarn.original_max_position_embeddings} positions "
+            f"of model_type={hf.model_type} before its context was extended (yarn); choose a power of 2"
+        )
+
+
+def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) -> dict[str, Any]:
+    """Return the settings of a layout in Megatron-Core's words."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _pipeline(layout, mtp_layers=mtp_layers),
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "overlap_p2p_comm": overlap_p2p,
+        "batch_p2p_comm": not overlap_p2p,
+        "variable_seq_lengths": layout.pp > 1,
+    }
+
+
 def _recompute(model: ModelConfig) -> dict[str, Any]:
-    """Activation recomputation in Megatron-Core's words."""
+    """Return the settings of activation recomputation in Megatron-Core's words."""
     if model.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
     if model.recompute == "full" and model.recompute_layers:
@@ -135,7 +156,7 @@ def _recompute(model: ModelConfig) -> dict[str, Any]:
 
 
 def _pipeline(layout: ParallelLayout, *, mtp_layers: int) -> str | None:
-    """An uneven split in Megatron-Core's notation; None leaves the even one to it."""
+    """Return an uneven split in Megatron-Core's notation; None leaves the even one to it."""
     if layout.pipeline is None:
         return None
     return "E" + "|".join("t" * layers for layers in layout.pipeline) + "m" * mtp_layers + "L"
@@ -156,7 +177,7 @@ def build_chunks(
     device: torch.device,
     experts_apart: bool = False,
 ) -> list[GPTModel]:
-    """This rank's model chunks (one per virtual pipeline stage), uninitialised, on `device`.
+    """Return this rank's model chunks (one per virtual pipeline stage), uninitialised, on `device`.
 
     `head` is "lm" (vocabulary projection, sharded over TP) or "value" (one scalar per token, replicated).
     `experts_apart`: see `mark_experts`.
@@ -196,7 +217,7 @@ def build_chunks(
 
 
 def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:
-    """A forward hook that multiplies the output by `factor`, rounded to the output's dtype as in transformers."""
+    """Return a forward hook that multiplies the output by `factor`, rounded to its dtype as in transformers."""
 
     def hook(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
@@ -205,7 +226,7 @@ def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Say of each sharded weight that it is, and along which dimension.
+    """Mark each sharded weight as such, with the dimension along which it is cut.
 
     Megatron-Core 0.16 sets these marks only while it initialises a weight, on CPU and GPU alike. Without them the
     gradient norm takes the shards of ranks above 0 for copies and leaves them out: no error, and too weak a clipping.
@@ -219,7 +240,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
 
 
 def mark_cut(weight: Tensor, *, dim: int) -> None:
-    """Say of a weight that tensor parallelism cuts it along `dim`, unless Megatron-Core has said so."""
+    """Mark a weight as cut along `dim` by tensor parallelism, unless Megatron-Core has marked it."""
     if not hasattr(weight, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
     marks = (weight.tensor_model_parallel, weight.partition_dim)  # type: ignore[attr-defined]
@@ -227,14 +248,14 @@ def mark_cut(weight: Tensor, *, dim: int) -> None:
 
 
 def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:
-    """Say of each expert's weight whether other ranks hold copies of it than of the rest of the model.
+    """Mark each expert's weight where the ranks that hold copies of it are not those of the rest of the model.
 
-    Megatron-Core says so only under expert parallelism. But with tp above etp, too, ranks of one tensor-parallel group
-    hold the same expert and give it different tokens, and their gradients must be added.
+    Megatron-Core marks them only under expert parallelism. But with tp above etp, too, ranks of one tensor-parallel
+    group hold the same expert and give it different tokens, and their gradients must be added.
 
     `always` keeps experts apart where nothing demands it, so that optimizer states have one form on every layout.
 
-    Of such experts everything counts in the gradient norm on every tensor-parallel rank, and nothing is summed over
+    Every weight of such experts counts in the gradient norm on every tensor-parallel rank, and nothing is summed over
     tensor parallelism. Megatron-Core would count the bias of the second linear on the first rank alone, and add up the
     biases of different experts under sequence parallelism.
     """

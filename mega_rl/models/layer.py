@@ -1,4 +1,4 @@
-"""A decoder layer with what Megatron-Core's own has no place for."""
+"""Decoder layer with norms on outputs or a separate rotary embedding, which Megatron-Core's layer lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BuildBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]
 
 
 class DecoderLayer(TransformerLayer):
-    """Megatron-Core's layer with norms on the outputs of attention and MLP, or a rotary embedding of its own.
+    """Transformer layer with norms on the outputs of attention and MLP, or with a separate rotary embedding.
 
     `post_norms`: `post_self_attn_layernorm` and `post_mlp_layernorm` act before the residual is added.
     `rope_theta`: base of this layer's rotary embedding; None takes the model's.
@@ -51,7 +51,7 @@ class DecoderLayer(TransformerLayer):
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """(hidden states [S, B, H], context), as upstream; `rotary_pos_emb` [S, 1, 1, D] gives way to the own one."""
+        """Return (hidden states [S, B, H], context); the layer's own rotary embedding replaces `rotary_pos_emb`."""
         if self.rotary_pos_emb is not None:
             packed = kwargs.get("packed_seq_params") is not None
             length = kwargs["rotary_pos_emb"].size(0)
@@ -62,7 +62,7 @@ class DecoderLayer(TransformerLayer):
 
 
 def _normed(norm: RMSNorm, bias_dropout_add: BuildBiasDropoutAdd) -> BuildBiasDropoutAdd:
-    """Megatron-Core's residual connection with a norm before the addition."""
+    """Return Megatron-Core's residual connection with a norm before the addition."""
 
     def build(training: bool, fused: bool) -> BiasDropoutAdd:
         add = bias_dropout_add(training, fused)

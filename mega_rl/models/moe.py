@@ -1,4 +1,4 @@
-"""Parts of a mixture of experts: the router, and what Megatron-Core's experts and dispatcher need beside it."""
+"""Parts of a mixture of experts: router, token dispatcher, and the experts' second linear layer."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class RoutedTokens:
 
 
 class Router(TopKRouter):
-    """Megatron-Core's top-k router that can replay choices, and counts and balances the real tokens alone.
+    """Top-k router of Megatron-Core that can replay choices, and counts and balances real tokens only.
 
-    Whoever runs the model says before each forward which tokens come (`expect`); without that it is upstream's router.
+    The caller announces the tokens of each forward (`expect`); without that it is upstream's router.
     Upstream's own replay and counts know neither padding nor pipelines in which forwards run ahead of recomputation,
     and its balance loss is scaled for gradients that are divided by a token count at the end.
     """
@@ -64,14 +64,13 @@ class Router(TopKRouter):
         self.balance_loss: Tensor | None = None  # scalar float32, this rank's share
 
     def expect(self, tokens: RoutedTokens | None) -> None:
-        """The tokens of the next forward pass."""
+        """Set the tokens of the next forward pass; None makes it upstream's router."""
         self._expected = tokens
 
     def gating(self, input: Tensor) -> Tensor:
         """[..., experts] logits of `config.moe_router_dtype` from hidden states [..., H].
 
-        Upstream's goes through Transformer Engine's matrix product or, where that is not installed, through a name that
-        nobody has defined.
+        Upstream uses Transformer Engine's matrix product or, where that is not installed, an undefined name.
         """
         if moe_utils.HAVE_TE:
             logits: Tensor = super().gating(input)
@@ -103,7 +102,7 @@ class Router(TopKRouter):
         return _WithLoss.apply(probs, loss), chosen
 
     def _tokens(self) -> RoutedTokens | None:
-        """What was said of the tokens at hand.
+        """Return the tokens of the present forward, which `expect` has announced; None without them.
 
         The first pass over a layer that is recomputed runs without gradients. The backward comes back to it later, when
         other micro-batches may have been expected meanwhile, but in the order of the first passes.
@@ -117,7 +116,7 @@ class Router(TopKRouter):
         return self._again.popleft() if self._again else tokens
 
     def _balance(self, logits: Tensor, chosen: Tensor, tokens: RoutedTokens) -> Tensor:
-        """This rank's share of the balance loss, weighted: a scalar float32.
+        """Return this rank's share of the balance loss, weighted: a scalar float32.
 
         Of a row of T tokens: E / (k T^2) sum_e count_e sum_t score_te, which is 1 where all E experts get alike
         (DeepSeek-V3, arXiv:2412.19437, equations 17-20; `count` is of the experts in fact chosen).
@@ -136,12 +135,12 @@ class Router(TopKRouter):
         return (per_token * tokens.real).sum()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Nothing: `loads` are the counts, and the bias moves after the optimizer's step."""
+        """Do nothing: `loads` has the counts, and the bias moves after the optimizer's step."""
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Which experts tokens go to: what Megatron-Core's routing calls in place of its top-k."""
+    """Choice of experts that Megatron-Core's routing calls in place of its top-k."""
 
     tokens: RoutedTokens
     mixture: int
@@ -161,7 +160,7 @@ class _Choice:
 
 
 class _WithLoss(torch.autograd.Function):
-    """The first tensor, whose backward starts one of the second too: a scalar loss of weight 1."""
+    """Return the first tensor; its backward also starts that of the second, a scalar loss of weight 1."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
@@ -173,14 +172,14 @@ class _WithLoss(torch.autograd.Function):
 
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron-Core's dispatcher by gathering, for ranks that have different numbers of tokens.
+    """Token dispatcher by all-gather for ranks with different numbers of tokens.
 
     Expert-parallel ranks may be data-parallel ones, whose packed micro-batches are not equally long, and upstream's
     gathering takes equal parts for granted. The shorter ranks add tokens that go to no expert.
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden states [n', H], weights [n', experts]), n' being the group's largest number of tokens."""
+        """Return (hidden states [n', H], weights [n', experts]); n' is the group's largest number of tokens."""
         tokens, probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
         self._held = tokens.size(0)
         if self.tp_size * self.ep_size > 1:
@@ -192,13 +191,13 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         return tokens, probs
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """[n, H] of this rank's own tokens, added up over the experts' ranks."""
+        """Return [n, H] of this rank's own tokens, summed over the experts' ranks."""
         combined: Tensor = super().token_combine(hidden_states)
         return combined[: self._held]
 
 
 def _with_rows(tensor: Tensor, missing: int) -> Tensor:
-    """[n, ...] with so many rows of zeros (False) at its end."""
+    """Return [n, ...] with `missing` rows of zeros (False) appended."""
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies that Megatron-Core cannot be told from outside."""
+"""Rotary frequencies that no setting of Megatron-Core can express."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mega_rl.converters.architecture import HFConfig, Rope
 
 
 def set_llama3_frequencies(chunk: GPTModel, hf: HFConfig) -> None:
-    """Gives a chunk the frequencies of `hf.rope` (kind "llama3").
+    """Set a chunk's rotary frequencies to those of `hf.rope` (kind "llama3").
 
     Megatron-Core's own scaling (`RotaryEmbedding._apply_scaling`) has all settings but the factor built in: another
     original context length would be ignored without a word.
@@ -22,7 +22,7 @@ def set_llama3_frequencies(chunk: GPTModel, hf: HFConfig) -> None:
 
 
 def llama3_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 angles per position, scaled as Llama 3 does.
+    """Return [head_dim / 2] float32 angles per position, scaled as Llama 3 does.
 
     Wavelengths above original / low_freq_factor are stretched by the factor, those below original / high_freq_factor
     stay, and between the two the frequency goes over linearly in original / wavelength (Llama 3 reference code,

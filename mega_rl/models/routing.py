@@ -1,4 +1,4 @@
-"""All routers of an engine: what they are told of a batch's tokens, and what they tell of their choices."""
+"""Routers of an engine: announcing a batch's tokens, replaying and recording choices, load statistics."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Routing:
     ) -> None:
         if settings.expert_bias_update_rate > 0.0 and not moe.expert_bias:
             raise UserError(
-                f"moe.expert_bias_update_rate={settings.expert_bias_update_rate}: this model's routers have no bias; "
-                "set it to 0"
+                f"engine.megatron.moe.expert_bias_update_rate={settings.expert_bias_update_rate}: this model's routers "
+                "have no bias; set it to 0"
             )
         self.moe, self.record = moe, record
         self.balance_coef, self.bias_rate = settings.aux_loss_coef, settings.expert_bias_update_rate
@@ -43,10 +43,10 @@ class Routing:
         numbers = list(accumulate(int(mixed) for mixed in moe.layers))
         self.routers: list[list[Router]] = []
         for model in models:
-            found = [module for module in model.decoder.modules() if isinstance(module, Router)]  # type: ignore[union-attr]
-            for router in found:
+            routers = [module for module in model.decoder.modules() if isinstance(module, Router)]  # type: ignore[union-attr]
+            for router in routers:
                 router.mixture = numbers[router.layer_number - 1] - 1
-            self.routers.append(found)
+            self.routers.append(routers)
         modules = [module for model in models for module in model.modules()]
         self._dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
         self.loads = torch.zeros(0)  # [mixtures, experts] float64 of the last training pass, over all ranks
@@ -61,13 +61,13 @@ class Routing:
         sequences: int = 0,
         averaged: bool = False,
     ) -> None:
-        """A pass over `micros`, on the host, of a batch of padded length `width` begins.
+        """Begin a pass over `micros`, on the host, of a batch of padded length `width`.
 
         `routing` is the batch's, [B, width, mixtures, top_k] int16. `sequences` counts the rows of the mini-batch on
         all data-parallel ranks. `averaged`: gradients will be divided by the number of ranks that share the tokens.
 
         Raises:
-            RunError: `routing` names experts that the model has not, or has not one choice per mixture and expert.
+            RunError: `routing` names experts that the model lacks, or has not one choice per mixture and expert.
         """
         self._micros, self._width, self._training = micros, width, training
         self._routing = None if routing is None or not self.record else routing.flatten(0, 1)
@@ -84,7 +84,7 @@ class Routing:
         self._chosen = torch.zeros(rows * width if keep else 0, self.num_mixtures, self.moe.top_k, dtype=torch.int16)
 
     def expect(self, chunk: int, device: torch.device) -> None:
-        """The next micro-batch comes to this chunk."""
+        """Announce the next micro-batch to the routers of this chunk."""
         self._keep_choices(chunk)
         micro = self._micros[self._done[chunk]]
         self._done[chunk] += 1
@@ -97,7 +97,7 @@ class Routing:
             router.expect(tokens)
 
     def finish_forward(self, rows: int) -> Tensor | None:
-        """[rows, width, mixtures, top_k] int16, the experts of every real token, -1 elsewhere; collective.
+        """Return [rows, width, mixtures, top_k] int16, the experts of every real token, -1 elsewhere; collective.
 
         Equal on all ranks of the replica. None unless choices are recorded.
         """
@@ -111,7 +111,7 @@ class Routing:
         return torch.stack(layers, dim=1).sub_(1).view(rows, self._width, self.num_mixtures, self.moe.top_k)
 
     def finish_training(self) -> Metrics:
-        """How evenly the mini-batch's tokens went to the experts, over all ranks and micro-batches; collective.
+        """Return the metrics of the mini-batch's load on experts, over all ranks and micro-batches; collective.
 
         `moe_load_max_over_mean` is the fullest expert's load over the mean load, averaged over layers, and
         `moe_load_max_over_mean_max` that of the worst layer; `moe_experts_without_tokens` counts over all layers.
@@ -138,7 +138,7 @@ class Routing:
         return metrics
 
     def update_biases(self) -> None:
-        """Move every router's bias by one step against the loads that `finish_training` found (arXiv:2408.15664)."""
+        """Move every router's bias by one step against the loads of `finish_training` (arXiv:2408.15664)."""
         if not self.bias_rate:
             return
         for router in self._all():
@@ -150,7 +150,7 @@ class Routing:
         return [router for routers in self.routers for router in routers]
 
     def _expect_nothing(self) -> None:
-        """Let the routers be upstream's again, for whoever else runs the model, and the last pass's graphs go.
+        """Reset the routers to upstream's behaviour, and drop the graphs of the last pass.
 
         Upstream's token dispatchers keep tensors of their last forward. Through the graphs of those they hold the
         model's gradient hooks, and so the whole engine, in a circle that Python's garbage collector cannot see.
@@ -163,7 +163,7 @@ class Routing:
                     setattr(dispatcher, name, None)
 
     def _tokens(self, micro: MicroBatch, places: Tensor, mixtures: list[int], device: torch.device) -> RoutedTokens:
-        """What the routers of a chunk learn of a micro-batch; places [n] int64, of the tokens in their order."""
+        """Return a micro-batch's tokens for the routers of a chunk; places [n] int64, of the tokens in their order."""
         real = places >= 0
         number = torch.zeros(max(micro.rows, default=0) + 1, dtype=torch.int64)
         number[list(micro.rows)] = torch.arange(len(micro.rows))
@@ -185,7 +185,7 @@ class Routing:
         )
 
     def _keep_choices(self, chunk: int) -> None:
-        """Move what the chunk's last forward chose to the host."""
+        """Copy the choices of the chunk's last forward to the host."""
         if self._open[chunk] is None:
             return
         tokens, places = self._open[chunk]  # type: ignore[misc]
@@ -203,6 +203,6 @@ class Routing:
 
 
 def _order(shape: torch.Size, tp_rank: int, tp_size: int) -> Tensor:
-    """[n] int64: flat positions of [b, S] tokens as a router has them: sequence first, cut over tensor parallelism."""
+    """Return [n] int64, flat positions of [b, S] tokens in a router's order: sequence first, cut over tp."""
     rows, columns = shape
     return torch.arange(rows * columns).view(rows, columns).t().reshape(-1).chunk(tp_size)[tp_rank]

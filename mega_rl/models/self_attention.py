@@ -1,4 +1,4 @@
-"""Megatron-Core's self-attention for models whose norms of queries and keys it would refuse or place elsewhere."""
+"""Self-attention of models whose query and key norms Megatron-Core does not support."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class LatentAttention(MLASelfAttention):
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """The classes to build, by name; called from 0.19."""
+        """Return the classes to build, by name; Megatron-Core calls this from 0.19 on."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}

@@ -1,4 +1,4 @@
-"""Which modules make a decoder layer: Transformer Engine's where it is installed, else Megatron-Core's own and ours."""
+"""Layer specs: Transformer Engine's modules if it is installed, else Megatron-Core's local ones and ours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from mega_rl.accelerator.megatron_core import mtp_layer_field, submodules_of
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import ModelConfig, MoeConfig
 from mega_rl.converters.architecture import HFConfig, Mla
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.errors import UserError
@@ -42,7 +42,7 @@ CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
 def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
-    """ "te" or "local" for `model.transformer_impl`; asking for Transformer Engine where it cannot run is an error.
+    """Return "te" or "local" for `engine.megatron.transformer_impl`.
 
     Raises:
         UserError: `transformer_engine` requested without a CUDA device or without the package.
@@ -54,14 +54,14 @@ def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
         return "te" if available else "local"
     if not available:
         raise UserError(
-            f"model.transformer_impl={requested}: Transformer Engine needs a CUDA device and the package "
-            "transformer-engine, which are not both here; use model.transformer_impl=auto or local"
+            f"engine.megatron.transformer_impl={requested}: Transformer Engine needs a CUDA device and the package "
+            "transformer-engine, which are not both here; use engine.megatron.transformer_impl=auto or local"
         )
     return "te"
 
 
-def check_experts(impl: Spec, hf: HFConfig, settings: Config) -> None:
-    """Settings of experts that the layers `impl` ("te" or "local") cannot follow.
+def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfig) -> None:
+    """Check the settings of experts against the layers `impl`, "te" or "local".
 
     Raises:
         UserError: experts one after the other in Transformer Engine's layers, or recomputation of grouped experts'
@@ -69,16 +69,16 @@ def check_experts(impl: Spec, hf: HFConfig, settings: Config) -> None:
     """
     if hf.moe is None:
         return
-    if impl == "te" and not settings.moe.grouped_experts:
+    if impl == "te" and not moe.grouped_experts:
         raise UserError(
-            "moe.grouped_experts=false: Transformer Engine's layers have their experts grouped; set it to true or "
-            "model.transformer_impl=local"
+            "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped; set it "
+            "to true or engine.megatron.transformer_impl=local"
         )
-    selective = settings.model.recompute == "selective"
-    if impl == "local" and selective and "moe_act" in settings.model.recompute_modules:
+    selective = model.recompute == "selective"
+    if impl == "local" and selective and "moe_act" in model.recompute_modules:
         raise UserError(
             "model.recompute_modules: moe_act is the activation of grouped experts, which Transformer Engine's layers "
-            "have; with model.transformer_impl=local recompute moe instead"
+            "have; with engine.megatron.transformer_impl=local recompute moe instead"
         )
 
 
@@ -97,7 +97,7 @@ def _has_latent_attention() -> bool:
 
 
 def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
-    """What of an architecture only the local spec's modules can do, in words.
+    """Return the features of an architecture that only the local spec's modules support, in words.
 
     Transformer Engine passes keys round a ring of context-parallel ranks, and refuses windows and sinks there; its ways
     of communicating that take them refuse packed sequences, in part of its versions.
@@ -106,9 +106,9 @@ def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
         what
         for what, there in {
             "norms on the outputs of attention and MLP": hf.post_norms,
-            "a RoPE base of its own in sliding-window layers": hf.rope.local_theta is not None,
+            "a separate RoPE base in sliding-window layers": hf.rope.local_theta is not None,
             "query and key norms over all heads together": hf.qk_norm_joint,
-            "an epsilon of its own in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
+            "a separate norm epsilon in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
             "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
             "attention sinks over context parallelism": cp_size > 1 and hf.sinks,
         }.items()
@@ -135,8 +135,8 @@ def decoder_spec(
     lacking = needs_local_spec(hf, cp_size=pg_collection.cp.size())
     if lacking:
         raise UserError(
-            f"model.transformer_impl: Megatron-Core's Transformer Engine layers lack what {hf.model_type} has "
-            f"({', '.join(lacking)}); use model.transformer_impl=local"
+            f"engine.megatron.transformer_impl: Megatron-Core's Transformer Engine layers lack what {hf.model_type} "
+            f"has ({', '.join(lacking)}); use engine.megatron.transformer_impl=local"
         )
     from megatron.core.extensions.transformer_engine import TENorm
 
@@ -173,7 +173,7 @@ def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection)
 
 
 def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
-    """One of upstream's Transformer Engine layers with our router and latent attention; experts are grouped."""
+    """Return an upstream layer of Transformer Engine with our router and latent attention; experts are grouped."""
     moe = hf.moe is not None and hf.is_moe(layer)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=hf.moe.num_experts if hf.moe is not None and moe else None,
@@ -189,7 +189,7 @@ def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
 
 
 def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection) -> ModuleSpec:
-    """A layer of Megatron-Core's modules with our core attention and norms."""
+    """Return a layer of Megatron-Core's local modules with our core attention and norms."""
     moe = hf.is_moe(layer)
     local_rope = hf.rope.local_theta is not None and hf.window is not None and hf.window.layers[layer]
     special = hf.post_norms or local_rope
@@ -210,7 +210,7 @@ def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection
 
 
 def _te_names(hf: HFConfig, *, moe: bool) -> dict[str, str]:
-    """Prefixes of a layer's names and what checkpoints call them: Transformer Engine's names, to load under both."""
+    """Return prefixes of a layer's names and their names in checkpoints, those of Transformer Engine."""
     names = {}
     if hf.mla is None:
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
@@ -241,7 +241,7 @@ def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpe
 
 
 def _latent_attention(mla: Mla) -> ModuleSpec:
-    """The down projections are whole on every rank, as under Transformer Engine; upstream's local spec cuts them."""
+    """Keep the down projections whole on every rank, as Transformer Engine does; upstream's local spec cuts them."""
     norm = ModuleSpec(module=LatentRMSNorm, params={"latent_eps": mla.norm_eps})
     return ModuleSpec(
         module=LatentAttention,

@@ -1,4 +1,4 @@
-"""All ranks of a group learn one value, one failure or one result, or raise together. Values travel as JSON."""
+"""Agreement of a group's ranks on a value, a failure or a result; raising together. Values travel as JSON."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def merge_failures(own: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
 def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s: float = 5.0) -> Any:
     """Call `work` on group rank `source` alone and return its result (JSON) on every rank; collective.
 
-    While it runs the ranks meet every `beat_s` seconds, so the deadline of a collective is no bound on the work, which
-    must have one of its own, and a dead rank is noticed. `work` runs on a thread of its own and may do no collective.
+    Meanwhile the ranks meet every `beat_s` seconds: a collective's deadline does not limit the work, and a dead rank is
+    noticed. `work` needs its own deadline, runs in its own thread and may do no collective.
 
     Raises:
         RunError: on all ranks, when the work raised (UserError for a UserError); on `source` the error itself.
@@ -91,7 +91,7 @@ def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s
     def run() -> None:
         try:
             done["result"] = work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again on every rank
             done["error"] = error
 
     thread = threading.Thread(target=run, name="run_on_one", daemon=True)

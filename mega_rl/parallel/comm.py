@@ -1,4 +1,4 @@
-"""What the trainer may ask of a group of ranks (`mega_rl.protocols.Ranks`), for one process and for many.
+"""Collectives of the trainer on a group of ranks (`mega_rl.protocols.Ranks`), for one process and for many.
 
 Tensors may live anywhere: they travel on the group's device and come back to theirs. Everything is made contiguous
 first, since gloo returns wrong data for strided tensors without an error. Objects travel as JSON, never as a pickle.
@@ -21,7 +21,7 @@ from mega_rl.protocols import Batch
 
 
 class SingleRank:
-    """A group of one, in which nothing moves."""
+    """Group of one rank, whose collectives return clones."""
 
     rank = 0
     size = 1
@@ -39,13 +39,13 @@ class SingleRank:
         return _like(rows, self.gather_tensordict(_as_tensordict(rows)))
 
     def gather_tensordict(self, batch: TensorDict) -> TensorDict:
-        """A copy. Raises RunError as for many ranks."""
+        """Return a clone of the batch. Raises RunError as for many ranks."""
         parts = _Parts(batch)
-        told = self.gather_json(parts.message())
-        return parts.joined({name: tensor.detach().clone() for name, tensor in parts.tensors.items()}, told)
+        messages = self.gather_json(parts.message())
+        return parts.joined({name: tensor.detach().clone() for name, tensor in parts.tensors.items()}, messages)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """[a copy of the value]. Raises RunError as for many ranks."""
+        """Return [value], after a round trip through JSON. Raises RunError as for many ranks."""
         return _decoded([_encoded(value)])
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
@@ -71,21 +71,21 @@ class GroupRanks:
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Elementwise sum over the group, as a new tensor."""
+        """Return the elementwise sum over the group, as a new tensor."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """Elementwise maximum over the group, as a new tensor."""
+        """Return the elementwise maximum over the group, as a new tensor."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        """The tensor of group rank `source`, as a new one."""
+        """Return the tensor of group rank `source`, as a new one."""
         sent = self._travelling(tensor)
         dist.broadcast(sent, group_src=source, group=self._group)
         return sent.to(tensor.device)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order, on every rank: None, bool, int, float, str, lists and dicts of them.
+        """Return every rank's value in rank order, on every rank: None, bool, int, float, str, lists and dicts of them.
 
         Raises:
             RunError: on all ranks alike, a value of some rank holds anything else (JSON would change or refuse it).
@@ -97,36 +97,36 @@ class GroupRanks:
         return _decoded([bytes(text[:size].tolist()) for text, size in zip(texts, sizes, strict=True)])
 
     def gather_rows(self, rows: Batch) -> Batch:
-        """All ranks' rows in rank order on every rank, padded to the group's largest S; see `gather_tensordict`.
+        """Return all ranks' rows in rank order on every rank, padded to the group's largest S; see `gather_tensordict`.
 
         rows: a batch whose fields are [B, S, ...] or [B], or objects; B and S may differ between ranks, B may be 0.
         """
         return _like(rows, self.gather_tensordict(_as_tensordict(rows)))
 
     def gather_tensordict(self, batch: TensorDict) -> TensorDict:
-        """All ranks' rows in rank order on every rank.
+        """Return all ranks' rows in rank order on every rank.
 
         batch: of size [B], which may differ between ranks and be 0. It may hold tensors [B] and [B, S, ...], filled up
         with zeros (False) to the group's largest S of that field; a NonTensorStack, an object for each row; and
-        NonTensorData, which speaks of all rows and stays as it is. Objects are those that `gather_json` takes.
+        NonTensorData, one value for all rows, which stays as it is. Objects are those that `gather_json` takes.
 
         Raises:
             RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
         """
         parts = _Parts(batch)
-        told = self.gather_json(parts.message())
-        _check_same("field", [one["kinds"] for one in told])
-        _check_same("field", [{name: json.dumps(value) for name, value in one["shared"].items()} for one in told])
-        counts = [one["rows"] for one in told]
+        messages = self.gather_json(parts.message())
+        _check_same("field", [one["kinds"] for one in messages])
+        _check_same("field", [{name: json.dumps(value) for name, value in one["shared"].items()} for one in messages])
+        counts = [one["rows"] for one in messages]
         received = {}
         for name, tensor in parts.tensors.items():
-            length = max(one["lengths"].get(name, 0) for one in told)
+            length = max(one["lengths"].get(name, 0) for one in messages)
             sent = torch.cat([_padded(tensor.detach(), length)] * self.size)
             received[name] = self._send(sent, [len(tensor)] * self.size, counts).to(tensor.device)
-        return parts.joined(received, told)
+        return parts.joined(received, messages)
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
-        """Row i of this rank goes to rank `destinations[i]`; returns what arrives, in source-rank order.
+        """Send row i of this rank to rank `destinations[i]`; return the received rows, in source-rank order.
 
         Rows of one source keep their order. Fields are tensors; shapes as in `gather_rows`; destinations: [B] int64.
         """
@@ -142,7 +142,7 @@ class GroupRanks:
         return _like(rows, TensorDict(received, sum(received_counts)))
 
     def _exchange_counts(self, counts: list[int]) -> list[int]:
-        """Rows that each rank sends here, from the numbers this rank sends to each."""
+        """Return the number of rows that each rank sends here; `counts` are those that this rank sends to each."""
         sent = torch.tensor(counts, dtype=torch.int64, device=self._device)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
@@ -157,7 +157,7 @@ class GroupRanks:
         return received.view(rows.dtype).squeeze(-1) if as_bytes else received
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, of one shape and dtype, in rank order."""
+        """Return every rank's tensor, of one shape and dtype, in rank order."""
         sent = self._travelling(tensor)
         received = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(received, sent, group=self._group)
@@ -169,28 +169,12 @@ class GroupRanks:
         return total.to(tensor.device)
 
     def _travelling(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the group's device."""
+        """Return a contiguous copy on the group's device."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor.detach())
 
 
-def gather_metrics(
-    metrics: Mapping[str, float | Sequence[float]], ranks: SingleRank | GroupRanks
-) -> dict[str, list[float]]:
-    """The numbers of all ranks under each name, in rank order, on every rank; a rank's list stays in its order.
-
-    NaN and infinities travel as they are.
-
-    Raises:
-        RunError: on all ranks alike, a name is not there on all.
-    """
-    numbers = {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in metrics.items()}
-    told = ranks.gather_json(numbers)
-    _check_same("metric", [dict.fromkeys(one, "there") for one in told])
-    return {name: [number for one in told for number in one[name]] for name in numbers}
-
-
 class _Parts:
-    """A TensorDict by kinds of fields, each in the order of names: the same on all ranks, whoever filled it."""
+    """Fields of a TensorDict by kind, each sorted by name, so that all ranks have the same order."""
 
     def __init__(self, batch: TensorDict) -> None:
         assert batch.batch_dims == 1, f"rows are the one dimension of a batch, not {tuple(batch.batch_size)}"
@@ -209,7 +193,7 @@ class _Parts:
                 self.tensors[name] = field
 
     def message(self) -> dict[str, Any]:
-        """What the other ranks must know to take the rows: all but the tensors' elements."""
+        """Return everything that other ranks need for the rows but the tensors' elements."""
         kinds = {name: _kind(field) for name, field in self.tensors.items()}
         kinds |= dict.fromkeys(self.objects, "objects of rows") | dict.fromkeys(self.shared, "data of all rows")
         return {
@@ -220,53 +204,53 @@ class _Parts:
             "shared": {name: field.data for name, field in self.shared.items()},
         }
 
-    def joined(self, tensors: Mapping[str, Tensor], told: Sequence[Mapping[str, Any]]) -> TensorDict:
-        """The rows of all ranks, from their tensors and their messages."""
-        count = sum(one["rows"] for one in told)
-        objects = {name: [value for one in told for value in one["objects"][name]] for name in self.objects}
+    def joined(self, tensors: Mapping[str, Tensor], messages: Sequence[Mapping[str, Any]]) -> TensorDict:
+        """Return the rows of all ranks, from their tensors and their messages."""
+        count = sum(one["rows"] for one in messages)
+        objects = {name: [value for one in messages for value in one["objects"][name]] for name in self.objects}
         fields: dict[str, Any] = dict(tensors)
         fields |= {name: NonTensorStack(*values) if values else self.objects[name] for name, values in objects.items()}
-        fields |= {name: NonTensorData(value, batch_size=[count]) for name, value in told[0]["shared"].items()}
+        fields |= {name: NonTensorData(value, batch_size=[count]) for name, value in messages[0]["shared"].items()}
         return TensorDict(fields, count)
 
 
 def _kind(tensor: Tensor) -> str:
-    """What ranks must agree on: "torch.float32 [B, S, 3]"."""
+    """Return the dtype and sizes on which ranks must agree: "torch.float32 [B, S, 3]"."""
     sizes = [*("B", "S")[: tensor.dim()], *map(str, tensor.shape[2:])]
     return f"{tensor.dtype} [{', '.join(sizes)}]"
 
 
-def _check_same(what: str, found: Sequence[Mapping[str, str]]) -> None:
-    """Raises RunError unless all ranks have the same names, and under each name the same text."""
+def _check_same(what: str, of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Check that all ranks have the same names, and under each name the same text. Raises RunError."""
     problems = []
-    for name in sorted(set().union(*found)):
+    for name in sorted(set().union(*of_ranks)):
         ranks_of: dict[str, list[str]] = {}
-        for rank, texts in enumerate(found):
+        for rank, texts in enumerate(of_ranks):
             ranks_of.setdefault(texts.get(name, "missing"), []).append(str(rank))
         if len(ranks_of) > 1:
-            told = "; ".join(f"{text} on rank(s) {', '.join(ranks)}" for text, ranks in ranks_of.items())
-            problems.append(f"{what} {name!r} is not the same on all ranks: {told}")
+            values = "; ".join(f"{text} on rank(s) {', '.join(ranks)}" for text, ranks in ranks_of.items())
+            problems.append(f"{what} {name!r} is not the same on all ranks: {values}")
     if problems:
         raise RunError("\n".join(problems))
 
 
 def _encoded(value: Any) -> bytes:
-    """A message with the value, or with what is wrong with it: a rank that raised alone would leave the others."""
+    """Return a message with the value or its problem: a rank that raised alone would leave the others waiting."""
     problem = _not_json(value, "")
     return json.dumps({"value": value} if problem is None else {"problem": problem}).encode()
 
 
 def _decoded(texts: Sequence[bytes]) -> list[Any]:
-    """The ranks' values. Raises RunError where one could not be sent."""
-    told = [json.loads(text) for text in texts]
-    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(told) if "problem" in one]
+    """Return the ranks' values. Raises RunError if one could not be sent."""
+    messages = [json.loads(text) for text in texts]
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(messages) if "problem" in one]
     if problems:
         raise RunError("\n".join(problems))
-    return [one["value"] for one in told]
+    return [one["value"] for one in messages]
 
 
 def _not_json(value: Any, where: str) -> str | None:
-    """What in a value JSON would change or refuse; None: nothing."""
+    """Return the part of a value that JSON would change or refuse, in words, or None."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return None
     if isinstance(value, list):
@@ -283,12 +267,12 @@ def _not_json(value: Any, where: str) -> str | None:
 
 
 def _as_tensordict(rows: Any) -> TensorDict:
-    """The fields of a tensorclass; optional ones that it lacks left out."""
+    """Return the fields of a tensorclass without optional ones that it lacks."""
     return TensorDict({name: field for name, field in rows.items() if field is not None}, len(rows.tokens))
 
 
 def _tensors(rows: Any) -> dict[str, Tensor]:
-    """The fields of a tensorclass, by name; optional ones that it lacks left out."""
+    """Return the tensors of a tensorclass by name, without optional ones that it lacks."""
     parts = _Parts(_as_tensordict(rows))
     others = [*parts.objects, *parts.shared]
     assert not others, f"objects cannot be exchanged: {', '.join(others)}"
@@ -296,14 +280,14 @@ def _tensors(rows: Any) -> dict[str, Tensor]:
 
 
 def _like(rows: Batch, fields: TensorDict) -> Batch:
-    """A batch of the same class."""
+    """Return a batch of the class of `rows` with these fields."""
     make: Any = type(rows)
     batch: Batch = make(**dict(fields.items()), batch_size=fields.batch_size)
     return batch
 
 
 def _padded(field: Tensor, length: int) -> Tensor:
-    """[B, S, ...] filled up with zeros (False) to S = length; [B] unchanged."""
+    """Return [B, S, ...] padded with zeros (False) to S = length; [B] unchanged."""
     if field.dim() == 1 or field.shape[1] == length:
         return field
     padding = field.new_zeros((field.shape[0], length - field.shape[1], *field.shape[2:]))

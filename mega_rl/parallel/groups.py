@@ -1,4 +1,4 @@
-"""Process groups of a layout: built once, passed on as arguments, taken down without a trace.
+"""Process groups of a layout: built once, passed on as arguments, destroyed completely.
 
 The only file that reads `megatron.core.parallel_state`.
 """
@@ -24,11 +24,11 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 prepare()  # before the first import of Megatron-Core
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402 - as above
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402 - as above
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding  # noqa: E402 - as above
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402 - as above
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402 - as above
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _generation = itertools.count()
 
 @cache
 def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
-    """(store, rank, world size) from torchrun's environment, or a private store for one process without it.
+    """Return (store, rank, world size) from torchrun's environment, or a private store for one process without it.
 
     Kept for the life of the process: a second TCP store on the same port would race with the first one's end.
     """
@@ -65,7 +65,7 @@ def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
 def initialize(
     layout: ParallelLayout, *, accelerator: Accelerator, timeout_s: float, optimizer_instances: int = 1
 ) -> Groups:
-    """Groups of this rank; collective over the world, once until `destroy`.
+    """Build the groups of this rank; collective over the world, once until `destroy`.
 
     Joins the world first unless somebody has. Every group fails a collective that does not end within `timeout_s`
     seconds. `optimizer_instances` sharded copies of the optimizer state split each data-parallel group.
@@ -125,7 +125,7 @@ def destroy() -> None:
 
 
 def _forget_upstream() -> None:
-    """Drop what keeps groups alive in Megatron-Core after its `destroy_model_parallel`.
+    """Drop the references that keep groups alive in Megatron-Core after its `destroy_model_parallel`.
 
     Rotary embeddings, which know their context-parallel group, stay in a cache of their class, keyed by instance; and a
     global is not reset.
@@ -148,7 +148,7 @@ def seed_model_parallel(seed: int, groups: Groups) -> None:
 
 
 def random_tracker() -> Any:
-    """Megatron-Core's states of random numbers, by name."""
+    """Return Megatron-Core's tracker of random states."""
     return get_cuda_rng_tracker()
 
 
@@ -169,7 +169,7 @@ def _check_world(layout: ParallelLayout, world_size: int) -> None:
 
 
 def _replica_group(layout: ParallelLayout, collection: ProcessGroupCollection, *, timeout: timedelta) -> ProcessGroup:
-    """Megatron-Core's `mp` group, which leaves context parallelism out, or with it a group of our own."""
+    """Return the group of a replica: Megatron-Core's `mp`, or a new one with context parallelism, which `mp` omits."""
     if layout.cp == 1:
         return collection.mp
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]

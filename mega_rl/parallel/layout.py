@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where one rank stands; `ep_rank` and `etp_rank` count within the ranks that share its experts."""
+    """Position of one rank in the layout; `ep_rank` and `etp_rank` count within the ranks that share its experts."""
 
     tp_rank: int = 0
     cp_rank: int = 0
@@ -114,34 +114,16 @@ class ParallelLayout:
         return "-".join([*parts, f"dp{self.dp}"]) + ("-sp" if self.sequence_parallel else "")
 
 
-def uneven_pipeline(num_layers: int, stages: int, *, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Layers of every stage when the first and the last hold so many (0: an even share) and the others share the rest.
-
-    Raises ValueError, naming the numbers, where that does not come out.
-    """
-    given = [layers for layers in (first, last) if layers]
-    rest, others = num_layers - sum(given), stages - len(given)
-    if rest < 0 or (others == 0 and rest) or (others > 0 and rest % others):
-        raise ValueError(
-            f"{num_layers} layers with {first or 'an even share'} in the first and {last or 'an even share'} in the "
-            f"last of {stages} stages: {rest} layers do not spread evenly over the other {others}"
-        )
-    share = rest // others if others else 0
-    if stages == 1:
-        return (num_layers,)
-    return (first or share, *[share] * (stages - 2), last or share)
-
-
 def parse_pipeline(text: str) -> tuple[int, ...]:
-    """Layers of every stage from Megatron-Core's notation, "Et*3|(tt|)*2t|L": E embedding, t layer, m MTP, L loss.
+    """Parse Megatron-Core's notation of stages, "Et*3|(tt|)*2t|L" (E embedding, t layer, m MTP, L loss), into layers.
 
-    Raises ValueError, naming what is wrong: embedding and loss belong to the first and the last stage, MTP layers
-    to the last.
+    Raises ValueError with the problem: embedding and loss belong to the first and the last stage, MTP layers to the
+    last.
     """
     plain = text.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^()]+)\)\*(\d+)", r"(.)\*(\d+)"):
         # A factor of at most three digits: no model has more layers, and the text may come from anyone.
-        plain = re.sub(pattern, lambda found: found[1] * int(found[2][:3]), plain)
+        plain = re.sub(pattern, lambda match: match[1] * int(match[2][:3]), plain)
     stages = plain.split("|")
     if set(plain) - set("EtmL|"):
         raise ValueError(f"pipeline layout {text!r}: may hold E, t, m, L, |, (...)*n and x*n only")

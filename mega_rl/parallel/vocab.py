@@ -48,7 +48,7 @@ def vocab_parallel_logprobs_entropy(
         temperature: the logits are divided by it.
         chunk_rows: rows handled at a time; None chooses.
         with_entropy: False saves its share of the work and returns None in its place.
-        inplace_backward: write the gradient over the logits. They must be a temporary that nobody reads afterwards, as
+        inplace_backward: write the gradient over the logits, which must be a temporary without later readers, as
             an output layer's result is; autograd raises where somebody does, and on a second backward. False allocates
             a gradient of the logits' size.
     """
@@ -78,7 +78,7 @@ def vocab_parallel_logprobs_entropy(
 
 
 class _LogprobsEntropy(torch.autograd.Function):
-    """See the module's docstring; `local_targets` count from this rank's first column and may lie outside."""
+    """Log-prob and entropy as in the module's docstring; `local_targets` count from this rank's first column."""
 
     @staticmethod
     def forward(
@@ -180,16 +180,16 @@ def _scaled_difference(logits: Tensor, maximum: Tensor, scale: float) -> Tensor:
 
 
 def _row_chunks(tokens: int, chunk_rows: int) -> Iterator[slice]:
-    """Slices that cover the rows; none where `chunk_rows` is 0, that is, where a rank holds only padding."""
+    """Yield slices that cover the rows; none if `chunk_rows` is 0, as on a rank that holds only padding."""
     if chunk_rows:
         yield from (slice(start, min(start + chunk_rows, tokens)) for start in range(0, tokens, chunk_rows))
 
 
 def _hits(local_targets: Tensor, columns: int) -> Tensor:
-    """[T] bool: the target's column is on this rank."""
+    """Return [T] bool: whether the target's column is on this rank."""
     return (local_targets >= 0) & (local_targets < columns)
 
 
 def _inside(local_targets: Tensor, columns: int) -> Tensor:
-    """Targets as valid column indices, wherever they lie."""
+    """Return targets clamped to valid column indices of this rank."""
     return local_targets.clamp(0, columns - 1)

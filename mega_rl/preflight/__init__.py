@@ -1,11 +1,10 @@
-"""Everything that can be found wrong before work starts: config, rules, and the files that the run will read.
+"""Checks before work starts: config, rules, and the files that the run will read.
 
-Imports no torch, so that a mistake is answered at once.
+Imports no torch, so that a mistake is reported at once.
 """
 
-from mega_rl.preflight.checkpoints import NOT_SAMPLED, TRAINED
 from mega_rl.preflight.launcher import launched_world_size
 from mega_rl.preflight.rewards import REWARD_FUNCTIONS
 from mega_rl.preflight.run import check_run, preflight
 
-__all__ = ["NOT_SAMPLED", "REWARD_FUNCTIONS", "TRAINED", "check_run", "launched_world_size", "preflight"]
+__all__ = ["REWARD_FUNCTIONS", "check_run", "launched_world_size", "preflight"]

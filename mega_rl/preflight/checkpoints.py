@@ -1,4 +1,4 @@
-"""Checkpoints: architectures that can be trained, and weight files that are whole."""
+"""Checks of checkpoints: an architecture that can be trained, and complete weight files."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ from pathlib import Path
 from mega_rl.config.facts import ModelFacts
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES, TRAINED
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.parallel.layout import ParallelLayout, parse_pipeline, uneven_pipeline
+from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 from mega_rl.preflight.known_bugs import known_bug
 from mega_rl.storage.safetensors_header import read_entries
 
-# Families whose gradients are tested on every layout and whose rollouts are tested against transformers.
-TRAINED = (
-    "deepseek_v2", "deepseek_v3", "gemma3_text", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "olmoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe",
-)  # fmt: skip
-NOT_SAMPLED = {
-    "gpt_oss": "the embedded rollout engine has no attention sinks",
-    "kimi_k2": "transformers, whose model the embedded rollout engine samples from, does not know it",
-}
-
 
 def checkpoint_paths(config: Config) -> dict[str, str]:
-    """Folder of every checkpoint that the run reads, by config key."""
+    """Return the folder of every checkpoint that the run reads, by config key."""
     model, reward = config.model, config.reward
     paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
     if reward.source == "model":
-        paths["reward.model_path"] = reward.model_path
+        paths["reward.model.path"] = reward.model.path
     return {key: path for key, path in paths.items() if path}
 
 
@@ -58,7 +49,7 @@ def weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> list[st
 
 
 def facts_of(checkpoint: HFConfig) -> ModelFacts:
-    """What the rules between settings need to know of a checkpoint."""
+    """Return the sizes of a checkpoint's model that the rules between settings read."""
     moe = checkpoint.moe
     return ModelFacts(
         num_layers=checkpoint.num_layers,
@@ -75,28 +66,21 @@ def facts_of(checkpoint: HFConfig) -> ModelFacts:
 
 
 def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """What is wrong with uneven stages: their notation, their number, or the sum of their layers."""
-    par = config.parallel
-    stages = par.pp * par.vpp
-    if par.pp == 1:
-        return  # said to be without effect
+    """Yield the problems of uneven stages: their notation, their number, or the sum of their layers."""
+    par = config.engine.megatron
+    if par.pp == 1 or not par.pipeline:
+        return  # a rule of the config refuses the setting with one stage
     for key, checkpoint in checkpoints.items():
         try:
-            if par.pipeline:
-                pipeline = parse_pipeline(par.pipeline)
-                ParallelLayout(world_size=par.pp, pp=par.pp, vpp=par.vpp, pipeline=pipeline).layers_of(
-                    0, checkpoint.num_layers
-                )
-            elif par.first_stage_layers or par.last_stage_layers:
-                first, last = par.first_stage_layers, par.last_stage_layers
-                uneven_pipeline(checkpoint.num_layers, stages, first=first, last=last)
+            pipeline = parse_pipeline(par.pipeline)
+            layout = ParallelLayout(world_size=par.pp, pp=par.pp, vpp=par.vpp, pipeline=pipeline)
+            layout.layers_of(0, checkpoint.num_layers)
         except ValueError as error:
-            setting = "parallel.pipeline" if par.pipeline else "parallel.first_stage_layers/last_stage_layers"
-            yield f"{setting}: {key}: {error}"
+            yield f"engine.megatron.pipeline: {key}: {error}"
 
 
 def tensor_shape(directory: Path, name: str) -> list[int] | None:
-    """Shape of a tensor of a checkpoint by the header of its file; None where there is none or the file is damaged."""
+    """Return a tensor's shape from the header of its file; None if it is missing or the file is damaged."""
     file = directory / "model.safetensors"
     try:
         if not file.is_file():
@@ -110,10 +94,11 @@ def tensor_shape(directory: Path, name: str) -> list[int] | None:
 
 
 def _untrained(hf: HFConfig) -> Iterator[str]:
-    """What can be converted, but has not been shown to train as a single rank of transformers does."""
-    if hf.family in NOT_SAMPLED:
+    """Yield why a model that can be converted cannot be trained: not shown to train, a known bug, quantized weights."""
+    reason = FAMILIES[hf.family].not_trained
+    if reason:
         yield (
-            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet: {NOT_SAMPLED[hf.family]}; "
+            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet: {reason}; "
             f"trained are {', '.join(TRAINED)}"
         )
     bug = known_bug(hf)
@@ -127,7 +112,7 @@ def _untrained(hf: HFConfig) -> Iterator[str]:
 
 
 def _weight_files(directory: Path) -> Iterator[str]:
-    """What is wrong with the weights as `mega_rl.storage.safetensors_reader` finds them: one file, or an index."""
+    """Yield the problems of the weight files, looked up as `mega_rl.storage.safetensors_reader` does."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         yield from _shard(single)
@@ -154,7 +139,7 @@ def _indexed_shard(directory: Path, name: object) -> Iterator[str]:
 
 
 def _shard(path: Path) -> Iterator[str]:
-    """Yield why a file is not whole, as its header says."""
+    """Yield the problems of a file's header and size."""
     try:
         read_entries(path)
     except UserErrors as error:

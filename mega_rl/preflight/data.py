@@ -1,4 +1,4 @@
-"""Data files: whether they are there, and have the columns that the run reads."""
+"""Checks of data files: they exist and have the columns that the run reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 def check_data(data: DataConfig) -> Iterator[str]:
-    """What is wrong with the files of prompts."""
+    """Yield the problems of the files of prompts."""
     if not data.train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
@@ -48,7 +48,7 @@ def _parquet_columns(path: Path) -> set[str]:
 
 
 def _first_row_columns(path: Path) -> set[str] | None:
-    """Keys of the first row; None where it is malformed, which the reader of the data reports or drops by line."""
+    """Return the keys of the first row; None if it is malformed, which the reader of the data reports or drops."""
     with path.open("rb") as file:
         line = file.readline()
     try:

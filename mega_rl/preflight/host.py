@@ -1,4 +1,4 @@
-"""What the run needs of the machine: packages, servers, folders."""
+"""Checks of the machine: packages, servers, folders, disk space."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from pathlib import Path
 
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.installation import require_sglang
 from mega_rl.storage.disk import free_bytes
 
-# Families whose model in SGLang 0.5.20 never reads tie_word_embeddings: its output layer would have no weights.
-UNTIED_IN_SGLANG = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-
 
 def check_packages(config: Config) -> Iterator[str]:
-    """Packages that the settings ask for and that are not there."""
+    """Yield the packages that the settings need and that are not installed."""
     if importlib.util.find_spec("psutil") is None:
         yield "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'"
-    if config.optim.precision_aware and importlib.util.find_spec("transformer_engine") is None:
+    if config.engine.megatron.optimizer.precision_aware and importlib.util.find_spec("transformer_engine") is None:
         yield (
-            "optim.precision_aware=true: needs Transformer Engine's FusedAdam, which is not installed; "
-            "pip install mega_rl[gpu] or set optim.precision_aware=false"
+            "engine.megatron.optimizer.precision_aware=true: needs Transformer Engine's FusedAdam, which is not "
+            "installed; pip install mega_rl[gpu] or set engine.megatron.optimizer.precision_aware=false"
         )
     for tracker in config.metrics.trackers:
         if importlib.util.find_spec(tracker) is None:
@@ -35,24 +33,26 @@ def check_packages(config: Config) -> Iterator[str]:
                 f"metrics.trackers: the client of {tracker} is not installed; pip install 'mega_rl[{tracker}]', or "
                 f"leave {tracker} out"
             )
-    if config.model.transformer_impl != "transformer_engine":
+    if config.engine.megatron.transformer_impl != "transformer_engine":
         return
     if importlib.util.find_spec("transformer_engine") is None:
-        yield "model.transformer_impl=transformer_engine: the package is not installed; set auto or local"
+        yield "engine.megatron.transformer_impl=transformer_engine: the package is not installed; set auto or local"
     if config.trainer.device == "cpu":
-        yield "model.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local"
+        yield (
+            "engine.megatron.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local"
+        )
 
 
 def check_servers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Whether SGLang is there to be started, or the keys of servers to be joined, and whether it serves the model."""
-    sglang = config.sglang
+    """Yield why SGLang cannot be started, the keys of servers cannot be read, or SGLang cannot serve the model."""
+    sglang = config.rollout.sglang
     if config.rollout.backend != "sglang":
         return
     actor = checkpoints.get("model.path")
-    if actor is not None and actor.tied and actor.family in UNTIED_IN_SGLANG:
+    if actor is not None and actor.tied and FAMILIES[actor.family].untied_in_sglang:
         yield (
             f"model.path: model_type={actor.family} with tie_word_embeddings=true: SGLang 0.5.20 gives its output "
-            "layer weights of its own, which the checkpoint has not; use an untied checkpoint or rollout.backend=hf"
+            "layer separate weights, which the checkpoint lacks; use an untied checkpoint or rollout.backend=hf"
         )
     try:
         if not sglang.urls:
@@ -60,11 +60,11 @@ def check_servers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
         elif sglang.keys_file:
             Keys.read(Path(sglang.keys_file))
     except UserError as error:
-        yield f"sglang.keys_file: {error}" if sglang.urls else str(error)
+        yield f"rollout.sglang.keys_file: {error}" if sglang.urls else str(error)
 
 
 def check_folders(config: Config) -> Iterator[str]:
-    """Folders that cannot be resumed from or written to."""
+    """Yield the folders that cannot be resumed from or written to."""
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and not Path(resume).is_dir():
         yield f"checkpoint.resume={resume!r}: no such directory; legal: auto, never or a checkpoint directory"
@@ -77,11 +77,11 @@ def check_folders(config: Config) -> Iterator[str]:
 
 
 def check_disk(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield that the disk of the run folder has no room for what the run will save."""
+    """Yield a problem if the disk of the run folder is too small for what the run will save."""
     needed = _bytes_of_a_save(config, checkpoints)
     try:
         free = free_bytes(Path(config.trainer.run_dir).absolute())
-    except RunError:  # `check_folders` says what is wrong with the folder
+    except RunError:  # `check_folders` reports the folder
         return
     if free < needed:
         yield (
@@ -102,7 +102,7 @@ def _bytes_of_a_save(config: Config, checkpoints: Mapping[str, HFConfig]) -> int
     if settings.save_final or settings.save_interval:
         if not config.model.frozen:
             # Weights, FP32 main parameters where they are not FP32 themselves, and two moments.
-            weight = 12 if weight == 4 or config.engine == "fsdp" else 14
+            weight = 12 if weight == 4 or config.engine.backend == "fsdp" else 14
         if config.algorithm.advantage == "gae":
             trained.append("model.critic_path" if config.model.critic_path else "model.path")
     elif not (settings.hf_final or settings.hf_interval):

@@ -1,4 +1,4 @@
-"""The source of rewards: a function that is there, a service that may be spoken to, a model with one label."""
+"""Checks of the source of rewards: a function that exists, a service with a valid key, a model with one label."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ REWARD_FUNCTIONS = ("exact_match", "math_verify")
 
 
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """What is wrong with the source that reward.source names; the others are not looked at."""
+    """Yield the problems of the source that reward.source names."""
     reward = config.reward
     if reward.source == "function":
         yield from _function(reward.function)
     elif reward.source == "http":
         yield from _service(config)
-    elif "reward.model_path" in checkpoints:
-        yield from _head(Path(reward.model_path), checkpoints["reward.model_path"])
+    elif "reward.model.path" in checkpoints:
+        yield from _head(Path(reward.model.path), checkpoints["reward.model.path"])
         yield from _room(config)
 
 
 def _service(config: Config) -> Iterator[str]:
     reward = config.reward
     try:
-        if reward.url.startswith(("http://", "https://")):  # a rule between settings speaks of others
-            RewardService.find(reward.url, reward.key_file)
+        if reward.http.url.startswith(("http://", "https://")):  # a rule between settings refuses others
+            RewardService.find(reward.http.url, reward.http.key_file)
     except UserError as error:
         yield str(error)
-    if reward.timeout_s >= config.trainer.timeout_s:
+    if reward.http.timeout_s >= config.trainer.timeout_s:
         yield (
-            f"reward.timeout_s={reward.timeout_s:g} must be below trainer.timeout_s={config.trainer.timeout_s:g}, the "
-            "time that other ranks wait for the scores"
+            f"reward.http.timeout_s={reward.http.timeout_s:g} must be below "
+            f"trainer.timeout_s={config.trainer.timeout_s:g}, the time that other ranks wait for the scores"
         )
 
 
 def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
-    """What is wrong with the labels of a sequence-classification checkpoint, in its config and its weights."""
+    """Yield the problems of a reward model's labels, in its config and its weights."""
     fix = "a reward model is a sequence-classification checkpoint with one label"
     names = hf.raw.get("id2label")
     labels = len(names) if isinstance(names, dict) else hf.raw.get("num_labels", 1)
     if labels != 1:
-        yield f"reward.model_path: {directory / 'config.json'}: has {labels} labels; {fix}"
+        yield f"reward.model.path: {directory / 'config.json'}: has {labels} labels; {fix}"
     expected, shape = [1, hf.hidden_size], tensor_shape(directory, hf.value_head)
     if shape is None:
-        yield f"reward.model_path: {directory}: has no {hf.value_head}; {fix}"
+        yield f"reward.model.path: {directory}: has no {hf.value_head}; {fix}"
     elif shape != expected:
-        yield f"reward.model_path: {directory}: {hf.value_head} has shape {shape}, not {expected}; {fix}"
+        yield f"reward.model.path: {directory}: {hf.value_head} has shape {shape}, not {expected}; {fix}"
 
 
 def _room(config: Config) -> Iterator[str]:
-    """Whether the longest row still fits a micro-batch with the one token that its score is read at."""
-    trainer, cp = config.trainer, config.parallel.cp
+    """Yield a problem if the longest row, with the one token at which its score is read, exceeds a micro-batch."""
+    trainer, cp = config.trainer, config.engine.megatron.cp
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     multiple = 2 * cp if cp > 1 else 1
     without, needed = (-(-length // multiple) * multiple for length in (longest, longest + 1))
-    if trainer.packing and without <= trainer.max_tokens_per_microbatch < needed:
+    if trainer.microbatch.packing and without <= trainer.microbatch.max_tokens < needed:
         yield (
-            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} cannot hold one sequence of "
+            f"trainer.microbatch.max_tokens={trainer.microbatch.max_tokens} cannot hold one sequence of "
             f"data.max_prompt_tokens+rollout.max_new_tokens={longest} and one more token for the reward model; make it "
             f"at least {needed}"
         )
 
 
 def _function(function: str) -> Iterator[str]:
-    """Whether the reward function is there; a user's file is parsed and not run."""
+    """Yield the problems of the reward function; a user's file is parsed, not run."""
     if function in REWARD_FUNCTIONS:
         return
     path_text, _, name = function.rpartition(":") if ".py:" in function else (function, "", "")
@@ -101,7 +101,7 @@ def _function(function: str) -> Iterator[str]:
 
 
 def _defined(statement: ast.stmt) -> set[str]:
-    """Names that a top-level statement of a module binds to something that may be called."""
+    """Return the names that a top-level statement of a module binds to something callable."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):

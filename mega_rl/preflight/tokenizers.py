@@ -1,4 +1,4 @@
-"""Tokenizers: whole, no larger than their models, and the actor's for every model that reads the actor's tokens."""
+"""Checks of tokenizers: readable, no larger than their models, and equal for models that share the actor's tokens."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, 
 from mega_rl.errors import UserError
 from mega_rl.preflight.checkpoints import checkpoint_paths
 
-ACTOR, REWARD = "model.path", "reward.model_path"
+ACTOR, REWARD = "model.path", "reward.model.path"
 
 
 def check_tokenizers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """What is wrong with the tokenizers of the checkpoints.
+    """Yield the problems of the checkpoints' tokenizers.
 
     Actor and reward model need one; reference and critic read the actor's tokens, so theirs must give the same ids.
     """
     paths = {key: Path(path) for key, path in checkpoint_paths(config).items() if key in checkpoints}
-    found: dict[str, TokenizerIdentity | None] = {}
+    tokenizers: dict[str, TokenizerIdentity | None] = {}
     for key, path in paths.items():
         try:
-            found[key] = read_tokenizer(path)
+            tokenizers[key] = read_tokenizer(path)
         except UserError as error:
             yield f"{key}: {error}"
             continue
-        yield from (f"{key}: {path}: {problem}" for problem in _fits_model(found[key], key, checkpoints[key]))
-    for key in (key for key in (ACTOR, REWARD) if found.get(key) is not None):
+        yield from (f"{key}: {path}: {problem}" for problem in _fits_model(tokenizers[key], key, checkpoints[key]))
+    for key in (key for key in (ACTOR, REWARD) if tokenizers.get(key) is not None):
         yield from (f"{key}: {problem}" for problem in _settings(paths[key], config.data if key == ACTOR else None))
-    actor = found.get(ACTOR)
+    actor = tokenizers.get(ACTOR)
     for key in ("model.ref_path", "model.critic_path"):
-        if actor is not None and key in found:
+        if actor is not None and key in tokenizers:
             sizes = (checkpoints[key].vocab_size, checkpoints[ACTOR].vocab_size)
-            yield from _is_actors(found[key], actor, key=key, folders=(paths[key], paths[ACTOR]), vocab_sizes=sizes)
+            yield from _same_tokenizer(
+                tokenizers[key], actor, key=key, folders=(paths[key], paths[ACTOR]), vocab_sizes=sizes
+            )
 
 
 def _fits_model(tokenizer: TokenizerIdentity | None, key: str, hf: HFConfig) -> Iterator[str]:
@@ -50,19 +52,19 @@ def _fits_model(tokenizer: TokenizerIdentity | None, key: str, hf: HFConfig) -> 
 
 
 def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
-    """Yield what is wrong with tokenizer_config.json, and with the chat template for `data` where that uses it."""
+    """Yield the problems of tokenizer_config.json, and of the chat template if `data` uses it."""
     try:
         settings = read_json_object(directory / "tokenizer_config.json")
     except UserError as error:
         yield str(error)
         return
-    if data is None or not data.chat_template:
+    if data is None or not data.chat.template:
         return
-    template = _template(directory, settings, tools="tools" in data.chat_template_kwargs)
+    template = _template(directory, settings, tools="tools" in data.chat.template_kwargs)
     if template is None:
-        yield f"{directory}: the tokenizer has no chat template; set data.chat_template=false"
-    elif data.chat_template_kwargs:
-        yield from _variables(directory, template, data.chat_template_kwargs)
+        yield f"{directory}: the tokenizer has no chat template; set data.chat.template=false"
+    elif data.chat.template_kwargs:
+        yield from _variables(directory, template, data.chat.template_kwargs)
 
 
 def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> str | None:
@@ -78,7 +80,7 @@ def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> s
 
 
 def _variables(directory: Path, template: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the variables that are set in vain, or that are not the user's to set."""
+    """Yield the variables that the template does not read, or that the run sets itself."""
     import jinja2
 
     from mega_rl.data.chat import OWN, template_variables
@@ -89,13 +91,13 @@ def _variables(directory: Path, template: str, kwargs: Mapping[str, Any]) -> Ite
         return  # the tokenizer's own reader has the last word, row by row
     for name in kwargs:
         if name in OWN:
-            yield f"data.chat_template_kwargs.{name}: is set by the run itself; remove it"
+            yield f"data.chat.template_kwargs.{name}: is set by the run itself; remove it"
         elif name not in known:
             legal = ", ".join(sorted(known)) or "none"
-            yield f"data.chat_template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"
+            yield f"data.chat.template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"
 
 
-def _is_actors(
+def _same_tokenizer(
     tokenizer: TokenizerIdentity | None,
     actor: TokenizerIdentity,
     *,
@@ -103,7 +105,7 @@ def _is_actors(
     folders: tuple[Path, Path],
     vocab_sizes: tuple[int, int],
 ) -> Iterator[str]:
-    """Whether a model's tokenizer is the actor's; sizes and folders are the model's, then the actor's."""
+    """Yield how a model's tokenizer differs from the actor's; folders and sizes: the model's, then the actor's."""
     difference = "" if tokenizer is None else tokenizer.difference(actor)
     if difference:
         yield (

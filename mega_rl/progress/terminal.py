@@ -181,7 +181,7 @@ class _Handler(logging.Handler):
         """Write the record."""
         try:
             self.display.write(self.format(record))
-        except Exception:
+        except Exception:  # noqa: BLE001 - logging's rule: a handler raises nothing
             self.handleError(record)
 
 
@@ -194,7 +194,7 @@ class _OtherRanksHandler(logging.Handler):
             start = ERASE_LINE if sys.stderr.isatty() else ""
             sys.stderr.write(f"{start}{self.format(record)}\n")
             sys.stderr.flush()
-        except Exception:
+        except Exception:  # noqa: BLE001 - logging's rule: a handler raises nothing
             self.handleError(record)
 
 
@@ -212,7 +212,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Reminder(threading.Thread):
-    """Writes a line now and then while an announced phase lasts, for logs that no live line reaches."""
+    """Thread that logs a line per REMINDER_S while an announced phase lasts, for logs without a live line."""
 
     def __init__(self, display: Display) -> None:
         super().__init__(name="progress reminder", daemon=True)
@@ -227,7 +227,7 @@ class _Reminder(threading.Thread):
                 logging.getLogger(__name__).info("still %s", _in_words(announced[-1]))
 
     def end(self) -> None:
-        """Stop writing."""
+        """End the thread of reminders."""
         self._ended.set()
 
 

@@ -1,4 +1,4 @@
-"""What a quickstart run came to: summary.json, a table and a plot."""
+"""Results of a quickstart run: summary.json, a table and a plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mega_rl.metrics.records import read_metrics
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers of one quickstart run."""
+    """Results of one quickstart run."""
 
     accuracy_before: float  # share of held-out problems answered right, greedily, by the warm-started model
     accuracy_after: float  # the same after PPO

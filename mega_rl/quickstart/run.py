@@ -1,4 +1,4 @@
-"""The quickstart: data, a fresh model, a supervised warm start, PPO, each training on ranks of its own, and a table."""
+"""The quickstart: data, a fresh model, a supervised warm start and PPO, each in its own launch, and a table."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def quickstart(*, engine: str, seed: int, run_dir: Path) -> None:
         setting("data.val_files", [str(run_dir / "data" / "held_out.jsonl")]),
     ]
     if engine != "megatron":
-        overrides.append(setting("engine", engine))
-    parallel = load(RECIPE, overrides).parallel
+        overrides.append(setting("engine.backend", engine))
+    parallel = load(RECIPE, overrides).engine.megatron
     layout = ParallelLayout(world_size=NUM_RANKS, tp=parallel.tp, pp=parallel.pp)
     prepare_folder(run_dir)
     with progress.phase(f"writing data and a fresh model to {run_dir}", announce=True):

@@ -25,8 +25,6 @@ from transformers.utils.logging import disable_progress_bar
 from mega_rl.errors import UserError
 
 NUM_DIGITS = 2  # of each operand
-PROMPT_TOKENS = 2 * NUM_DIGITS + 2  # the operands, "+" and "="
-RESPONSE_TOKENS = NUM_DIGITS + 2  # one digit more than an operand has, and the end of sequence
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # "-" does not occur in the task; it rounds the vocabulary up to 16, which small tensor-parallel sizes divide.
@@ -55,7 +53,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on and what is not: a held-out sum is in neither order in the other two sets."""
+    """Problems of the quickstart; a held-out sum is in neither order in the other two sets."""
 
     train: tuple[Problem, ...]  # prompts of PPO, each once, in random order
     held_out: tuple[Problem, ...]  # prompts of the accuracy before and after; never trained on
@@ -64,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Where `write_dataset` put the three sets."""
+    """Paths of the three sets that `write_dataset` wrote."""
 
     train: Path  # rows {"prompt", "answer"}
     held_out: Path  # rows {"prompt", "answer"}
@@ -72,12 +70,12 @@ class DatasetFiles:
 
 
 def add(left: int, right: int) -> str:
-    """The digits of the sum, units first: 37, 45 -> `280`."""
+    """Return the digits of the sum, units first: 37, 45 -> `280`."""
     return f"{left + right:0{NUM_DIGITS + 1}d}"[::-1]
 
 
 def add_without_carry(left: int, right: int) -> str:
-    """The sum with every carry forgotten, units first: 37, 45 -> `270`."""
+    """Return the sum with every carry forgotten, units first: 37, 45 -> `270`."""
     columns = zip(f"{left:0{NUM_DIGITS}d}", f"{right:0{NUM_DIGITS}d}", strict=True)
     return "".join(str((int(a) + int(b)) % 10) for a, b in reversed(list(columns))) + "0"
 
@@ -122,7 +120,7 @@ def make_task(
 
 
 def write_dataset(directory: Path, task: Task) -> DatasetFiles:
-    """Paths of the three JSONL files written to `directory`, which is created if it is missing."""
+    """Write the three JSONL files to `directory`, created if missing; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     files = DatasetFiles(
         train=directory / "train.jsonl",
@@ -136,7 +134,7 @@ def write_dataset(directory: Path, task: Task) -> DatasetFiles:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per character, 16 in all, which adds no special token of its own.
+    """Build a tokenizer of one token per character, 16 in all, which adds no special tokens.
 
     A character outside the vocabulary becomes `<unk>`.
     """

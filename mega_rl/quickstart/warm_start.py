@@ -12,15 +12,14 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
-from mega_rl.algorithms.aggregation import loss_weights
+from mega_rl.algorithms.aggregation import loss_weights, token_mean
 from mega_rl.algorithms.supervised import nll_loss
-from mega_rl.assemble import session
+from mega_rl.assemble import build_actor, session
 from mega_rl.config.schema import Config
 from mega_rl.data.ordering import permutation
 from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.build import build_engine
 from mega_rl.protocols import LossOutput
-from mega_rl.types import Experience, TokenOutputs
+from mega_rl.types import Experience, TokenOutputs, response_mask
 from mega_rl.workers.rollout import share
 
 log = logging.getLogger(__name__)
@@ -47,9 +46,7 @@ def warm_start(
     """
     with session(config, accelerator) as groups:
         source = Path(config.model.path)
-        engine = build_engine(
-            "actor", path=source, head="lm", trainable=True, config=config, groups=groups, accelerator=accelerator
-        )
+        engine = build_actor(config, groups, accelerator)
         order = permutation(len(demonstrations), key=(config.trainer.seed,))
         with progress.rounds("warm start step", steps) as rounds:
             for step in range(steps):
@@ -57,62 +54,51 @@ def warm_start(
                 batch = own_share(supervised_batch([demonstrations[i] for i in chosen]), engine)
                 metrics = engine.train_minibatch(batch, supervised_loss, lr=lr * learning_rate_factor(step, steps))
                 rounds.advance()
-                if step % LOG_INTERVAL == 0 or step == steps - 1:
-                    log.info("warm start %d/%d: loss %.3f", step + 1, steps, metrics["sft/loss"])
+                _log_loss(step, steps, metrics["sft/loss"])
         with progress.phase(f"saving {output}"):
             engine.save_hf(output, source=source)
 
 
+def _log_loss(step: int, steps: int, loss: float) -> None:
+    """Log the loss of every `LOG_INTERVAL`th step and of the last."""
+    if step % LOG_INTERVAL == 0 or step == steps - 1:
+        log.info("warm start %d/%d: loss %.3f", step + 1, steps, loss)
+
+
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then a cosine from 1 to 0.1."""
+    """Return the factor of a linear warm-up over the first tenth, then of a cosine from 1 to 0.1."""
     warmup = max(1, steps // 10)
     return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def supervised_loss(outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
-    """Mean negative log-likelihood of the response tokens."""
+    """Return the mean negative log-likelihood of the response tokens."""
     assert outputs.logprobs is not None
     return nll_loss(outputs.logprobs, loss_weights=fields["loss_weights"])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
-    """The demonstrations as a batch whose loss weights make the token mean; nothing of it comes from a policy."""
+    """Return the demonstrations as a batch whose loss weights make the token mean; no policy sampled them."""
     rows = len(demonstrations)
     prompt_lengths = torch.tensor([len(prompt) for prompt, _ in demonstrations])
     lengths = torch.tensor([len(prompt) + len(response) for prompt, response in demonstrations])
     tokens = torch.zeros(rows, int(lengths.max()), dtype=torch.int64)
     for row, (prompt, response) in enumerate(demonstrations):
         tokens[row, : len(prompt) + len(response)] = torch.tensor([*prompt, *response])
-    positions = torch.arange(tokens.size(1))
-    mask = (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
+    mask = response_mask(prompt_lengths, lengths, width=tokens.size(1))
     weights = loss_weights(
         mask,
-        "token-mean",
+        token_mean,
         global_tokens=float(mask.sum()),
         global_sequences=float(rows),
         max_response_tokens=tokens.size(1),
     )
-    blank = torch.zeros(tokens.shape)
-    return Experience(
-        tokens=tokens,
-        loss_mask=mask,
-        prompt_lengths=prompt_lengths,
-        lengths=lengths,
-        prompt_index=torch.arange(rows),
-        sample_index=torch.zeros(rows, dtype=torch.int64),
-        rollout_logprobs=blank,
-        old_logprobs=blank,
-        ref_logprobs=blank,
-        values=blank,
-        advantages=blank,
-        returns=blank,
-        loss_weights=weights,
-        token_weights=weights,
-        batch_size=[rows],  # type: ignore[call-arg]
+    return Experience.from_rows(
+        tokens, prompt_lengths=prompt_lengths, lengths=lengths, loss_weights=weights, token_weights=weights
     )
 
 
 def own_share(batch: Experience, engine: ModelEngine) -> Experience:
-    """This data-parallel rank's rows of a global batch."""
+    """Return this data-parallel rank's rows of a global batch."""
     own = share(batch.tokens.size(0), engine.data_parallel)
     return batch[own.start : own.stop]  # type: ignore[index]

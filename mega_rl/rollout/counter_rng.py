@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a counter: a draw does not depend on who makes it, when, or with whom."""
+"""Counter-based random numbers: a draw depends on its key and position, not on rank, time or batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _SHIFTS = (30, 27, 31)
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of `word` modulo 2**64."""
+    """Return the int64 with the bits of `word` modulo 2**64."""
     word &= _MASK_64
     return word - (1 << 64) if word >> 63 else word
 
 
 def _logical_shift(x: Tensor, shift: int) -> Tensor:
-    """Unsigned right shift of int64; torch's own repeats the sign bit."""
+    """Shift int64 right as unsigned; torch's own repeats the sign bit."""
     return (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser, a bijection of 64-bit words in which every input bit moves half of the output bits.
+    """Apply SplitMix64's finaliser, a bijection of 64-bit words in which every input bit moves half of the output bits.
 
     x: any shape, int64; products wrap modulo 2**64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", OOPSLA 2014, with the constants of Stafford's variant 13.
@@ -36,12 +36,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _absorb(state: Tensor, word: Tensor | int) -> Tensor:
-    """Next state after one more key word. Mixing between words keeps (a, b) and (b, a) apart."""
+    """Return the next state after one more key word. Mixing between words keeps (a, b) and (b, a) apart."""
     return _mix((state ^ word) + _signed(_WEYL))
 
 
 def stream_keys(seed: Sequence[int], *words: Tensor) -> Tensor:
-    """Key of each stream, int64 in the broadcast shape of `words`.
+    """Return the key of each stream, int64 in the broadcast shape of `words`.
 
     seed: any integers, any number of them; words: int64 tensors, one per further coordinate (prompt, sample, ...).
     """
@@ -55,5 +55,5 @@ def stream_keys(seed: Sequence[int], *words: Tensor) -> Tensor:
 
 
 def uniform_at(keys: Tensor, position: Tensor | int) -> Tensor:
-    """The `position`-th uniform of each stream: float64 in [0, 1) with 53 random bits, in the broadcast shape."""
+    """Return the `position`-th uniform of each stream: float64 in [0, 1) with 53 random bits, in broadcast shape."""
     return _logical_shift(_absorb(keys, position), 11).double() * 2.0**-53

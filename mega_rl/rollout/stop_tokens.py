@@ -1,4 +1,4 @@
-"""Which tokens end a response, and whether they are those that the tokenizer and its chat template end with."""
+"""Stop tokens of a response, compared with those that the tokenizer and its chat template end with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import jinja2
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -27,18 +26,24 @@ def with_end_of_sequence(model_path: Path, config: PreTrainedConfig, extra: Sequ
     return tuple(sorted({*_as_list(ids), *extra}))
 
 
-def check_stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, *, is_writer: bool) -> tuple[int, ...]:
-    """Return the ids that end a response, after a look at whether the model's responses are likely to.
+def check_stop_tokens(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    extra: Sequence[int],
+    chat_template: bool,
+    is_writer: bool,
+) -> tuple[int, ...]:
+    """Return the ids that end a response of the model at `path`, `extra` ones among them.
 
     Logs a warning, on the rank that writes, for each token that ends a sequence or a turn and is not one of them.
 
     Raises:
         UserError: no token ends a response.
     """
-    path = Path(config.model.path)
     model = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    stop_ids = with_end_of_sequence(path, model, config.rollout.stop_token_ids)
-    endings = dict(_endings(tokenizer, chat_template=config.data.chat_template))
+    stop_ids = with_end_of_sequence(path, model, extra)
+    endings = dict(_endings(tokenizer, chat_template=chat_template))
     if not stop_ids:
         raise UserError(_nothing_ends(path, tokenizer, endings))
     if not is_writer:
@@ -47,7 +52,7 @@ def check_stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, *, is_
         if token_id not in stop_ids:
             log.warning(
                 "%s ends %s and does not end a response; if the model is to stop there, set rollout.stop_token_ids=%s",
-                *(_named(tokenizer, token_id), what, _setting([*config.rollout.stop_token_ids, token_id])),
+                *(_named(tokenizer, token_id), what, _setting([*extra, token_id])),
             )
     return stop_ids
 
@@ -80,8 +85,8 @@ def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except (ValueError, jinja2.TemplateError):  # a template that refuses such turns says so of the data's
         return None
-    _, found, rest = rendered.rpartition(_ANSWER)
-    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if found and rest else []
+    _, separator, rest = rendered.rpartition(_ANSWER)
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if separator and rest else []
     special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
     return next((int(token_id) for token_id in ids if token_id in special), None)
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """[elements * size] uint8: the memory of a tensor, copied only if it is not contiguous."""
+    """Return the memory of a tensor, [elements * size] uint8; copied only if the tensor is not contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype and shape hold the same bits."""
+    """Return whether two tensors have the same dtype, shape and bits."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     x, y = bits(a), bits(b)

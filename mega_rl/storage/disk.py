@@ -1,7 +1,7 @@
-"""Every change that a save makes to the disk. No torch.
+"""Durable operations on files and folders: every change that a save makes to the disk. No torch.
 
-All of them are here, and every system call of this module goes through its name `os`: a test that replaces that name
-sees each write, fsync, rename and unlink of a save, and can end the process before or after it.
+Every system call of this module goes through its name `os`: a test that replaces that name sees each write, fsync,
+rename and unlink of a save, and can end the process before or after it.
 """
 
 from __future__ import annotations
@@ -18,30 +18,34 @@ IOV_MAX = 1024  # buffers in one pwritev
 
 
 class SaveError(RunError):
-    """A checkpoint that could not be written: names the file and what the operating system said."""
+    """A checkpoint that could not be written; the message names the file and the operating system's error."""
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, durably; one that is there already is left as it is."""
+    """Make a folder and its missing parents, durably; an existing one stays as it is."""
     with _naming(path):
         missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
         for folder in reversed(missing):
-            try:
-                os.mkdir(folder)
-            except FileExistsError:
-                if not folder.is_dir():
-                    raise
+            _make_one(folder)
             _sync_folder(folder.parent)
 
 
+def _make_one(folder: Path) -> None:
+    try:
+        os.mkdir(folder)
+    except FileExistsError:  # another process was faster
+        if not folder.is_dir():
+            raise
+
+
 def open_new(path: Path) -> int:
-    """A descriptor to write a file that must not be there yet."""
+    """Create a file, which must not exist, and return a descriptor to write it."""
     with _naming(path):
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def write_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
-    """Writes buffers of bytes one after the other, all of them, from `offset` on."""
+    """Write all buffers one after the other, from `offset` on."""
     left = [buffer for buffer in buffers if len(buffer)]
     with _naming(fd):
         while left:
@@ -56,19 +60,19 @@ def write_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
 
 
 def sync(fd: int) -> None:
-    """Returns when the file's bytes are on the disk."""
+    """Flush a file's bytes to the disk."""
     with _naming(fd):
         os.fsync(fd)
 
 
 def close(fd: int) -> None:
-    """Closes a file; some file systems tell only now what went wrong."""
+    """Close a file; some file systems report errors of earlier writes only here."""
     with _naming(fd):
         os.close(fd)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a new file durably, except for its name: that is `sync_folder`'s."""
+    """Write a new file durably, except for its name, which `sync_folder` makes durable."""
     fd = open_new(path)
     try:
         write_at(fd, 0, [memoryview(text.encode())])
@@ -78,7 +82,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Gives a file this content at once and durably: whoever reads it sees the content before or this one."""
+    """Replace a file's content atomically and durably: a reader sees the old content or this one."""
     hidden = path.with_name(f".{path.name}.new")
     remove_file(hidden)
     write_text(hidden, text)
@@ -87,19 +91,19 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Gives a file or folder another name; a file that has it is replaced, a folder that is not empty is an error."""
+    """Rename a file or folder; replaces a file of that name, and fails for a folder that is not empty."""
     with _naming(target):
         os.rename(source, target)
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk."""
+    """Flush the names in a folder to the disk."""
     with _naming(path):
         _sync_folder(path)
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file or link; nothing to do where there is none."""
+    """Remove a file or link, if it exists."""
     with _naming(path):
         try:
             os.unlink(path)
@@ -108,13 +112,13 @@ def remove_file(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and all in it, or a file. Links are removed, never followed."""
+    """Remove a folder with its content, or a file. Links are removed, never followed."""
     with _naming(path):
         if not path.is_dir() or path.is_symlink():
             remove_file(path)
             return
-        with os.scandir(path) as found:
-            entries = list(found)
+        with os.scandir(path) as scan:
+            entries = list(scan)
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 remove_tree(Path(entry.path))
@@ -124,7 +128,7 @@ def remove_tree(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk of a path, there or not yet, has room for."""
+    """Return the free bytes of the disk of a path, which need not exist."""
     with _naming(path):
         status = os.statvfs(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
         return status.f_bavail * status.f_frsize
@@ -140,7 +144,7 @@ def _sync_folder(path: Path) -> None:
 
 @contextmanager
 def _naming(target: Path | int) -> Iterator[None]:
-    """Turns an error of the operating system into a SaveError that names the file."""
+    """Turn an OSError into a SaveError that names the file."""
     try:
         yield
     except OSError as error:
@@ -148,7 +152,7 @@ def _naming(target: Path | int) -> Iterator[None]:
 
 
 def _path_of(target: Path | int) -> Path | str:
-    """The path, also of a descriptor."""
+    """Return the path, for a descriptor the path of its file."""
     if isinstance(target, Path):
         return target
     try:

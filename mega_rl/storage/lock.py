@@ -25,4 +25,4 @@ def lock_file(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # the holder before has removed the file that was opened here
+        os.close(fd)  # the previous holder has removed the file between open and lock

@@ -1,4 +1,4 @@
-"""Folders that are complete or not there at all, and what is written into them. No torch."""
+"""Output folders that appear complete or not at all, and the files written into them. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MARKERS = ("config.json", SINGLE_FILE, INDEX_FILE, "mega_rl.json", ".metadata")
 
 @contextmanager
 def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `target` that becomes `target` when the block ends, and vanishes when it raises.
+    """Yield a temporary folder beside `target` that becomes `target` at the end of the block; an error removes it.
 
-    A run that is killed leaves the temporary folder alone, under a name that starts with a dot; the next run of the
-    same target removes it. With `overwrite` a checkpoint that is there is replaced as a whole, so nothing of it stays.
+    A killed run leaves the temporary folder, whose name starts with a dot; the next run of the same target removes it.
+    With `overwrite` an existing checkpoint is replaced as a whole.
 
     Raises UserError when the target exists and is not empty (and, with `overwrite`, is no checkpoint), or when another
     process is writing it.
@@ -41,12 +41,7 @@ def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
                 work.mkdir()
             yield work
             with name_file(work):
-                sync_folder(work)
-                if overwrite and target.exists():
-                    target.rename(old)
-                # rename replaces an empty directory, and fails on one that was filled in the meantime.
-                work.rename(target)
-                sync_folder(target.parent)
+                _replace(target, work, old, overwrite=overwrite)
         except BaseException:
             if old.exists() and not target.exists():
                 old.rename(target)
@@ -55,8 +50,18 @@ def output_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
         shutil.rmtree(old, ignore_errors=True)
 
 
+def _replace(target: Path, work: Path, old: Path, *, overwrite: bool) -> None:
+    """Rename `work` to `target`, durably; with `overwrite` an existing target to `old` first."""
+    sync_folder(work)
+    if overwrite and target.exists():
+        target.rename(old)
+    # rename replaces an empty directory, and fails on one that was filled in the meantime.
+    work.rename(target)
+    sync_folder(target.parent)
+
+
 def check_target(target: Path, *, overwrite: bool) -> None:
-    """Raises UserError when a folder of this name cannot be written: see `output_folder`."""
+    """Check that a folder of this name may be written. Raises UserError as `output_folder`."""
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir() or target.is_symlink():
@@ -71,7 +76,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def _locked(path: Path, target: Path) -> Iterator[None]:
-    """Holds the lock of a target; a killed process holds none."""
+    """Hold the lock of a target; the kernel frees that of a killed process."""
     with name_file(path):
         try:
             fd = lock_file(path)
@@ -85,7 +90,7 @@ def _locked(path: Path, target: Path) -> Iterator[None]:
 
 
 def copy_files(folder: Path, files: Mapping[str, Path]) -> None:
-    """Copies files (name -> source) into a folder byte for byte, and flushes them to disk."""
+    """Copy files (name -> source) into a folder byte for byte, and flush them to disk."""
     for name, source in files.items():
         with name_file(folder / name), source.open("rb") as read, (folder / name).open("xb") as write:
             shutil.copyfileobj(read, write)
@@ -94,7 +99,7 @@ def copy_files(folder: Path, files: Mapping[str, Path]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a new file and flushes it to disk."""
+    """Write a new file and flush it to disk."""
     with name_file(path), path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -102,14 +107,14 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def require_space(folder: Path, nbytes: int) -> None:
-    """Raises UserError when the disk of a folder has less room than `nbytes`."""
+    """Check that the disk of a folder has `nbytes` free. Raises UserError."""
     free = _free_bytes(folder)
     if free < nbytes:
         raise UserError(f"{folder}: {in_units(nbytes)} are to be written, but its disk has {in_units(free)} free")
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Flush the names in a folder to disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -124,7 +129,7 @@ def _free_bytes(folder: Path) -> int:
 
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
-    """Turns an error of the operating system into a UserError that names the file and the free space."""
+    """Turn an OSError into a UserError that names the file and the free space."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, read and distrusted. No torch.
+"""Headers of safetensors files, read with checks of every field. No torch.
 
 A file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes
 (https://github.com/huggingface/safetensors#format). Sizes, offsets and names are checked before a byte of data is read,
@@ -71,7 +71,7 @@ def read_entries(path: Path) -> dict[str, HeaderEntry]:
                     f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors "
                     "file, fetch it again"
                 )
-            # Not more than there is: a length is only a claim, and memory is taken for what is asked.
+            # At most the file's size: the length is only a claim, and `read` allocates what it is asked for.
             text = file.read(min(length, size))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error

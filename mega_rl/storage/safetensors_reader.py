@@ -1,8 +1,8 @@
 """Reader of safetensors checkpoints: whole tensors, rows, and rectangles of them.
 
-Whole rows are read with preadv straight into the memory where they are wanted. A cut of the columns is copied out of
-small windows of a memory map, so that a process takes only the bytes it needs; what lies between them the kernel reads
-once for all ranks of a node.
+Whole rows are read with preadv straight into their targets. A cut of the columns is copied out of small windows of a
+memory map, so that a process takes only the bytes it needs; the kernel reads the bytes between them once for all ranks
+of a node.
 
 A matrix in 8-bit blocks, `X.weight` (F8_E4M3) with one scale per block of 128 x 128 in `X.weight_scale_inv` (F32), is
 presented as one bfloat16 tensor `X.weight`.
@@ -60,9 +60,9 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: `offset` counts from the start of the file.
+    """Dtype, shape and place of a tensor on disk; `offset` counts from the start of the file.
 
-    With `scale` the bytes are 8-bit blocks (F8_E4M3) and `dtype` is what they are presented as.
+    With `scale` the bytes are 8-bit blocks (F8_E4M3) and `dtype` is that of the decoded tensor.
     """
 
     name: str
@@ -83,7 +83,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 class CheckpointReader:
-    """Reads tensors, or rectangles of them, of a checkpoint: one safetensors file or a directory (sharded or not).
+    """Reader of a checkpoint's tensors, or rectangles of them: one safetensors file or a directory (sharded or not).
 
     A tensor is seen as a matrix: leading dimensions count as rows, so [E, F, H] has E * F rows of H columns; a vector
     is one column wide. Reads may come from several threads. Raises UserError or UserErrors from the constructor when
@@ -92,11 +92,10 @@ class CheckpointReader:
 
     def __init__(self, path: str | Path, *, tensors: Mapping[str, TensorInfo] | None = None) -> None:
         self.path = Path(path)
-        # Given, they are read from wherever they lie and nothing is opened here.
-        found = _open_checkpoint(self.path) if tensors is None else dict(tensors)
-        self.tensors: dict[str, TensorInfo] = _pair_scales(found)
-        # Payload bytes that this process took: of a cut of columns those of the cut, not of the rows it lies in.
-        # Headers are excluded.
+        # Given tensors are read from their own files; `path` is not opened.
+        infos = _open_checkpoint(self.path) if tensors is None else dict(tensors)
+        self.tensors: dict[str, TensorInfo] = _pair_scales(infos)
+        # Payload bytes that this process copied, without headers: of a cut of columns those of the cut alone.
         self.bytes_read = 0
         self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -110,35 +109,35 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; the reader may be used again and reopens them."""
+        """Close the files; later reads reopen them."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
 
     def position(self, name: str) -> tuple[str, int]:
-        """(file, offset) of a tensor: reads in this order run forwards through the files."""
+        """Return (file, offset) of a tensor; reads in this order run forwards through the files."""
         info = self.tensors[name]
         return str(info.file), info.offset
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, in its shape."""
+        """Return the whole tensor, in its shape."""
         info = self.tensors[name]
         result = torch.empty(info.shape, dtype=info.dtype)
         self.read_into(name, 0, (0, _columns(info)), [result.view(-1, _columns(info))] if result.numel() else [])
         return result
 
     def read_rows(self, name: str, low: int, high: int) -> Tensor:
-        """Rows [low, high) as [high - low, columns]."""
+        """Return rows [low, high) as [high - low, columns]."""
         return self.read_block(name, (low, high), (0, _columns(self.tensors[name])))
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """Rows and columns, both (low, high), as [rows, columns] in the tensor's dtype."""
+        """Return a block of rows and columns, both (low, high), as [rows, columns] in the tensor's dtype."""
         result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=self.tensors[name].dtype)
         self.read_into(name, rows[0], cols, [result])
         return result
 
     def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
-        """Reads rows from `row` on, columns [low, high) of them, into `targets` one after the other.
+        """Read rows from `row` on, columns [low, high) of them, into `targets` one after the other.
 
         Targets are [rows_i, high - low] of the tensor's dtype on the CPU, each row contiguous. Reads exactly their
         bytes; contiguous targets of whole rows are filled in one system call. Raises UserError when the file has
@@ -157,7 +156,7 @@ class CheckpointReader:
             self._read_bytes(info, row, cols, [as_bytes(target) for target in targets])
 
     def _decode(self, info: TensorInfo, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
-        """Fills `targets` with 8-bit values times the scale of their block."""
+        """Fill `targets` with 8-bit values times the scale of their block."""
         assert info.scale is not None
         stored = info._replace(dtype=torch.float8_e4m3fn, scale=None)
         first_col, last_col = cols[0] // FP8_BLOCK, -(-cols[1] // FP8_BLOCK)
@@ -177,7 +176,7 @@ class CheckpointReader:
             row += len(part)
 
     def _read_bytes(self, info: TensorInfo, row: int, cols: tuple[int, int], views: Sequence[_Bytes]) -> None:
-        """As `read_into`, as plain bytes."""
+        """Read rows from `row` on, columns [low, high) of them, into the byte views of targets."""
         if all(view.flags.c_contiguous for view in views) and cols == (0, _columns(info)):
             self._read_rows(info, row, views)
         else:
@@ -202,9 +201,9 @@ class CheckpointReader:
             buffers = advance(buffers, count)
 
     def _read_columns(self, info: TensorInfo, row: int, left: int, view: _Bytes) -> None:
-        """Fills `view` with rows from `row` on, bytes [left, left + its width) of each.
+        """Fill `view` with rows from `row` on, bytes [left, left + its width) of each.
 
-        Looks through windows of bounded size: whatever is mapped counts as memory of this process.
+        Maps windows of bounded size, since mapped pages count as memory of this process.
         """
         fd = self._open(info.file)
         width = _columns(info) * info.dtype.itemsize
@@ -226,19 +225,23 @@ class CheckpointReader:
 
     def _open(self, file: Path) -> int:
         fd = self._fds.get(file)
-        if fd is None:
-            with self._lock:
-                if file not in self._fds:
-                    try:
-                        self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                    except OSError as error:
-                        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-                fd = self._fds[file]
-        return fd
+        if fd is not None:
+            return fd
+        with self._lock:
+            if file not in self._fds:
+                self._fds[file] = _open_file(file)
+            return self._fds[file]
+
+
+def _open_file(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def as_bytes(target: Tensor) -> _Bytes:
-    """A matrix whose rows are contiguous as bytes, sharing its memory.
+    """Return a matrix with contiguous rows as bytes that share its memory.
 
     Not by `Tensor.numpy`: that makes the storage one that can never be resized, and engines offload by resizing.
     """
@@ -246,7 +249,7 @@ def as_bytes(target: Tensor) -> _Bytes:
 
 
 def advance(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What of `buffers` is left when their first `count` bytes are done with."""
+    """Return `buffers` without their first `count` bytes."""
     for i, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[i + 1 :]]
@@ -259,17 +262,17 @@ def _shrunk(info: TensorInfo) -> UserError:
 
 
 def _pair_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors with each matrix of 8-bit blocks and its scales as one bfloat16 tensor."""
+    """Return the tensors with each matrix of 8-bit blocks and its scales merged into one bfloat16 tensor."""
     problems = []
     for name in [name for name in tensors if name.endswith(".weight" + SCALE_SUFFIX)]:
         weight, scale = tensors.get(name.removesuffix(SCALE_SUFFIX)), tensors[name]
         if weight is None or weight.dtype != torch.float8_e4m3fn:
-            continue  # scales of something else: the reader of the checkpoint finds them to be no part of the model
+            continue  # not scales of a matrix in blocks: the check against the model's tensors reports it
         expected = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
         if len(weight.shape) != 2 or scale.shape != expected or scale.dtype != torch.float32:
-            found = f"{DTYPE_NAMES[scale.dtype]} {list(scale.shape)}"
+            actual = f"{DTYPE_NAMES[scale.dtype]} {list(scale.shape)}"
             rule = f"must be F32 {list(expected)}, one scale per block of {FP8_BLOCK} x {FP8_BLOCK}"
-            problems.append(f"{scale.file}: {name} is {found}; for {weight.name} {list(weight.shape)} it {rule}")
+            problems.append(f"{scale.file}: {name} is {actual}; for {weight.name} {list(weight.shape)} it {rule}")
             continue
         del tensors[name]
         tensors[weight.name] = weight._replace(dtype=torch.bfloat16, scale=scale)
@@ -279,7 +282,7 @@ def _pair_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
-    """Tensors of a file or directory; a single file wins over an index, as in transformers."""
+    """Return the tensors of a file or directory; a single file wins over an index, as in transformers."""
     if path.is_file():
         return read_header(path)
     if not path.is_dir():
@@ -295,7 +298,7 @@ def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
 
 
 def _read_sharded(root: Path) -> dict[str, TensorInfo]:
-    """Tensors that the index lists, each found in its shard; every contradiction is in one error."""
+    """Return the tensors that the index lists, each checked in its shard. Raises UserErrors with all contradictions."""
     index = root / INDEX_FILE
     try:
         if index.stat().st_size > MAX_HEADER_BYTES:
@@ -346,9 +349,9 @@ def _is_file(path: Path) -> bool:
 
 
 def _is_inside(shard: Any) -> bool:
-    """Whether a path of the index names a file below the checkpoint.
+    """Return whether a path of the index names a file below the checkpoint.
 
-    Judged by its text: in a hub cache the files themselves are links that lead out of the folder.
+    By its text: in a hub cache the files themselves are links out of the folder.
     """
     if not isinstance(shard, str) or not shard or "\\" in shard or "\0" in shard:
         return False

@@ -43,7 +43,7 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file being written: `specs` make its header, then each of their bytes is written exactly once.
+    """Writer of one safetensors file: header from `specs`, then each of their bytes exactly once.
 
     Calls may come from several threads. The file is flushed to disk by the call that writes its last byte. As a context
     manager it is closed at the end, unchecked after an exception. Raises UserError, with the file and the free space of
@@ -89,13 +89,13 @@ class SafetensorsFile:
             os.close(self._fd)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a whole tensor of any device."""
+        """Write a whole tensor of any device."""
         spec = self._specs[name]
         assert (tensor.dtype, tuple(tensor.shape)) == spec[1:], f"{name}: {tensor.dtype} {list(tensor.shape)}, {spec}"
         self.write_rows(name, 0, [tensor.detach().reshape(matrix_shape(spec.shape))])
 
     def write_rows(self, name: str, row: int, parts: Sequence[Tensor]) -> None:
-        """Writes rows from `row` on, one part [rows_i, columns] after the other; contiguous ones are not copied."""
+        """Write rows from `row` on, one part [rows_i, columns] after the other; contiguous ones are not copied."""
         spec = self._specs[name]
         columns = matrix_shape(spec.shape)[1]
         parts = [part for part in parts if part.numel()]
@@ -115,7 +115,7 @@ class SafetensorsFile:
                 os.fsync(self._fd)
 
     def close(self) -> None:
-        """Closes the file after checking that every byte was written exactly once; anything else is a bug."""
+        """Close the file after asserting that every byte was written exactly once."""
         os.close(self._fd)
         for name, spec in self._specs.items():
             at, rows = 0, matrix_shape(spec.shape)[0] if spec.nbytes else 0
@@ -134,7 +134,7 @@ class SafetensorsFile:
 
 
 class CheckpointWriter:
-    """The weights of a checkpoint being written into a folder: one file, or shards and their index.
+    """Writer of a checkpoint's weights into a folder: one file, or shards and their index.
 
     `specs` are all tensors in the order of the files; `write` and `write_rows` are those of `SafetensorsFile`. As a
     context manager it checks at the end that nothing is missing and writes the index. Raises UserError when a name
@@ -180,22 +180,22 @@ class CheckpointWriter:
             write_index(self.folder, weight_map, total_bytes=self._total)
 
     def file_of(self, name: str) -> SafetensorsFile:
-        """The file that a tensor goes to: threads that write different files do not wait for each other."""
+        """Return the file of a tensor: threads that write different files do not wait for each other."""
         return self._file_of[name]
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a whole tensor of any device."""
+        """Write a whole tensor of any device."""
         self._file_of[name].write(name, tensor)
         self._advance(tensor.nbytes)
 
     def write_rows(self, name: str, row: int, parts: Sequence[Tensor]) -> None:
-        """Writes rows from `row` on, one part [rows_i, columns] after the other."""
+        """Write rows from `row` on, one part [rows_i, columns] after the other."""
         self._file_of[name].write_rows(name, row, parts)
         self._advance(sum(part.nbytes for part in parts))
 
 
 def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Consecutive tensors in groups of at most `shard_bytes`; a larger tensor is alone."""
+    """Group consecutive tensors into shards of at most `shard_bytes`; a larger tensor is alone."""
     shards: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:
@@ -208,12 +208,12 @@ def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[Tens
 
 
 def shard_name(index: int, count: int) -> str:
-    """File name of shard `index` (from 0) of `count`."""
+    """Return the file name of shard `index` (from 0) of `count`."""
     return SINGLE_FILE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], *, total_bytes: int) -> None:
-    """Writes the index of the shards in a folder; `weight_map` is from tensor to file name."""
+    """Write the index of the shards in a folder; `weight_map` is from tensor to file name."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     write_file(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
 
@@ -227,7 +227,7 @@ def write_checkpoint(
     files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes `directory` from tensors that nobody has listed before, and returns it; holds one shard in memory.
+    """Write `directory` from a stream of tensors, and return it; holds one shard in memory.
 
     Where the tensors are known beforehand a `CheckpointWriter` in an `output_folder` needs no such memory. `files`
     (name -> source) are copied beside the weights byte for byte.
@@ -243,7 +243,7 @@ def write_checkpoint(
 def _write_shards(
     work: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, metadata: Mapping[str, str] | None
 ) -> None:
-    """All shards, named once their number is known, and then the index."""
+    """Write all shards, name them once their number is known, and then write the index."""
     weight_map: dict[str, int] = {}
     total = 0
     for number, shard in enumerate(_shards(tensors, shard_bytes)):
@@ -266,7 +266,7 @@ def _write_shards(
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Groups of consecutive tensors of at most `shard_bytes` (a larger tensor is alone)."""
+    """Yield groups of consecutive tensors of at most `shard_bytes` (a larger tensor is alone)."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""JSON objects out of files that may be damaged or hostile. No torch."""
+"""Strict parsing of JSON objects from files that may be damaged or hostile. No torch."""
 
 from __future__ import annotations
 

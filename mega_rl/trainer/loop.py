@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mega_rl import progress
+from mega_rl.algorithms.advantages import AdvantageEstimator
 from mega_rl.algorithms.kl import KLController
 from mega_rl.protocols import (
     CheckpointStore,
@@ -21,10 +22,10 @@ from mega_rl.protocols import (
     TokenModel,
     WeightSync,
 )
-from mega_rl.trainer.experience import AdvantageEstimator, MinibatchPlan, build_experience
+from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
-from mega_rl.trainer.report import experience_metrics, mean_metrics, rollout_metrics, sample_rows
+from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics, sample_rows
 from mega_rl.types import Metrics, Prompt, Rollout
 
 
@@ -46,7 +47,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How long the loop runs and what it does beside training."""
+    """Length of the run, and intervals of validation, saving, export and dumps."""
 
     steps: int
     val_interval: int = 0  # steps; 0 never
@@ -60,7 +61,7 @@ class RunSettings:
 
 @dataclass
 class PPOTrainer:
-    """Runs the same on every rank; what a run lacks (critic, reference) is an object that does nothing."""
+    """Loop of a run, the same on every rank; a role that it lacks (critic, reference) is an object without effect."""
 
     settings: RunSettings
     prompts: PromptSource
@@ -80,7 +81,7 @@ class PPOTrainer:
     timer: Timer
     metrics: MetricsSink
     checkpoints: CheckpointStore
-    export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint after so many steps; collective
+    export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
     decode: Callable[[Sequence[int]], str]  # without special tokens
     render: Callable[[Sequence[int]], str]  # with them
     stop_requested: Callable[[], bool]
@@ -155,20 +156,20 @@ class PPOTrainer:
         return metrics
 
     def _validate(self, done: int) -> Metrics:
-        """Mean reward and length of greedy answers to the held-out prompts; nothing in a run without validation."""
+        """Return mean reward and length of greedy answers to the held-out prompts; empty without validation."""
         if not (self.settings.val_interval and self.val_prompts):
             return {}
         with self.timer.phase("validate"):
             rollout = self.rollout.generate(self.val_prompts, step=done, greedy=True)
             rewards = self.reward.score(rollout, self.val_prompts)
-            found = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
+            metrics = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
         return {
-            "val/reward_mean": found["val/reward/mean"],
-            "val/response_tokens_mean": found["val/rollout/response_tokens_mean"],
+            "val/reward_mean": metrics["val/reward/mean"],
+            "val/response_tokens_mean": metrics["val/rollout/response_tokens_mean"],
         }
 
     def _save_and_export(self, done: int, metrics: Metrics, *, stopping: bool) -> Metrics:
-        """What is due after a step; what has become of saves before it."""
+        """Save and export what is due after a step; returns the metrics of saves that have ended."""
         settings = self.settings
         last = done == settings.steps
         with self.timer.phase("checkpoint"):
@@ -189,5 +190,5 @@ class PPOTrainer:
 
 
 def _due(done: int, interval: int) -> bool:
-    """Whether an action with this interval falls on a number of steps done; 0 is never."""
+    """Return whether an action with this interval is due after `done` steps; 0 is never."""
     return interval > 0 and done % interval == 0

@@ -1,4 +1,4 @@
-"""Watching how far the rollout engine's log-probs are from the trainer's."""
+"""Guard on the mismatch between the rollout engine's log-probs and the trainer's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RolloutMismatchError(RunError):
 
 @dataclass(frozen=True)
 class MismatchGuard:
-    """Compares every rollout token's two log-probs over `ranks`; stops the run beyond `limit` nats.
+    """Comparison of every rollout token's two log-probs over `ranks`, which stops the run beyond `limit` nats.
 
     `current`: version of the weights that the trainer holds, where rollouts may be older. Tokens of older versions
     differ rightly, as the policy has moved: they are reported apart and the limit does not bind them. None: the
@@ -33,7 +33,7 @@ class MismatchGuard:
     current: Callable[[], int] | None = None
 
     def __call__(self, rollout: Rollout | Experience, old: TokenOutputs) -> Metrics:
-        """Largest and mean difference in nats and their histogram, equal on all ranks.
+        """Return the largest and mean difference in nats and their histogram, equal on all ranks.
 
         `rollout/logprob_diff_*` (see LogprobMismatch.metrics) of tokens of the current version, left out when all
         are older; with `current` also `rollout/stale_logprob_diff_*` and `rollout/stale_tokens_fraction`.
@@ -69,7 +69,7 @@ class MismatchGuard:
         return token_versions(rollout) != self.current()
 
     def _over_ranks(self, *own: LogprobMismatch) -> list[LogprobMismatch]:
-        """The summaries over all ranks, in one collective."""
+        """Return the summaries over all ranks, in one collective."""
         packed = torch.cat([one.pack(rank=self.ranks.rank, size=self.ranks.size) for one in own], dim=1)
         return [combine(part) for part in self.ranks.sum(packed).split(SUMMARY_SIZE, dim=1)]
 

@@ -1,4 +1,4 @@
-"""Where the log-probs before the update come from, and when they are held against the rollout engine's."""
+"""Sources of the log-probs before the update, which are compared with the rollout engine's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class OldLogprobs(Protocol):
 
     @property
     def inspect(self) -> Inspect | None:
-        """What the actor's updates call with their forward's outputs before they change a weight."""
+        """Check that the actor's updates call with the outputs of their forward before they change a weight."""
         ...
 
     def evaluate(self, rollout: Rollout) -> tuple[TokenOutputs, Metrics]:
-        """(log-probs of the rollout's tokens before the update, metrics of their comparison)."""
+        """Return (log-probs of the rollout's tokens before the update, metrics of their comparison)."""
         ...
 
 
@@ -32,7 +32,7 @@ class RecomputedLogprobs:
     inspect: Inspect | None = None
 
     def evaluate(self, rollout: Rollout) -> tuple[TokenOutputs, Metrics]:
-        """The actor's log-probs; raises RolloutMismatchError."""
+        """Evaluate the actor and compare; raises RolloutMismatchError."""
         old = self.actor.evaluate(rollout)
         return old, self.guard(rollout, old)
 
@@ -49,9 +49,8 @@ class UpdateLogprobs:
 
     @property
     def inspect(self) -> Inspect:
-        """The guard; raises RolloutMismatchError."""
         return self.guard
 
     def evaluate(self, rollout: Rollout) -> tuple[TokenOutputs, Metrics]:
-        """The rollout engine's log-probs, not compared yet."""
+        """Return the rollout engine's log-probs, which the update compares with its own."""
         return TokenOutputs(logprobs=rollout.rollout_logprobs), {}

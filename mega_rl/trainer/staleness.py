@@ -1,4 +1,4 @@
-"""How many weight versions the sampled tokens are behind the trainer, and how many they may be."""
+"""Staleness of sampled tokens in weight versions behind the trainer, and its limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def token_versions(rollout: Rollout) -> Tensor:
 
 @dataclass(frozen=True)
 class StalenessGuard:
-    """Holds every token's weight version against the trainer's.
+    """Comparison of every token's weight version with the trainer's.
 
     `current`: version of the weights that the trainer holds (`WeightSync.weight_version`); `limit`: versions that a
     token may be behind it, the steps that generation runs ahead.
@@ -37,7 +37,7 @@ class StalenessGuard:
     current: Callable[[], int]
 
     def __call__(self, rollout: Rollout) -> Metrics:
-        """`rollout/staleness_mean` and `rollout/staleness_max`, versions, over the response tokens of all ranks.
+        """Return `rollout/staleness_mean` and `rollout/staleness_max`, versions, over the response tokens of all ranks.
 
         Raises:
             StaleSampleError: on all ranks, naming the first sample beyond the limit.
@@ -76,13 +76,13 @@ class StalenessGuard:
 
 
 def _worst(rollout: Rollout, staleness: Tensor) -> list[int]:
-    """(staleness, prompt, sample) of the stalest token, then of the newest; zeros without tokens."""
+    """Return (staleness, prompt, sample) of the stalest token, then of the newest; zeros without tokens."""
     rows, columns = rollout.loss_mask.nonzero(as_tuple=True)
     if not len(rows):
         return [0] * 6
     values = staleness[rows, columns]
-    found = []
+    worst = []
     for place in (int(values.argmax()), int(values.argmin())):
         row = rows[place]
-        found += [int(values[place]), int(rollout.prompt_index[row]), int(rollout.sample_index[row])]
-    return found
+        worst += [int(values[place]), int(rollout.prompt_index[row]), int(rollout.sample_index[row])]
+    return worst

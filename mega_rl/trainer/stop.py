@@ -1,4 +1,4 @@
-"""Ending a run cleanly on SIGTERM, SIGUSR1 and Ctrl-C."""
+"""Clean end of a run on SIGTERM, SIGUSR1 and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERRUPTED = b"\r\x1b[2Kinterrupted: ended at once, without a checkpoint of the
 
 
 class StopRequest:
-    """Remembers the last of `SIGNALS`, so that the step in progress can end; a second SIGINT interrupts at once.
+    """Memory of the last of `SIGNALS`, so that the step in progress can end; a second SIGINT interrupts at once.
 
     Ranks get their signals at different times, or only one does, so `__call__` asks all of them: either every rank
     stops after this step or none does. Collective over `ranks`. Outside the main thread, where Python sets no handlers,
@@ -32,19 +32,19 @@ class StopRequest:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._received = 0  # by this rank
-        self._agreed = 0  # by all: what the last question found anywhere
+        self._agreed = 0  # by all: the largest of the ranks' signals at the last call
         numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._remember) for number in numbers}
 
     def __call__(self) -> bool:
-        """Whether any rank has been asked to stop."""
+        """Return whether any rank has a signal to stop."""
         # A signal that comes while the ranks talk stays in `_received`, for the next question.
         self._agreed = int(self._ranks.max(torch.tensor(self._received)))
         return self._agreed != 0
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process ended this way: 128 plus the signal's number; 0 without a signal."""
+        """Exit code that a shell expects after the signal: 128 plus its number; 0 without a signal."""
         return 128 + self._agreed if self._agreed else 0
 
     def restore(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_rl.types import Experience
+from mega_rl.types import Experience, response_mask
 
 ROWS, LONGEST, SHORTEST = 16, 32, 6
 TOKENS_PER_MICROBATCH = 2 * LONGEST
@@ -24,28 +24,16 @@ def random_batch(vocab_size: int, *, seed: int) -> Experience:
     lengths = integers(SHORTEST, LONGEST + 1, ROWS)
     lengths[0] = LONGEST
     prompt_lengths = integers(2, SHORTEST - 1, ROWS)
-    positions = torch.arange(LONGEST)
-    inside = positions < lengths[:, None]
-    mask = inside & (positions >= prompt_lengths[:, None])
+    mask = response_mask(prompt_lengths, lengths, width=LONGEST)
     weights = mask.float() / mask.sum()
-    nothing = torch.zeros(ROWS, LONGEST)
-    return Experience(
-        tokens=integers(0, vocab_size, ROWS, LONGEST) * inside,
-        loss_mask=mask,
+    return Experience.from_rows(
+        integers(0, vocab_size, ROWS, LONGEST) * (torch.arange(LONGEST) < lengths[:, None]),
         prompt_lengths=prompt_lengths,
         lengths=lengths,
-        prompt_index=torch.arange(ROWS),
-        sample_index=torch.zeros(ROWS, dtype=torch.int64),
-        rollout_logprobs=nothing,
-        old_logprobs=nothing,
-        ref_logprobs=nothing,
-        values=nothing,
         # Of mean 1: a loss whose terms cancel would be known to fewer digits than its gradient.
         advantages=(1 + torch.randn(ROWS, LONGEST, generator=generator)) * mask,
-        returns=nothing,
         loss_weights=weights,
         token_weights=weights,
-        batch_size=[ROWS],  # type: ignore[call-arg]
     )
 
 

@@ -1,7 +1,6 @@
-"""Ranks of a verification on this machine: started, watched and, whatever happens, ended.
+"""Launcher of a verification's ranks on this machine; it ends them in every case.
 
-Unlike torchrun this hands out a store on the loopback interface, keeps what the ranks say to itself, and knows a
-deadline.
+Unlike torchrun it has a store on the loopback interface only, keeps the ranks' output in files, and has a deadline.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,17 +53,8 @@ def run_ranks(
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(ranks):
-                with (logs / f"rank{rank}.log").open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", module, *arguments],
-                            env=_environment(rank, ranks, port, use_gpus=use_gpus),
-                            stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,  # so that a kill reaches what a rank has started
-                        )
-                    )
+                environment = _environment(rank, ranks, port, use_gpus=use_gpus)
+                processes.append(_start([module, *arguments], environment, log=logs / f"rank{rank}.log"))
             first = _wait(processes, timeout_s=timeout_s, watch=watch)
             waiting = [rank for rank, process in enumerate(processes) if process.poll() is None]
         finally:
@@ -75,9 +65,22 @@ def run_ranks(
         raise RanksFailed(f"rank(s) {waiting} did not end within {timeout_s:g} s", blamed=None)
 
 
+def _start(command: Sequence[str], environment: Mapping[str, str], *, log: Path) -> subprocess.Popen[bytes]:
+    """Start a Python module with its arguments, its output in `log`."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that a kill reaches what a rank has started
+        )
+
+
 @contextmanager
 def _store() -> Iterator[int]:
-    """The port of a store that listens on the loopback interface only, kept by this process."""
+    """Yield the port of a store that this process keeps, listening on the loopback interface only."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((HOST, 0))
     listener.listen()
@@ -87,7 +90,7 @@ def _store() -> Iterator[int]:
 
 
 def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping[str, str]:
-    """What torchrun would set."""
+    """Return the environment of a rank, with the variables that torchrun would set."""
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -107,7 +110,7 @@ def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping
 def _wait(
     processes: list[subprocess.Popen[bytes]], *, timeout_s: float, watch: Callable[[], None] = lambda: None
 ) -> int | None:
-    """The first rank seen to fail, None if none has; returns when all have ended, a moment after a failure, or late."""
+    """Wait for all ranks, at most `GRACE_S` after a failure or to the deadline; return the first to fail, or None."""
     deadline = time.monotonic() + timeout_s
     first = None
     while time.monotonic() < deadline:
@@ -124,7 +127,7 @@ def _wait(
 
 
 def _last_words(rank: int, code: int, logs: Path) -> str:
-    """Why a rank failed: the last line it said, and for an exception where in this package it was raised."""
+    """Return why a rank failed: its last line of output, and for an exception the place in this package."""
     if code < 0:
         return f"rank {rank} died of {signal.Signals(-code).name}"
     said = (logs / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
@@ -138,7 +141,7 @@ def _last_words(rank: int, code: int, logs: Path) -> str:
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks and whatever they started."""
+    """Kill the ranks with all processes that they have started."""
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""Names of layouts, as "tp2+sp": what they stand for, on how many ranks, for which models. Imports no torch.
+"""Names of layouts, as "tp2+sp": parsing, world size, and the check against a model. Imports no torch.
 
 A name is a list of sizes in any order, joined by +, - or nothing: tpN, ppN, vppN, cpN, epN, etpN, dpN, and sp.
-What is not said follows from the rest:
+Sizes that a name omits follow from the rest:
 
 - vppN without ppN stands on two pipeline ranks; its sends overlap with compute, without which two would be wrong.
 - etpN without tpN cuts everything else as it cuts the experts: tp = etp.
 - With epN experts are whole (etp = 1) unless etpN is given; without it they are cut as the rest is (etp = tp), which
-  is also what training does unless it is told otherwise.
+  is also the default of training.
 - Sequence parallelism is switched on where experts or latent attention need it under tensor parallelism.
 - The ranks are tp * pp * cp * dp, and as many more, in data parallelism, as make room for ep * etp in a stage.
 """
@@ -24,7 +24,6 @@ from mega_rl.converters.plan.sharding import check_layout
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
-SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9]\d{0,3})|(sp)")
 NAME = re.compile(rf"(?:{TOKEN.pattern})(?:[+-]?(?:{TOKEN.pattern}))*")
 ALL = "tp2,tp2+sp,pp2,vpp2,cp2,ep2,ep2+etp2,tp2+ep2+sp,tp2+pp2,cp2+tp2,dp2,dp4"
@@ -45,7 +44,7 @@ class Layout:
     etp: int = 1
     dp: int = 1
     engine: str = "megatron"
-    implied: tuple[str, ...] = ()  # what the name does not say, as words of a name
+    implied: tuple[str, ...] = ()  # sizes that the name omits, as words of a name
 
     @property
     def ranks(self) -> int:
@@ -54,12 +53,12 @@ class Layout:
 
     @property
     def title(self) -> str:
-        """The name, with what was switched on in brackets."""
+        """Return the name, with implied sizes in brackets."""
         return self.name + (f" ({'+'.join(self.implied)})" if self.implied else "")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of `mega_rl.config.schema.ParallelConfig`."""
+        """Return the fields of `mega_rl.config.schema.ParallelConfig`."""
         return {
             **{name: getattr(self, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")},
             "sequence_parallel": self.sp,
@@ -67,42 +66,42 @@ class Layout:
         }
 
     def parallel_layout(self) -> ParallelLayout:
-        """The arithmetic of its ranks."""
+        """Return the arithmetic of its ranks."""
         settings = {name: value for name, value in self.settings.items() if name != "overlap_p2p"}
         return ParallelLayout(world_size=self.ranks, **settings)
 
 
 def parse(name: str) -> Layout:
-    """The layout of a name, as far as it is the same for every model. Raises UserError."""
+    """Parse a name into a layout, without the changes that a model needs. Raises UserError."""
     if not NAME.fullmatch(name):
         raise UserError(
-            f"--layouts: {name!r} is no layout; join tpN, sp, ppN, vppN, cpN, epN, etpN, dpN by + as in tp2+sp"
+            f"--layouts: {name!r} is not a layout; join tpN, sp, ppN, vppN, cpN, epN, etpN, dpN by + as in tp2+sp"
         )
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for kind, size, sp in TOKEN.findall(name):
-        if (kind or sp) in found:
+        if (kind or sp) in sizes:
             raise UserError(f"--layouts: {name!r} says {kind or sp} twice; say it once")
-        found[kind or sp] = int(size) if kind else True
+        sizes[kind or sp] = int(size) if kind else True
     implied = []
-    if found.get("vpp", 1) > 1 and "pp" not in found:
-        found["pp"] = 2
+    if sizes.get("vpp", 1) > 1 and "pp" not in sizes:
+        sizes["pp"] = 2
         implied.append("pp2")
-    if found.get("etp", 1) > 1 and "tp" not in found:
-        found["tp"] = found["etp"]
-        implied.append(f"tp{found['tp']}")
-    if "etp" not in found and "ep" not in found:
-        found["etp"] = found.get("tp", 1)
-    if found.get("sp") and found.get("tp", 1) == 1:
+    if sizes.get("etp", 1) > 1 and "tp" not in sizes:
+        sizes["tp"] = sizes["etp"]
+        implied.append(f"tp{sizes['tp']}")
+    if "etp" not in sizes and "ep" not in sizes:
+        sizes["etp"] = sizes.get("tp", 1)
+    if sizes.get("sp") and sizes.get("tp", 1) == 1:
         raise UserError(f"--layouts: {name!r} has sp without tensor parallelism; add tp2, or remove sp")
-    if found.get("vpp", 1) > 1 and found["pp"] == 1:
+    if sizes.get("vpp", 1) > 1 and sizes["pp"] == 1:
         raise UserError(f"--layouts: {name!r} has virtual stages on one pipeline rank; give pp2, or remove vpp")
-    return Layout(name, **found, implied=tuple(implied))
+    return Layout(name, **sizes, implied=tuple(implied))
 
 
 def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
-    """The layout of a name for one model, on `nproc` ranks where given, more data parallelism filling them.
+    """Return the layout of a name for one model; `nproc`: fill that many ranks by data parallelism.
 
-    Raises UserErrors naming every reason why the model cannot be cut so.
+    Raises UserErrors with every reason why the model cannot be cut this way.
     """
     layout = parse(name)
     if layout.tp > 1 and not layout.sp and (hf.moe is not None or hf.mla is not None):
@@ -122,12 +121,12 @@ def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
 
 
 def fsdp(ranks: int) -> Layout:
-    """The FSDP engine over so many ranks."""
+    """Return the layout of the FSDP engine over `ranks` ranks."""
     return Layout(f"fsdp{ranks}", dp=ranks, engine="fsdp")
 
 
 def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None) -> list[Layout]:
-    """The layouts of a list "tp2,pp2"; raises UserErrors with the mistakes in all of them."""
+    """Return the layouts of a list "tp2,pp2". Raises UserErrors with the mistakes in all of them."""
     return _each(names, lambda name: resolve(name, hf, nproc=nproc))
 
 
@@ -137,17 +136,17 @@ def usual(hf: HFConfig) -> str:
 
 
 def stages(names: str) -> int:
-    """The smallest number of layers that every pipeline of a list splits evenly; raises UserErrors."""
+    """Return the smallest number of layers that every pipeline of a list splits evenly. Raises UserErrors."""
     return math.lcm(*(layout.pp * layout.vpp for layout in _each(names, parse)))
 
 
 def _each(names: str, make: Callable[[str], Layout]) -> list[Layout]:
-    """`make` of every name of a list, or the mistakes in all of them."""
-    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    if not wanted:
+    """Apply `make` to every name of a list. Raises UserErrors with the mistakes in all of them."""
+    unique = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not unique:
         raise UserError(f"--layouts is empty: name at least one, as {ALL}")
     layouts, problems = [], []
-    for name in wanted:
+    for name in unique:
         try:
             layouts.append(make(name))
         except UserError as error:
@@ -158,7 +157,7 @@ def _each(names: str, make: Callable[[str], Layout]) -> list[Layout]:
 
 
 def _filled(layout: Layout, nproc: int) -> Layout:
-    """The layout on `nproc` ranks."""
+    """Return the layout with data parallelism filling `nproc` ranks. Raises UserError."""
     if nproc % layout.ranks:
         raise UserError(
             f"--nproc={nproc} is not a multiple of the {layout.ranks} ranks of {layout.name}; "

@@ -1,7 +1,7 @@
-"""What each rank of a verification does: measure layouts one after the other, and compare them with one rank.
+"""Measurement of layouts on each rank of a verification, and comparison with one rank.
 
-The ranks run the engine that trains, with the loss that trains. Gradients are read where the optimizer reads them, and
-leave under Hugging Face's names by the way that weights leave.
+The ranks run the engine and the loss of training. Gradients are read where the optimizer reads them, and exported under
+Hugging Face's names as weights are.
 """
 
 from __future__ import annotations
@@ -23,20 +23,30 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
-from mega_rl.algorithms.kl import FixedKL
-from mega_rl.config.schema import Config, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+from mega_rl.algorithms.kl import FixedKL, k3
+from mega_rl.algorithms.policy_loss import PolicyLossSettings
+from mega_rl.config.attention import RequestedAttention
+from mega_rl.config.schema import (
+    EngineConfig,
+    MegatronConfig,
+    MegatronOptimizerConfig,
+    MicrobatchConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+)
 from mega_rl.ddp.frozen import named_parameters
-from mega_rl.engines.base import ModelEngine
-from mega_rl.engines.build import build_engine
+from mega_rl.engines.base import EngineSettings, ModelEngine
+from mega_rl.engines.build import build_engine, resolve_model
 from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.fsdp.optimizer import local
-from mega_rl.engines.megatron import MegatronEngine
+from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.types import Experience
 from mega_rl.verify.batch import TOKENS_PER_MICROBATCH, own_rows, random_batch, with_old_logprobs
 from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import REFERENCE, Found, Plan, TensorError
+from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan, TensorError
 from mega_rl.workers.models import PolicyLoss
 
 GRADIENT, MOVED, START = "gradient/", "moved/", "start/"
@@ -54,24 +64,24 @@ FLOOR = 1e-4
 
 
 def measure(plan: Plan, accelerator: Accelerator) -> None:
-    """Answers for every layout of the plan, left in its folder by rank 0; collective over the world."""
+    """Measure every layout of the plan; rank 0 writes the answers to its folder; collective over the world."""
     for layout in plan.layouts:
         if layout == REFERENCE:
             with progress.phase("reference"):
                 write_reference(plan, accelerator)
         else:
             with progress.phase(layout.title):
-                found = compare(plan, layout, accelerator)
+                errors = compare(plan, layout, accelerator)
             if os.environ.get("RANK", "0") == "0":
                 part = plan.answer(layout).with_suffix(".part")
-                part.write_text(json.dumps(asdict(found)), encoding="utf-8")
+                part.write_text(json.dumps(asdict(errors)), encoding="utf-8")
                 part.rename(plan.answer(layout))
 
 
 def write_reference(plan: Plan, accelerator: Accelerator) -> None:
-    """What one rank computes, with the plain optimizer: tensors and facts in the plan's folder."""
+    """Compute the reference on one rank, with the plain optimizer; write tensors and facts to the plan's folder."""
     tensors: dict[str, Tensor] = {}
-    with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0, distributed_optimizer=False)) as engine:
+    with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
         with progress.phase("log-probs"):
             logprobs = engine.forward(batch).logprobs
@@ -87,7 +97,7 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
         "typical": metrics["grad_norm"] / numel**0.5,
         "num_tensors": len(tensors),
     }
-    with engine_of(plan, REFERENCE, accelerator, step_settings(facts, distributed=False)) as engine:
+    with engine_of(plan, REFERENCE, accelerator, step_settings(facts), distributed=False) as engine:
         start = {name: kept(weight) for name, weight in engine.export_weights()}
         facts["step_norms"] = train(engine, batch, plan)
         for name, weight in engine.export_weights():
@@ -98,12 +108,12 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
     plan.reference_facts.write_text(json.dumps(facts), encoding="utf-8")
 
 
-def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> Found:
-    """How far `layout` is from the reference; collective, the answer is rank 0's."""
+def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutErrors:
+    """Return the distance of `layout` from the reference; collective, valid on rank 0."""
     began = time.monotonic()
     facts = json.loads(plan.reference_facts.read_text(encoding="utf-8"))
     with safe_open(plan.reference_tensors, framework="pt") as reference:
-        with engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0, distributed_optimizer=False)) as engine:
+        with engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
             rows = own_rows(reference_batch(plan, engine, reference), *place(engine))
             with progress.phase("log-probs"):
                 logprobs = whole(engine.forward(rows).logprobs, engine)
@@ -111,21 +121,21 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> Found:
                 metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
             copies = disagreements(engine, facts["typical"])
             gradients = [
-                TensorError(name, distance(kept(found), reference.get_tensor(GRADIENT + name), facts["typical"]))
-                for name, found in exported_gradients(engine)
+                TensorError(name, distance(kept(gradient), reference.get_tensor(GRADIENT + name), facts["typical"]))
+                for name, gradient in exported_gradients(engine)
             ]
-        with engine_of(plan, layout, accelerator, step_settings(facts, distributed=True)) as engine:
+        with engine_of(plan, layout, accelerator, step_settings(facts)) as engine:
             step_norms = train(engine, rows, plan)
             rounding, length = plan.steps * ROUNDING[plan.dtype], plan.steps * step_length(plan)
             weights = [
-                TensorError(name, step_error(kept(found), start, moved, length=length, rounding=rounding))
-                for name, found in engine.export_weights()
+                TensorError(name, step_error(kept(weight), start, moved, length=length, rounding=rounding))
+                for name, weight in engine.export_weights()
                 for start, moved in [(reference.get_tensor(START + name), reference.get_tensor(MOVED + name))]
             ]
         logprob_error = finite(float((logprobs - reference.get_tensor("logprobs")).abs().max()))
     expected = [facts["grad_norm"], *facts["step_norms"]]
     norms = [relative(*pair) for pair in zip([metrics["grad_norm"], *step_norms], expected, strict=True)]
-    return Found(
+    return LayoutErrors(
         logprob_error=logprob_error,
         loss=metrics["actor/loss"],
         loss_error=relative(metrics["actor/loss"], facts["loss"]),
@@ -141,38 +151,48 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> Found:
 
 
 @contextmanager
-def engine_of(plan: Plan, layout: Layout, accelerator: Accelerator, optim: OptimConfig) -> Iterator[ModelEngine]:
-    """A trainable engine of the plan's model on this rank, with its groups taken down afterwards."""
-    config = Config(
-        engine=layout.engine,
-        model=ModelConfig(path=plan.model, dtype=plan.dtype, transformer_impl=plan.transformer_impl),
-        parallel=ParallelConfig(**layout.settings),
+def engine_of(
+    plan: Plan, layout: Layout, accelerator: Accelerator, optim: OptimConfig, *, distributed: bool = True
+) -> Iterator[ModelEngine]:
+    """Yield a trainable engine of the plan's model on this rank, and destroy its groups afterwards.
+
+    distributed: Megatron-Core's optimizer state is sharded.
+    """
+    megatron = MegatronConfig(
+        **layout.settings,
+        transformer_impl=plan.transformer_impl,
+        optimizer=MegatronOptimizerConfig(distributed=distributed),
+    )
+    rollout = RolloutConfig()
+    settings = EngineSettings(
+        engine=EngineConfig(backend=layout.engine, megatron=megatron),
+        model=ModelConfig(path=plan.model, dtype=plan.dtype),
         optim=optim,
-        trainer=TrainerConfig(
-            packing=plan.packing,
-            max_tokens_per_microbatch=TOKENS_PER_MICROBATCH,
-            micro_batch_size=2,
-            timeout_s=plan.timeout_s,
-        ),
+        microbatch=MicrobatchConfig(packing=plan.packing, max_tokens=TOKENS_PER_MICROBATCH, size=2),
+        deterministic=False,
+        timeout_s=plan.timeout_s,
+        temperature=rollout.temperature,
+        export_bucket_bytes=rollout.bucket_mib << 20,
+    )
+    model = resolve_model(
+        "actor",
+        Path(plan.model),
+        head="lm",
+        trainable=True,
+        settings=settings,
+        attention=RequestedAttention(settings.model.attn_implementation, "model.attn_implementation"),
+        device_type=accelerator.device.type,
     )
     groups = process_groups.initialize(layout.parallel_layout(), accelerator=accelerator, timeout_s=plan.timeout_s)
     try:
         process_groups.seed_model_parallel(plan.seed, groups)
-        yield build_engine(
-            "actor",
-            path=Path(plan.model),
-            head="lm",
-            trainable=True,
-            config=config,
-            groups=groups,
-            accelerator=accelerator,
-        )
+        yield build_engine(model, settings=settings, groups=groups, accelerator=accelerator)
     finally:
         process_groups.destroy()
 
 
 def train(engine: ModelEngine, batch: Experience, plan: Plan) -> list[float]:
-    """The plan's steps, all on one batch; returns their gradient norms."""
+    """Run the plan's steps, all on one batch; return their gradient norms."""
     with progress.phase("optimizer steps"):
         steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
     return [metrics["grad_norm"] for metrics in steps]
@@ -183,28 +203,29 @@ def step_length(plan: Plan) -> float:
     return STEP if plan.steps == 1 else SHORT_STEP
 
 
-def step_settings(facts: dict[str, Any], *, distributed: bool) -> OptimConfig:
-    """Adam that clips to half of the reference's norm, with the eps of `STEP`."""
-    return OptimConfig(clip_grad=facts["grad_norm"] / 2, eps=facts["typical"] / 2, distributed_optimizer=distributed)
+def step_settings(facts: dict[str, Any]) -> OptimConfig:
+    """Return the settings of Adam that clips to half of the reference's norm, with the eps of `STEP`."""
+    return OptimConfig(clip_grad=facts["grad_norm"] / 2, eps=facts["typical"] / 2)
 
 
 def policy_loss() -> PolicyLoss:
-    """The clipped policy objective with every term that it has."""
-    return PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01, kl=FixedKL(0.1), kl_estimator="k3")
+    """Return the clipped policy objective with all of its terms."""
+    settings = PolicyLossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01)
+    return PolicyLoss(settings, kl=FixedKL(0.1), kl_estimator=k3)
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full main gradient, float32) of every weight, on all ranks of a replica; collective.
+    """Yield (Hugging Face name, full main gradient, float32) of every weight, on all ranks of a replica; collective.
 
-    Of Megatron-Core needs gradients that are whole on every rank: `optim.distributed_optimizer=False`. What a model
-    holds besides parameters is left out.
+    Of Megatron-Core needs gradients that are whole on every rank: `engine.megatron.optimizer.distributed=False`. What
+    a model holds besides parameters is left out.
     """
     exported = _fsdp_gradients(engine) if isinstance(engine, FSDPEngine) else _megatron_gradients(engine)
     yield from ((name, tensor) for name, tensor in exported if not name.endswith(CORRECTION))
 
 
 def _fsdp_gradients(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
-    """The shards hold gradients while the exporter reads them."""
+    """Put gradients into the shards while the exporter reads them."""
     held = [(local(parameter), local(parameter.grad)) for parameter in engine.parameters if parameter.grad is not None]
     weights = [weight.clone() for weight, _ in held]
     try:
@@ -217,7 +238,7 @@ def _fsdp_gradients(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
-    """The parameters are gradients while the exporter reads them."""
+    """Put gradients into the parameters while the exporter reads them."""
     assert isinstance(engine, MegatronEngine)
     held = [parameter for chunk in engine.models for parameter in chunk.parameters()]
     weights = [parameter.data for parameter in held]
@@ -234,7 +255,7 @@ CORRECTION = "e_score_correction_bias"  # a router's, which is set and not learn
 
 
 def disagreements(engine: ModelEngine, typical: float) -> tuple[TensorError, ...]:
-    """Gradients that differ between ranks which hold the same weight, under Megatron-Core's names, worst first.
+    """Return gradients that differ between ranks with the same weight, under Megatron-Core's names, worst first.
 
     The exporter takes one rank's; what the others would step by is seen here. Under FSDP nobody holds the same.
     Collective; the same on every rank.
@@ -242,7 +263,7 @@ def disagreements(engine: ModelEngine, typical: float) -> tuple[TensorError, ...
     if not isinstance(engine, MegatronEngine):
         return ()
     layout = engine.groups.layout
-    found = []
+    entries = []
     for name, parameter in named_parameters(engine.models):
         gradient = vars(parameter)["main_grad"].detach().float()
         is_expert = ".mlp.experts." in name
@@ -254,22 +275,22 @@ def disagreements(engine: ModelEngine, typical: float) -> tuple[TensorError, ...
         for group in groups:
             first = GroupRanks(group).broadcast(gradient)
             error = max(error, distance(gradient, first, typical))
-        found.append(TensorError(name, error))
-    return gathered(found, engine)
+        entries.append(TensorError(name, error))
+    return gathered(entries, engine)
 
 
-def gathered(found: list[TensorError], engine: ModelEngine) -> tuple[TensorError, ...]:
-    """The worst of every rank's entries by name, those above 0, worst first."""
+def gathered(own: list[TensorError], engine: ModelEngine) -> tuple[TensorError, ...]:
+    """Return the largest error of all ranks by name, those above 0, worst first."""
     world = GroupRanks(engine.groups.world)
     worst: dict[str, float] = {}
-    for entries in world.gather_json([[entry.name, entry.error] for entry in found if entry.error]):
+    for entries in world.gather_json([[entry.name, entry.error] for entry in own if entry.error]):
         for name, error in entries:
             worst[name] = max(worst.get(name, 0.0), error)
     return ranked([TensorError(name, error) for name, error in worst.items()])
 
 
 def reference_batch(plan: Plan, engine: ModelEngine, reference: Any) -> Experience:
-    """The batch that the reference was given."""
+    """Return the batch of the reference."""
     batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
     batch.old_logprobs = reference.get_tensor("old_logprobs")
     batch.ref_logprobs = reference.get_tensor("ref_logprobs")
@@ -277,12 +298,12 @@ def reference_batch(plan: Plan, engine: ModelEngine, reference: Any) -> Experien
 
 
 def place(engine: ModelEngine) -> tuple[int, int]:
-    """(rank, size) in data parallelism."""
+    """Return (rank, size) in data parallelism."""
     return engine.data_parallel.rank, engine.data_parallel.size
 
 
 def whole(rows: Tensor | None, engine: ModelEngine) -> Tensor:
-    """The rows [B, S] of all data-parallel ranks in order, from `own_rows`."""
+    """Return the rows [B, S] of all data-parallel ranks in order, from `own_rows`."""
     assert rows is not None
     ranks = engine.data_parallel
     count = int(ranks.sum(torch.tensor(len(rows))))
@@ -292,35 +313,35 @@ def whole(rows: Tensor | None, engine: ModelEngine) -> Tensor:
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A float32 copy on the host."""
+    """Return a float32 copy on the host."""
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
-def distance(found: Tensor, expected: Tensor, typical: float) -> float:
-    """|found - expected| / |expected| in the Frobenius norm; see `FLOOR` for expected values far below `typical`."""
+def distance(actual: Tensor, expected: Tensor, typical: float) -> float:
+    """Return |actual - expected| / |expected| in the Frobenius norm, with `FLOOR` for values far below `typical`."""
     floor = FLOOR * typical * expected.numel() ** 0.5
-    gap = float((found.double() - expected.double()).norm())
+    gap = float((actual.double() - expected.double()).norm())
     return finite(gap / max(float(expected.double().norm()), floor)) if gap else 0.0
 
 
-def step_error(found: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
-    """The distance of a weight from `start + moved`, relative to `moved`, which is `length` where gradients are large.
+def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
+    """Return the distance of a weight from `start + moved`, relative to `moved`, or to `length` for large gradients.
 
     Less what `rounding` the weight, a part of its size, may hide: a step may be shorter than that.
     """
     hidden = rounding * float((start + moved).double().norm())
-    gap = float((found.double() - start.double() - moved.double()).norm())
+    gap = float((weight.double() - start.double() - moved.double()).norm())
     floor = FLOOR * length * moved.numel() ** 0.5
     return finite(max(gap - hidden, 0.0) / max(float(moved.double().norm()), floor)) if gap else 0.0
 
 
-def relative(found: float, expected: float) -> float:
-    """|found - expected| / |expected|."""
-    return finite(abs(found - expected) / max(abs(expected), 1e-30))
+def relative(actual: float, expected: float) -> float:
+    """Return |actual - expected| / |expected|."""
+    return finite(abs(actual - expected) / max(abs(expected), 1e-30))
 
 
 def finite(error: float) -> float:
-    """The error, infinite where it is not a number: nothing is worse."""
+    """Return the error, infinite if it is not a number, so that it exceeds any tolerance."""
     return error if math.isfinite(error) else math.inf
 
 

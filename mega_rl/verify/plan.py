@@ -1,4 +1,4 @@
-"""What the ranks of a verification are told and what they answer, as JSON files of a folder. Imports no torch."""
+"""Plan of a verification for its ranks, and their answers, as JSON files of a folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ class Plan:
     timeout_s: float = 600.0  # of each collective
 
     def write(self, path: Path) -> None:
-        """Leaves the plan for the ranks."""
+        """Write the plan for the ranks."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """The plan that was left at `path`."""
+        """Read a plan."""
         raw = json.loads(path.read_text(encoding="utf-8"))
         layouts = tuple(Layout(**{**entry, "implied": tuple(entry["implied"])}) for entry in raw.pop("layouts"))
         return Plan(**raw, layouts=layouts)
 
     @property
     def reference_tensors(self) -> Path:
-        """What one rank computes of every tensor and token."""
+        """Return the file of the reference's tensors and log-probs."""
         return Path(self.folder) / "reference.safetensors"
 
     @property
     def reference_facts(self) -> Path:
-        """What one rank computes besides."""
+        """Return the file of the reference's loss and norms."""
         return Path(self.folder) / "reference.json"
 
     @property
     def phase(self) -> Path:
-        """What rank 0 is doing, in words."""
+        """Return the file with rank 0's present phase, in words."""
         return Path(self.folder) / "phase"
 
     def answer(self, layout: Layout) -> Path:
-        """What was found of a layout."""
+        """Return the file of a layout's result."""
         return Path(self.folder) / f"{layout.name}.json"
 
 
 @dataclass(frozen=True)
 class TensorError:
-    """The distance of one tensor from one rank's, relative."""
+    """Relative distance of one tensor from that of one rank."""
 
     name: str  # Hugging Face's
     error: float
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one layout computes, and how far that is from one rank."""
+class LayoutErrors:
+    """Measurements of one layout, and their distance from one rank."""
 
     logprob_error: float  # nats, the largest of any token
     loss: float
@@ -82,10 +82,10 @@ class Found:
     seconds: float
 
     @staticmethod
-    def read(path: Path) -> Found:
-        """An answer, back from its file."""
+    def read(path: Path) -> LayoutErrors:
+        """Read a result from its file."""
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for field in fields(Found):
+        for field in fields(LayoutErrors):
             if field.name in ("gradients", "weights", "copies"):
                 raw[field.name] = tuple(TensorError(**entry) for entry in raw[field.name])
-        return Found(**raw)
+        return LayoutErrors(**raw)

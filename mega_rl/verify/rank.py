@@ -14,24 +14,24 @@ from mega_rl.verify.plan import Plan
 
 
 class _PhaseFile:
-    """Writes the phases in progress to a file that the command reads: its terminal is not this process's."""
+    """Writer of the phases in progress to a file that the command reads: its terminal is not this process's."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def changed(self, phases: tuple[progress.Phase, ...]) -> None:
-        """Replace the text: a reader finds the one before or this one."""
+        """Replace the text atomically: a reader gets the previous text or this one."""
         if phases:
             part = self._path.with_suffix(".part")
             part.write_text(": ".join(phase.name for phase in phases), encoding="utf-8")
             part.rename(self._path)
 
     def close(self) -> None:
-        """Keep the last text."""
+        """Do nothing: the last text stays."""
 
 
 def main(path: str) -> int:
-    """Measures what the plan at `path` asks for; returns the exit code, 2 where a model cannot be cut so."""
+    """Measure the layouts of the plan at `path`; returns the exit code, 2 where a model cannot be cut so."""
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
     plan = Plan.read(Path(path))

@@ -1,4 +1,4 @@
-"""From a checkpoint and names of layouts to a verdict on each: the reference first, then one launch per world size."""
+"""Verification of layouts on a checkpoint: the reference first, then one launch per world size."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import REFERENCE, Found, Plan
+from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
 from mega_rl.verify.tolerances import Tolerances
 from mega_rl.verify.twin.shrink import num_elements, shrink, write_random_twin, write_twin
 
 log = logging.getLogger(__name__)
 
 RANK = "mega_rl.verify.rank"
-# A twin with the checkpoint's own weights has its widths; above so many elements it gets random weights and few widths.
+# A twin with the checkpoint's own weights has its widths; above this number of elements it gets random
+# weights and few widths.
 MOST_ELEMENTS = 64_000_000
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verifying one layout has shown."""
+    """Result of verifying one layout."""
 
     layout: Layout
-    found: Found | None  # None: its ranks failed
+    errors: LayoutErrors | None  # None: its ranks failed
     problems: tuple[str, ...]  # what is out of tolerance, or how the ranks failed; empty: it agrees
 
     @property
     def good(self) -> bool:
-        """Whether the layout computes what one rank computes."""
+        """Return whether the layout agrees with one rank within the tolerances."""
         return not self.problems
 
 
@@ -52,7 +53,7 @@ class Model:
 
 
 def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed: int) -> Model:
-    """The checkpoint itself, or its shrunk twin in `folder`. Raises UserError where there are no weights to verify."""
+    """Return the checkpoint itself, or its shrunk twin in `folder`. Raises UserError without weights to verify."""
     hf = read_hf_config(source)
     has_weights = any((source / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     if not twin:
@@ -73,7 +74,7 @@ def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed
 
 
 def use_gpus(layouts: Sequence[Layout]) -> bool:
-    """Whether every layout can have a GPU for each rank; one rank must run where the others do."""
+    """Return whether every layout can have a GPU for each rank; all layouts must run on the same device."""
     return torch.cuda.device_count() >= max(layout.ranks for layout in layouts)
 
 
@@ -109,8 +110,8 @@ def _verdicts(plan: Plan, layouts: Sequence[Layout], launch: _Launcher, toleranc
             failure = launch(tuple(pending))
             done = [layout for layout in pending if plan.answer(layout).exists()]
             for layout in done:
-                found = Found.read(plan.answer(layout))
-                verdicts[layout.name] = Verdict(layout, found, tuple(problems(found, tolerances)))
+                errors = LayoutErrors.read(plan.answer(layout))
+                verdicts[layout.name] = Verdict(layout, errors, tuple(problems(errors, tolerances)))
             pending = [layout for layout in pending if layout not in done]
             if failure is not None and pending:  # the ranks measure in order: this is the one that failed
                 verdicts[pending[0].name] = Verdict(pending[0], None, (str(failure),))
@@ -126,7 +127,7 @@ class _Launcher:
     cases: progress.Phase
 
     def __call__(self, layouts: tuple[Layout, ...]) -> RanksFailed | None:
-        """Measures these layouts in one launch; what made it fail, if anything did."""
+        """Measure these layouts in one launch; return its failure, or None."""
         folder = Path(self.plan.folder)
         path = folder / "plan.json"
         plan = replace(self.plan, layouts=layouts)
@@ -158,26 +159,26 @@ class _Launcher:
         return None
 
 
-def problems(found: Found, allowed: Tolerances) -> list[str]:
-    """What is out of tolerance, in words; an infinite error stands for one that is not a number."""
+def problems(errors: LayoutErrors, allowed: Tolerances) -> list[str]:
+    """Return the errors out of tolerance, in words; an infinite error stands for one that is not a number."""
     lines = []
 
     def check(what: str, error: float, limit: float) -> None:
         if not error <= limit:
             lines.append(f"{what} {error:.2g} > {limit:g}")
 
-    check("log-probs", found.logprob_error, allowed.logprob)
-    check("loss", found.loss_error, allowed.loss)
-    check("gradient norm", found.grad_norm_error, allowed.grad_norm)
-    for entry in found.gradients[:1]:
+    check("log-probs", errors.logprob_error, allowed.logprob)
+    check("loss", errors.loss_error, allowed.loss)
+    check("gradient norm", errors.grad_norm_error, allowed.grad_norm)
+    for entry in errors.gradients[:1]:
         check(f"gradient of {entry.name}", entry.error, allowed.gradient)
-    for entry in found.weights[:1]:
+    for entry in errors.weights[:1]:
         check(f"step of {entry.name}", entry.error, allowed.weight)
-    for entry in found.copies[:1]:
+    for entry in errors.copies[:1]:
         check(f"ranks disagree on the gradient of {entry.name}", entry.error, allowed.gradient)
     return lines
 
 
 def working_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the twin, the reference and the answers, gone at the end."""
+    """Return a temporary folder for the twin, the reference and the answers."""
     return tempfile.TemporaryDirectory(prefix="verify_")

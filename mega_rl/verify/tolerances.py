@@ -1,4 +1,4 @@
-"""How far a layout may be from one rank, and why so far. Imports no torch."""
+"""Tolerances for a layout against one rank, with their reasons. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BF16_EXPERTS = replace(BF16, logprob=0.6, gradient=0.75, weight=0.75)
 
 
 def tolerances(dtype: str, given: str, *, experts: bool = False) -> Tolerances:
-    """Those of a dtype, with what the user gave as "logprob=1e-3,gradient=1e-3" in their place. Raises UserError."""
+    """Return the tolerances of a dtype, changed by `given`, as "logprob=1e-3,gradient=1e-3". Raises UserError."""
     usual = FP32 if dtype == "fp32" else BF16_EXPERTS if experts else BF16
     names = [field.name for field in fields(Tolerances)]
     changes = {}

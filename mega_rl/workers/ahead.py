@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 class OneStepAhead:
     """Rollout source and weight sync of a run whose servers generate step k + 1 while step k trains.
 
-    When step k's rollout is taken, step k + 1's generation begins with the weights of now, which step k has yet to
-    improve: its samples are one version old when they train. Only the first rollout of a run is waited for from
-    beginning to end, and is of the current version. Nothing is generated beyond the last step.
+    When step k's rollout is taken, step k + 1's generation begins with the current weights, which step k has yet to
+    update: its samples are one version old when they train. Only the first rollout of a run does not overlap with
+    training, and is of the current version. The last step starts no generation.
 
     A publish waits for the generation (`partial` false), so that every response is of one version, and sends the
-    weights to idle servers; or interrupts it, and responses go on under the new weights. Both stand here, around the
-    sync, so that neither the loop nor the sync knows of generation in the background.
+    weights to idle servers; or interrupts it, and responses go on under the new weights. Both happen here, around the
+    sync, so that neither the loop nor the sync depends on generation in the background.
 
-    A checkpoint (this is a `protocols.RankState`) keeps the rollout under way, complete: a run that resumes with the
-    weights of now could not make it again, and trains on the same tokens.
+    A checkpoint (this is a `protocols.RankState`) keeps the rollout in progress, once complete: a resumed run could not
+    generate it again, since its weights are newer, and trains on the same tokens.
     """
 
     source: RolloutSource  # for validation, which is greedy and not ahead
@@ -41,19 +41,19 @@ class OneStepAhead:
     steps: int  # of the run, in all
     partial: bool = False
     clock: Callable[[], float] = time.perf_counter
-    _started: int | None = field(default=None, init=False)  # the step whose rollout is under way, or there
-    _there: Rollout | RunError | UserError | None = field(default=None, init=False)  # what has become of it, if known
+    _started: int | None = field(default=None, init=False)  # step of the rollout that is in progress or complete
+    _result: Rollout | RunError | UserError | None = field(default=None, init=False)  # of that step, when known
     _waited_s: float = field(default=0.0, init=False)
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        """The step's rollout, waiting for what it still lacks; the next step's is then under way."""
+        """Return the step's rollout once it is complete; the next step's generation then begins."""
         if greedy:
             return self.source.generate(prompts, step=step, greedy=True)
         if self._started is None:
             self._start(prompts, step)
-        assert self._started == step, f"step {step} is asked for and step {self._started} is under way"
+        assert self._started == step, f"step {step} is asked for while step {self._started} is in progress"
         rollout = self._finished()
-        self._started, self._there = None, None
+        self._started, self._result = None, None
         if isinstance(rollout, Exception):
             raise rollout
         if step + 1 < self.steps:
@@ -71,8 +71,8 @@ class OneStepAhead:
         self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
-        """Send the weights between requests; `rollout/ahead_wait_s` is what generation has held training up."""
-        if self._started is None or self._there is not None:  # nothing is in flight
+        """Send the weights between requests; `rollout/ahead_wait_s` is the time that training waited for generation."""
+        if self._started is None or self._result is not None:  # nothing is in flight
             return self._with_wait(self.sync.publish())
         begin = self.clock()
         if self.partial:
@@ -86,7 +86,7 @@ class OneStepAhead:
         return self._with_wait(metrics)
 
     def state(self) -> dict[str, Tensor]:
-        """The rollout under way, waited for, and what it is of; nothing where none is; collective.
+        """Return the rollout in progress, once complete, with its step and prompts; empty without one; collective.
 
         `step` int64 scalar; `prompts` [P] int64, the rows of the data set; the fields of this replica's `Rollout`. A
         failed generation leaves nothing and fails the step that needs it.
@@ -100,32 +100,31 @@ class OneStepAhead:
         return {"step": torch.tensor(self._started), "prompts": self._rows(self._started)} | fields
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Take up the rollout of `state`; None, or one of other prompts than this run has, is generated afresh."""
+        """Restore the rollout of `state`; for None, or one of other prompts than this run has, generate again."""
         if tensors is None:
             return
         step = int(tensors["step"])
         if step >= self.steps or not torch.equal(tensors["prompts"], self._rows(step)):
-            log.info("the rollout of step %d, under way at the checkpoint, is of other prompts: left out", step)
+            log.info("the rollout of step %d in the checkpoint is of other prompts: it is generated again", step)
             return
         fields = {name: tensor for name, tensor in tensors.items() if name not in ("step", "prompts")}
-        make: Any = Rollout
-        self._started, self._there = step, make(**fields, batch_size=[len(fields["tokens"])])
+        self._started, self._result = step, Rollout.from_rows(**fields)
 
     def close(self) -> None:
-        """Give up the rollout under way, at the end of the run."""
-        self._started, self._there = None, None
+        """Cancel the generation in progress, at the end of the run."""
+        self._started, self._result = None, None
         self.background.close()
 
     def _finished(self) -> Rollout | RunError | UserError:
-        """What has become of the generation under way, waited for; stays until it is taken; collective."""
-        if self._there is None:
+        """Wait for the generation in progress; returns its rollout or error, which stays until taken; collective."""
+        if self._result is None:
             begin = self.clock()
             try:
-                self._there = self.background.finish()
+                self._result = self.background.finish()
             except (RunError, UserError) as error:  # raised on all ranks alike, when the step needs it
-                self._there = error
+                self._result = error
             self._waited_s += self.clock() - begin
-        return self._there
+        return self._result
 
     def _rows(self, step: int) -> Tensor:
         """[P] int64, the rows of the data set that the prompts of a step are."""

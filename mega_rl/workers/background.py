@@ -1,4 +1,4 @@
-"""Generation on a thread of its own."""
+"""Generation on a background thread."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mega_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-Samples = TypeVar("Samples")  # what this rank alone has generated
+Samples = TypeVar("Samples")  # this rank's samples
 
 
 class BackgroundRolloutError(RunError):
-    """Generation beside training failed or did not end in time; the error on its thread is the cause."""
+    """Generation in the background failed or did not end in time; the error on its thread is the cause."""
 
 
 class Requests(Protocol):
-    """The requests of a generation under way, steered from another thread than its own. Any state allows any call."""
+    """Requests of a generation in progress, controlled from another thread. Any state allows any call."""
 
     def interrupt(self) -> None:
-        """Break off what is in flight, keep its tokens, send nothing more; returns when nothing is in flight."""
+        """Interrupt requests in flight, keep their tokens, send no more; returns when none is in flight."""
         ...
 
     def resume(self) -> None:
-        """Send again, first the rest of what was broken off."""
+        """Send requests again, the interrupted ones first."""
         ...
 
 
@@ -50,22 +50,22 @@ class _Job(Generic[Samples]):
     def _run(self, work: Callable[[], Samples]) -> None:
         try:
             self.result = work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread
             self.error = error
 
     def failure(self) -> Exception | None:
-        """What the trainer's thread raises in place of what this one did."""
+        """Return the error that the trainer's thread raises for the one of this thread."""
         if self.error is None or isinstance(self.error, (RunError, UserError)):
             return self.error
         failure = BackgroundRolloutError(
-            f"the generation of step {self.step} failed beside training: {type(self.error).__name__}: {self.error}"
+            f"the generation of step {self.step} failed in the background: {type(self.error).__name__}: {self.error}"
         )
         failure.__cause__ = self.error
         return failure
 
 
 class ThreadedRollouts(Generic[Samples]):
-    """`protocols.BackgroundRollouts` from a function that generates what this rank has to, and one that collects it."""
+    """`protocols.BackgroundRollouts` from functions that generate this rank's samples and collect all ranks'."""
 
     def __init__(
         self,
@@ -91,12 +91,11 @@ class ThreadedRollouts(Generic[Samples]):
         self._job: _Job[Samples] | None = None
 
     def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
-        """Begin; returns at once."""
         assert self._job is None, f"step {step} starts while the rollout of step {self._job.step} is not taken"
         self._job = _Job(lambda: self._generate(prompts, step), step=step)
 
     def finish(self) -> Rollout:
-        """This replica's rows; collective.
+        """Wait for the generation and return this replica's rows; collective.
 
         Raises:
             BackgroundRolloutError: on all ranks, when generation failed on any (there with its cause) or took longer
@@ -111,12 +110,12 @@ class ThreadedRollouts(Generic[Samples]):
         return self._collect(job.result)
 
     def drain(self) -> None:
-        """Wait until the generation has ended on all ranks, well or badly; collective."""
+        """Wait until the generation has ended or failed on all ranks; collective."""
         if self._job is not None:
             self._wait(self._job)
 
     def interrupt(self) -> None:
-        """Break off the requests of all ranks; collective. Raises on all ranks what a rank's requests raised."""
+        """Interrupt the requests of all ranks; collective. Raises a rank's error on all ranks."""
         assert self._requests is not None, "this generation cannot be interrupted"
         failure: Exception | None = None
         if self._job is not None:
@@ -127,23 +126,22 @@ class ThreadedRollouts(Generic[Samples]):
         raise_together(failure, self._everyone, error=BackgroundRolloutError)
 
     def resume(self) -> None:
-        """Let this rank's requests go on."""
         assert self._requests is not None, "this generation cannot be interrupted"
         if self._job is not None:
             self._requests.resume()
 
     def close(self) -> None:
-        """Give up the generation; an error that nobody has seen is logged."""
+        """Cancel the generation; an error that `finish` has not raised is logged."""
         job, self._job = self._job, None
         if job is None:
             return
         if job.thread.is_alive():
-            log.warning("the generation of step %d, beside training, is given up", job.step)
+            log.warning("the background generation of step %d is cancelled", job.step)
         elif job.error is not None:
-            log.error("the generation of step %d, beside training, had failed", job.step, exc_info=job.error)
+            log.error("the background generation of step %d had failed", job.step, exc_info=job.error)
 
     def _wait(self, job: _Job[Samples]) -> None:
-        """Until the job has ended on all ranks; raises on all of them after the deadline."""
+        """Wait until the job has ended on all ranks; raises on all of them after the deadline."""
         begin = time.monotonic()
         while True:
             job.thread.join(min(self._beat_s, max(0.0, begin + self._timeout_s - time.monotonic())))
@@ -152,7 +150,7 @@ class ThreadedRollouts(Generic[Samples]):
             some_running, some_late = self._everyone.max(torch.tensor([int(running), int(late)])).tolist()
             if some_late:
                 raise BackgroundRolloutError(
-                    f"waited {self._timeout_s:g} s for the generation of step {job.step} beside training, and it has "
+                    f"waited {self._timeout_s:g} s for the generation of step {job.step} in the background, and it has "
                     "not ended on every rank"
                 )
             if not some_running:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from mega_rl.algorithms.importance import importance_metrics, truncated_importance_weights
-from mega_rl.algorithms.kl import KLController
-from mega_rl.algorithms.policy_loss import ppo_policy_loss
+from mega_rl.algorithms.kl import KLController, KLEstimator
+from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
 from mega_rl.protocols import Engine, Inspect, LossOutput
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
@@ -25,12 +25,9 @@ class PolicyLoss:
     `tis_cap`: truncated importance sampling (see `algorithms.importance`) corrects for what sampled the tokens; 0 off.
     """
 
-    clip_low: float
-    clip_high: float
-    dual_clip: float
-    entropy_coef: float
+    settings: PolicyLossSettings
     kl: KLController | None  # KL in the loss; None without
-    kl_estimator: str
+    kl_estimator: KLEstimator
     on_policy: bool = False
     tis_cap: float = 0.0
 
@@ -43,21 +40,16 @@ class PolicyLoss:
             outputs.logprobs,
             outputs.entropy,
             old_logprobs=old_logprobs,
-            ref_logprobs=None if self.kl is None else fields["ref_logprobs"],
             advantages=advantages,
             loss_weights=fields["loss_weights"],
             token_weights=fields["token_weights"],
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            entropy_coef=self.entropy_coef,
-            kl_coef=0.0 if self.kl is None else self.kl.value,
-            kl_estimator=self.kl_estimator,
+            settings=self.settings,
+            kl=None if self.kl is None else KLTerm(fields["ref_logprobs"], self.kl.value, self.kl_estimator),
         )
         return replace(loss, sums=loss.sums | metrics)
 
     def _correct(self, old_logprobs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(advantages times importance weights, what to report of these).
+        """Return (advantages times importance weights, metrics of these).
 
         The clipped objective is linear in the advantage for a fixed sign, and weights are positive: weighting the
         advantage is weighting the token's policy loss, while entropy and KL terms keep their own weights.
@@ -101,11 +93,9 @@ class LearningWorker:
     first_step: int = 0
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        """Log-probs and entropy, or values, of every response token."""
         return self.engine.forward(batch)
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
-        """One optimizer step on a global mini-batch; no metrics from a step that trains nothing."""
         if step < self.first_step:
             return {}
         metrics = self.engine.train_minibatch(minibatch, self.loss, lr=self.learning_rate(step), inspect=inspect)
@@ -119,17 +109,14 @@ class ReferenceWorker:
     engine: Engine
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        """Log-probs of every response token."""
         return self.engine.forward(batch)
 
 
 class AbsentWorker:
-    """Stands for a role that the run does not have: says nothing and learns nothing."""
+    """Role that the run does not have: its outputs are empty and it learns nothing."""
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        """Return no metrics: the role is absent."""
         return TokenOutputs()
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
-        """Return no metrics: the role is absent."""
         return {}

@@ -1,4 +1,4 @@
-"""The reward role over texts: what decodes responses, has them scored once, and tells every rank."""
+"""Reward role over texts: responses are decoded, scored once per replica, and the scores broadcast to its ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ SHOWN_CHARACTERS = 200  # of a prompt or response in an error
 
 
 class RewardError(RunError):
-    """A response has no score: a function raised, a service or model gave something that is no finite number."""
+    """A response has no score: a function raised, or a service or model gave something that is not a finite number."""
 
 
 class TextScorer(Protocol):
-    """Scores responses as texts."""
+    """Scorer of responses as texts."""
 
     def score_texts(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """The score of each (prompt, response), finite in float32. Raises RewardError."""
+        """Return the score of each (prompt, response), finite in float32. Raises RewardError."""
         ...
 
 
 class RewardWorker:
-    """Scores the rollouts of one replica.
+    """Reward role of one replica.
 
     The scorer works on rank 0 of the replica and the scores are broadcast: one that is slow, random or a service sees
     each response once, and all ranks of a replica train on the same numbers.
@@ -54,7 +54,7 @@ class RewardWorker:
         self._everyone = everyone
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] float32, the reward of each row, on the device of the rollout; collective over all ranks.
+        """Return the reward of each row, [B] float32 on the device of the rollout; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. The text that is scored is the
         response without the stop token that ended it (where `finished`). Failed samples are not scored: 0.
@@ -66,17 +66,17 @@ class RewardWorker:
         if self._replica.rank == 0:
             rows = answered(rollout)
             try:
-                found = self._scorer.score_texts(texts(rollout, rows, prompts, self._decode))
+                row_scores = self._scorer.score_texts(texts(rollout, rows, prompts, self._decode))
             except RewardError as error:
                 failure = error
             else:
-                scores[rows] = torch.tensor(found, dtype=torch.float32)
+                scores[rows] = torch.tensor(row_scores, dtype=torch.float32)
         raise_together(failure, self._everyone, error=RewardError)
         return self._replica.broadcast(scores.to(device))
 
 
 class FunctionRewards:
-    """A function, called for one response after the other as `mega_rl.workers.reward_calls` says."""
+    """Scores by a function, called for one response after the other as `mega_rl.workers.reward_calls` says."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._call = plan_call(function)
@@ -87,7 +87,7 @@ class FunctionRewards:
         return self._call.columns
 
     def score_texts(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """See `TextScorer`; stops at the first response that has no score."""
+        """Return the scores; stops at the first response that has none."""
         return [self._score_one(prompt, response) for prompt, response in items]
 
     def _score_one(self, prompt: Prompt, response: str) -> float:
@@ -107,7 +107,7 @@ class FunctionRewards:
 
 
 def answered(rollout: Rollout) -> list[int]:
-    """The rows that have an answer to score, in order."""
+    """Return the rows that have an answer to score, in order."""
     failed = [False] * len(rollout.lengths) if rollout.failed is None else rollout.failed.tolist()
     return [row for row, without in enumerate(failed) if not without]
 
@@ -115,13 +115,13 @@ def answered(rollout: Rollout) -> list[int]:
 def texts(
     rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt], decode: Callable[[Sequence[int]], str]
 ) -> list[tuple[Prompt, str]]:
-    """(prompt, decoded response) of these rows."""
+    """Return (prompt, decoded response) of these rows."""
     indices, token_ids = rollout.prompt_index.tolist(), responses(rollout)
     return [(prompts[indices[row]], decode(token_ids[row])) for row in rows]
 
 
 def responses(rollout: Rollout) -> list[list[int]]:
-    """The response token ids of each row, without the stop token of those that ended by one."""
+    """Return the response token ids of each row, without the stop token of those that ended by one."""
     ends = rollout.lengths - rollout.finished.to(torch.int64)
     tokens = rollout.tokens.tolist()
     bounds = zip(rollout.prompt_lengths.tolist(), ends.tolist(), strict=True)
@@ -129,12 +129,12 @@ def responses(rollout: Rollout) -> list[list[int]]:
 
 
 def is_finite(number: float) -> bool:
-    """Whether it still is finite as a float32: 1e300 is only before that."""
+    """Return whether the number is finite as a float32: 1e300 is not."""
     return abs(number) <= torch.finfo(torch.float32).max
 
 
 def no_score(what: str, prompt: Prompt, response: str) -> RewardError:
-    """The error of a response without a score."""
+    """Return the error of a response without a score."""
     return RewardError(
         f"{what}; prompt {prompt.index}: {shortened(prompt.text)}, response: {shortened(response)}, "
         f"answer: {shortened(prompt.answer)}"
@@ -142,6 +142,6 @@ def no_score(what: str, prompt: Prompt, response: str) -> RewardError:
 
 
 def shortened(value: object) -> str:
-    """Its repr, cut to what an error shows."""
+    """Return its repr, cut to the length that an error shows."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

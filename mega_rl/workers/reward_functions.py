@@ -25,12 +25,12 @@ MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
-    """1.0 if the response is the answer, white space around either aside; else 0.0."""
+    """Return 1.0 if the response is the answer, white space around either aside; else 0.0."""
     return float(response.strip() == answer.strip())
 
 
 def math_verify(prompt: str, response: str, answer: str) -> float:
-    """1.0 if the response's final answer equals the reference as mathematics, else 0.0; never raises.
+    """Return 1.0 if the response's final answer equals the reference as mathematics, else 0.0; never raises.
 
     The final answer is what stands in the last \\boxed{...} or after the last "####" (GSM8K), whichever comes later;
     without either, the last expression of the text. What cannot be parsed, or takes more than 5 s to parse or compare,
@@ -44,10 +44,10 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
     gold_text = final_answer(answer)
     gold = verifier.parse(_boxed(answer.strip() if gold_text is None else gold_text), parsing_timeout=timeout)
     response_text = final_answer(response)
-    found = verifier.parse(response if response_text is None else _boxed(response_text), parsing_timeout=timeout)
-    if not gold or not found:
+    parsed = verifier.parse(response if response_text is None else _boxed(response_text), parsing_timeout=timeout)
+    if not gold or not parsed:
         return 0.0
-    return float(verifier.verify(gold, found, timeout_seconds=timeout))
+    return float(verifier.verify(gold, parsed, timeout_seconds=timeout))
 
 
 def final_answer(text: str) -> str | None:
@@ -65,7 +65,7 @@ def final_answer(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Position of the brace that closes the one opened just before `start`; escaped braces do not count."""
+    """Return the position of the brace that closes the one opened just before `start`; escaped braces do not count."""
     depth = 1
     for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)

@@ -48,18 +48,18 @@ class HttpRewards:
         try:
             self._url = httpx.URL(service.url)
         except httpx.InvalidURL as error:
-            raise UserError(f"reward.url={service.url!r}: {error}") from None
+            raise UserError(f"reward.http.url={service.url!r}: {error}") from None
         self._key = service.key
         self._batch_size = batch_size
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._tries = 1 + retries
         self._pause_s = pause_s
-        self._jitter = random.Random()  # of its own: the run's random numbers do not depend on a service's moods
+        self._jitter = random.Random()  # not the global one: the run's random numbers do not depend on a service
         self._tls: ssl.SSLContext | bool = ssl.create_default_context() if self._url.scheme == "https" else False
 
     def score_texts(self, items: Sequence[Item]) -> list[float]:
-        """See `TextScorer`; the first batch that fails ends the others."""
+        """Return the scores; the first batch that fails ends the others."""
         return asyncio.run(self._score(items)) if items else []
 
     async def _score(self, items: Sequence[Item]) -> list[float]:
@@ -73,26 +73,29 @@ class HttpRewards:
         ) as client:
             requests = [asyncio.ensure_future(self._request(client, slots, batch)) for batch in batches]
             try:
-                found = await asyncio.gather(*requests)
+                batch_scores = await asyncio.gather(*requests)
             finally:
                 for request in requests:
                     request.cancel()
                 await asyncio.gather(*requests, return_exceptions=True)
-        return [score for scores in found for score in scores]
+        return [score for scores in batch_scores for score in scores]
 
     async def _request(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[Item]) -> list[float]:
-        """The scores of one batch. Raises RewardError."""
+        """Return the scores of one batch. Raises RewardError."""
         async with slots:
             failures: list[str] = []
             try:
                 content = await asyncio.wait_for(self._answer(client, batch, failures), self._timeout_s)
             except TimeoutError:
-                what = f"no answer to try {len(failures) + 1} of {self._tries} in reward.timeout_s={self._timeout_s:g}"
+                what = (
+                    f"no answer to try {len(failures) + 1} of {self._tries} in "
+                    f"reward.http.timeout_s={self._timeout_s:g}"
+                )
                 raise self._failure(what, batch, failures) from None
         return self._scores(content, batch)
 
     async def _answer(self, client: httpx.AsyncClient, batch: Sequence[Item], failures: list[str]) -> bytes:
-        """The body of a 200; what went wrong before goes to `failures`. Raises RewardError."""
+        """Return the body of a 200; failed tries before it go to `failures`. Raises RewardError."""
         body = _body(batch)
         limit = ANSWER_BYTES + SCORE_BYTES * len(batch)
         clock = asyncio.get_running_loop().time
@@ -118,14 +121,14 @@ class HttpRewards:
                 raise self._failure(f"all {self._tries} tries failed", batch, failures)
             pause_s = max(asked_s, self._next_pause_s(len(failures)))
             if clock() + pause_s >= deadline:
-                what = f"the next try would be in {pause_s:.3g} s, past reward.timeout_s={self._timeout_s:g}"
+                what = f"the next try would be in {pause_s:.3g} s, past reward.http.timeout_s={self._timeout_s:g}"
                 raise self._failure(what, batch, failures)
             await asyncio.sleep(pause_s)
 
     async def _exchange(
         self, client: httpx.AsyncClient, body: bytes, *, limit: int
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """(status, headers, body) of the answer; the body is cut soon after it is longer than it may be."""
+        """Return (status, headers, body) of the answer; the body is cut soon after its length limit."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # nothing to unpack, no bombs
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -141,7 +144,7 @@ class HttpRewards:
         return min(MAX_PAUSE_S, self._pause_s * 2 ** (failed - 1)) * self._jitter.uniform(0.5, 1.0)
 
     def _scores(self, content: bytes, batch: Sequence[Item]) -> list[float]:
-        """What an answer says of each response. Raises RewardError."""
+        """Return the score of each response in an answer. Raises RewardError."""
         try:
             answer = json.loads(content)
         except (ValueError, RecursionError):
@@ -189,7 +192,7 @@ def _body(batch: Sequence[Item]) -> bytes:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """How long the service asks to wait, in seconds or as a date; 0 where it says nothing that can be understood."""
+    """Return the seconds that the service asks to wait, in numbers or as a date; 0 where it names none."""
     text = headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])

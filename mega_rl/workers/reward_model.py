@@ -1,4 +1,4 @@
-"""The reward role as a model: a sequence-classification checkpoint that says one number of each row."""
+"""Reward role as a model: a sequence-classification checkpoint that gives one number for each row."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ TokenRows = Callable[[Rollout, Sequence[int], Sequence[Prompt]], list[list[int]]
 
 @dataclass(frozen=True)
 class RowLimits:
-    """What a reward model and its micro-batches have room for."""
+    """Limits of the rows that a reward model and its micro-batches take."""
 
     vocab_size: int
     positions: int  # max_position_embeddings of the model
-    microbatch_tokens: int | None = None  # trainer.max_tokens_per_microbatch; None where rows are padded
+    microbatch_tokens: int | None = None  # trainer.microbatch.max_tokens; None where rows are padded
     multiple: int = 1  # what lengths are rounded up to in a micro-batch: 2 * cp with context parallelism
 
     def problem(self, token_ids: Sequence[int]) -> str:
-        """Why a row cannot be scored; "" for one that can."""
+        """Return why a row cannot be scored; "" for one that can."""
         if not token_ids:
             return "the row has no tokens"
         if max(token_ids) >= self.vocab_size:
@@ -41,12 +41,12 @@ class RowLimits:
             return f"the row has {len(token_ids)} tokens, the model {self.positions} positions"
         needed = -(-(len(token_ids) + 1) // self.multiple) * self.multiple  # see `_rows_with_a_place`
         if self.microbatch_tokens is not None and needed > self.microbatch_tokens:
-            return f"the row needs {needed} tokens, above trainer.max_tokens_per_microbatch={self.microbatch_tokens}"
+            return f"the row needs {needed} tokens, above trainer.microbatch.max_tokens={self.microbatch_tokens}"
         return ""
 
 
 class RewardModelWorker:
-    """Scores the rollouts of one replica by a frozen model with one output: its value at each row's last token."""
+    """Reward role of one replica by a frozen model with one output: its value at each row's last token."""
 
     def __init__(self, engine: Engine, token_rows: TokenRows, *, limits: RowLimits, everyone: Ranks) -> None:
         """`engine` has a value head, the checkpoint's; `everyone` are all ranks."""
@@ -56,7 +56,7 @@ class RewardModelWorker:
         self._everyone = everyone
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """[B] float32, the reward of each row, on the device of the rollout; collective over all ranks.
+        """Return the reward of each row, [B] float32 on the device of the rollout; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. Failed samples are not scored: 0.
         Raises RewardError on every rank of the run, naming the prompt, for a row that the model cannot read and for a
@@ -86,7 +86,7 @@ class RewardModelWorker:
                 raise _refused(problem, _prompt_of(rollout, row, prompts))
 
     def _values(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """[B] float32 on the host, the model's output at the last token of each row."""
+        """Return the model's output, [B] float32 on the host, at the last token of each row."""
         batch = _rows_with_a_place(token_ids)
         values = self._engine.forward(batch).values
         assert values is not None, "a reward model is an engine with a value head"
@@ -101,27 +101,27 @@ def token_rows(
     rollout_template: object | None,
     decode: Callable[[Sequence[int]], str],
 ) -> TokenRows:
-    """How the reward model gets to read rollouts: the tokens that were sampled where it knows them so, else as text.
+    """Return the conversion of rollouts for the reward model: the sampled tokens where it shares them, else text.
 
     `tokenizer` and chat `template` (None: it has none) are the reward model's; `rollout_template` is the one that made
     the prompts, None for plain text; `decode` is the actor's and leaves special tokens out.
     """
     if same_tokenizer and template in (None, rollout_template):
-        logger.info("reward model: reads the tokens that were sampled")
+        logger.info("reward model: reads the sampled tokens")
         return own_tokens
     why = "its chat template is not that of the prompts" if same_tokenizer else "its tokenizer is not the actor's"
-    logger.info("reward model: reads conversations of its own, since %s", why)
+    logger.info("reward model: reads decoded conversations, since %s", why)
     return TemplateConversion(tokenizer, decode=decode, chat=template is not None)
 
 
 def own_tokens(rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Prompt and response as they were sampled, the stop token included."""
+    """Return prompt and response as they were sampled, the stop token included."""
     tokens, lengths = rollout.tokens.tolist(), rollout.lengths.tolist()
     return [tokens[row][: lengths[row]] for row in rows]
 
 
 class TemplateConversion:
-    """Decodes responses and encodes them as the reward model's tokenizer would the whole conversation.
+    """Conversion that decodes responses and encodes them as the reward model's tokenizer would the whole conversation.
 
     With a chat template that is the prompt's messages (a plain prompt is one of the user) and the response as the
     assistant's, without it the prompt's text and the response, one after the other.
@@ -133,7 +133,7 @@ class TemplateConversion:
         self._chat = chat
 
     def __call__(self, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
-        """See `TokenRows`. Raises RewardError for a conversation that the template refuses."""
+        """Return the token ids of each row. Raises RewardError for a conversation that the template refuses."""
         written = [self._text(prompt, response) for prompt, response in texts(rollout, rows, prompts, self._decode)]
         if not written:
             return []
@@ -155,9 +155,9 @@ class TemplateConversion:
 
 
 def _rows_with_a_place(token_ids: Sequence[Sequence[int]]) -> Rollout:
-    """The rows, each with one more token 0 at its end, the only one on the mask.
+    """Return the rows, each with one more token 0 at its end, the only one on the mask.
 
-    A value is that of the position before the token it is aligned to (see `mega_rl.types`), so what an engine says of
+    A value is that of the position before the token it is aligned to (see `mega_rl.types`), so an engine's output for
     this place is the model's output at the row's last token. Nothing before it sees the token that stands there.
     """
     lengths = torch.tensor([len(ids) + 1 for ids in token_ids], dtype=torch.int64)
@@ -165,18 +165,7 @@ def _rows_with_a_place(token_ids: Sequence[Sequence[int]]) -> Rollout:
     tokens = torch.zeros(count, width, dtype=torch.int64)
     for row, ids in enumerate(token_ids):
         tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-    return Rollout(
-        tokens=tokens,
-        loss_mask=torch.arange(width) == lengths[:, None] - 1,
-        prompt_lengths=lengths - 1,
-        lengths=lengths,
-        rollout_logprobs=torch.zeros(count, width),
-        finished=torch.zeros(count, dtype=torch.bool),
-        prompt_index=torch.arange(count),
-        sample_index=torch.zeros(count, dtype=torch.int64),
-        weight_version=torch.zeros(count, dtype=torch.int64),
-        batch_size=[count],  # type: ignore[call-arg]
-    )
+    return Rollout.from_rows(tokens, prompt_lengths=lengths - 1, lengths=lengths)
 
 
 def _not_finite(values: Tensor, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> RewardError | None:

@@ -1,4 +1,4 @@
-"""Where a reward service is and what opens it, checked before anything is sent. Imports no torch."""
+"""Address and key of a reward service, checked before any request. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mega_rl.config.rollout_rules import is_loopback
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
 
 
@@ -19,7 +19,7 @@ class RewardService:
 
     @classmethod
     def find(cls, url: str, key_file: str) -> RewardService:
-        """The service of reward.url and reward.key_file ("" for none).
+        """The service of reward.http.url and reward.http.key_file ("" for none).
 
         Raises UserError for an address that is none or holds a password, a key that others can read, and one that
         would travel in the clear.
@@ -29,25 +29,27 @@ class RewardService:
             return cls(url)
         if url.startswith("http://") and not is_loopback(host):
             raise UserError(
-                f"reward.url={url!r} with reward.key_file: the key would travel unencrypted to {host}; use https://, "
-                "or a tunnel that ends on 127.0.0.1"
+                f"reward.http.url={url!r} with reward.http.key_file: the key would travel unencrypted to {host}; use "
+                "https://, or a tunnel that ends on 127.0.0.1"
             )
         return cls(url, _key(Path(key_file)))
 
 
 def _host(url: str) -> str:
     if not url.isprintable() or " " in url:
-        raise UserError(f"reward.url={url!r}: holds white space or other characters that no address has; quote them")
+        raise UserError(
+            f"reward.http.url={url!r}: holds white space or other characters that no address has; quote them"
+        )
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise UserError(f"reward.url={url!r}: {error}; write it as http://host:port/path") from None
+        raise UserError(f"reward.http.url={url!r}: {error}; write it as http://host:port/path") from None
     if parts.scheme not in ("http", "https") or not host:
-        raise UserError(f"reward.url={url!r}: legal: http://host:port/path or https://host/path")
+        raise UserError(f"reward.http.url={url!r}: legal: http://host:port/path or https://host/path")
     if parts.username is not None or parts.password is not None:
         raise UserError(
-            f"reward.url: names a user or password for {host}, and addresses are logged; use reward.key_file"
+            f"reward.http.url: names a user or password for {host}, and addresses are logged; use reward.http.key_file"
         )
     return host
 
@@ -57,11 +59,14 @@ def _key(path: Path) -> str:
         mode = path.stat().st_mode
         if mode & 0o077:
             raise UserError(
-                f"reward.key_file: {path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 {path}"
+                f"reward.http.key_file: {path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 "
+                f"{path}"
             )
         key = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"reward.key_file: {path}: cannot be read: {type(error).__name__}; it holds one line") from None
+        raise UserError(
+            f"reward.http.key_file: {path}: cannot be read: {type(error).__name__}; it holds one line"
+        ) from None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(f"reward.key_file: {path}: must hold one key of printable ASCII characters without spaces")
+        raise UserError(f"reward.http.key_file: {path}: must hold one key of printable ASCII characters without spaces")
     return key

@@ -1,4 +1,4 @@
-"""The rollout role: shares the step's prompts over all ranks and hands each replica its rows."""
+"""Rollout role: shares the step's prompts over all ranks and returns each replica its rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mega_rl.types import Metrics, Prompt, Rollout
 
 
 def share(count: int, ranks: Ranks) -> range:
-    """The contiguous part of `count` items that belongs to this rank; parts differ by one item at most."""
+    """Return the contiguous part of `count` items that belongs to this rank; parts differ by one item at most."""
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 @dataclass
 class RolloutWorker:
-    """Generates with an engine on every rank.
+    """Rollout role with an engine on every rank.
 
     Data-parallel rank d owns a contiguous part of the prompts; the ranks of its replica share that part and then
     exchange what they generated, so every rank generates and every rank of a replica holds the same rows.
@@ -32,7 +32,7 @@ class RolloutWorker:
     seed: int
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        """This replica's rows of the step: n samples of each prompt (one when greedy), by prompt, then sample."""
+        """Return this replica's rows of the step: n samples of each prompt (one when greedy), by prompt and sample."""
         mine = self._own(prompts)
         rows = self.engine.generate(
             [prompts[i] for i in mine],
@@ -47,30 +47,30 @@ class RolloutWorker:
         return self.engine.metrics()
 
     def _own(self, prompts: Sequence[Prompt]) -> range:
-        """Positions of the prompts that this rank generates for."""
+        """Return the positions of the prompts that this rank generates for."""
         owned = share(len(prompts), self.data_parallel)
         return owned[share(len(owned), self.replica).start : share(len(owned), self.replica).stop]
 
 
 @dataclass
 class BackgroundRolloutWorker(RolloutWorker, Generic[Samples]):
-    """The same in two parts, for generation beside training: `sample` may run on another thread, `collect` not."""
+    """Generation in two parts, for the background: `sample` may run on another thread, `collect` not."""
 
     engine: BackgroundEngine[Samples]
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> Samples:
-        """What this rank generates of the step; no collective."""
+        """Generate this rank's samples of the step; no collective."""
         mine = self._own(prompts)
         return self.engine.sample([prompts[i] for i in mine], list(mine), n=self.n, seed=(self.seed, step))
 
     def collect(self, samples: Samples) -> Rollout:
-        """This replica's rows; collective over all ranks."""
+        """Return this replica's rows; collective over all ranks."""
         return self.replica.gather_rows(self.engine.collect(samples))
 
 
 @dataclass(frozen=True)
 class VocabularyGuard:
-    """A rollout source whose tokens are all known to the reader with the smallest vocabulary.
+    """Rollout source that refuses tokens outside the smallest vocabulary of its readers.
 
     Vocabularies of one tokenizer are padded to different sizes. An actor hardly ever samples what has no token, but
     where it does, a smaller embedding would be read beyond its end.
@@ -82,7 +82,7 @@ class VocabularyGuard:
     everyone: Ranks
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        """The source's rows. Raises RunError on all ranks for a token id from `vocab_size` on; collective."""
+        """Return the source's rows. Raises RunError on all ranks for a token id from `vocab_size` on; collective."""
         rollout = self.source.generate(prompts, step=step, greedy=greedy)
         largest = int(rollout.tokens.max()) if rollout.tokens.numel() else 0
         failure = None

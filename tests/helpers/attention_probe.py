@@ -1,4 +1,4 @@
-"""Which attention kernels really run."""
+"""Probe of the attention kernels that torch runs."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _wait(processes: list[BaseProcess], *, timeout_s: float) -> None:
 
 
 def _failure(processes: list[BaseProcess], directory: Path, *, timeout_s: float) -> str:
-    """What went wrong, empty if nothing did."""
+    """Return why the ranks failed, empty if none did."""
     lines: list[str] = []
     for rank, process in enumerate(processes):
         path = _traceback(directory, rank)

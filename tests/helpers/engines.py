@@ -7,16 +7,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import (
     CheckpointConfig,
     Config,
+    EngineConfig,
+    FsdpConfig,
+    MegatronConfig,
+    MicrobatchConfig,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -45,38 +49,37 @@ def make_config(
     optim: OptimConfig | None = None,
     trainer: TrainerConfig | None = None,
     rollout: RolloutConfig | None = None,
+    engine: str = "megatron",
+    megatron: MegatronConfig | None = None,
+    fsdp: FsdpConfig | None = None,
     **areas: Any,
 ) -> Config:
-    """A config of small numbers for a tiny checkpoint on a layout of `LAYOUTS`."""
+    """A config of small numbers for a tiny checkpoint on a layout of `LAYOUTS`, or on that of `megatron`.
+
+    areas: sections of the config, and ddp, moe and optimizer, which are sections of `engine.megatron`.
+    """
+    sections = {name: areas.pop(name) for name in ("ddp", "moe", "optimizer") if name in areas}
+    megatron = dataclasses.replace(megatron or MegatronConfig(**LAYOUTS[layout][1]), **sections)
     return Config(
+        engine=EngineConfig(backend=engine, megatron=megatron, fsdp=fsdp or FsdpConfig()),
         model=ModelConfig(path=str(checkpoint), dtype=dtype),
-        parallel=ParallelConfig(**LAYOUTS[layout][1]),
         optim=optim or OptimConfig(lr=1e-3, critic_lr=1e-3),
-        trainer=trainer or TrainerConfig(timeout_s=60.0, max_tokens_per_microbatch=64),
+        trainer=trainer or TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(max_tokens=64)),
         rollout=rollout or RolloutConfig(),
         **areas,
     )
 
 
 @contextmanager
-def running_engine(config: Config, *, head: str = "lm", trainable: bool = True) -> Iterator[Any]:
+def running_engine(config: Config, *, head: Literal["lm", "value"] = "lm", trainable: bool = True) -> Iterator[Any]:
     """A MegatronEngine of `config.model.path` on this rank, with its groups taken down afterwards."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import session
-    from mega_rl.engines.build import build_engine
+    from mega_rl.assemble import build_actor, session
 
     with session(config, accelerator) as groups:
-        yield build_engine(
-            "actor",
-            path=Path(config.model.path),
-            head=head,
-            trainable=trainable,
-            config=config,
-            groups=groups,
-            accelerator=accelerator,
-        )
+        yield build_actor(config, groups, accelerator, head=head, trainable=trainable)
 
 
 def own_rows(batch: Experience, engine: Any) -> Experience:
@@ -93,7 +96,7 @@ def exported(engine: Any) -> dict[str, torch.Tensor]:
 def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
     """The main gradients under Hugging Face's names: the exporter reads whatever the parameters hold.
 
-    Needs gradients that are whole on every rank: `optim.distributed_optimizer=False`.
+    Needs gradients that are whole on every rank: `engine.megatron.optimizer.distributed=False`.
     """
     kept = []
     for chunk in engine.models:
@@ -107,8 +110,8 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def replaced(config: Config, area: str, **changes: Any) -> Config:
-    """The config with some fields of one area changed."""
-    return dataclasses.replace(config, **{area: dataclasses.replace(getattr(config, area), **changes)})
+    """The config with some settings of one section changed, as "engine.megatron.ddp"."""
+    return with_settings(config, {f"{area}.{name}": value for name, value in changes.items()})
 
 
 def save_state(engine: Any, folder: Path) -> None:
@@ -117,7 +120,7 @@ def save_state(engine: Any, folder: Path) -> None:
 
 
 def load_state(engine: Any, folder: Path) -> None:
-    """What `save_state` wrote; collective."""
+    """Load into the engine what `save_state` wrote; collective."""
     assert _checkpoints(engine, folder).restore() is not None
 
 

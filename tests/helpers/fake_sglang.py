@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 def token_at(seed: int, position: int) -> int:
-    """What a request with this seed gets at a position of its sequence: a third of them meet a stop token."""
+    """Return the token of a request with this seed at a position of its sequence; a third of the seeds stop early."""
     if seed % 3 == 0 and position == 8 + seed % 5:
         return STOP
     return 3 + (seed * 31 + position * 7) % (VOCABULARY - 3)
@@ -44,7 +44,7 @@ def right_tokens(request: SampleRequest, sampling: Sampling) -> list[int]:
 
 
 def is_right(sample: Sample, request: SampleRequest, sampling: Sampling) -> bool:
-    """Whether a whole sample is the one that its seed gives."""
+    """Return whether a whole sample is the one that its seed gives."""
     tokens = right_tokens(request, sampling)
     finish = "stop" if tokens[-1] in sampling.stop_token_ids else "length"
     logprobs = [-0.125 * token for token in tokens]
@@ -119,7 +119,7 @@ class Exchange:
         _reset(self.writer)
 
     async def forever(self) -> None:
-        """Until the server is closed."""
+        """Sleep until the server is closed."""
         await asyncio.sleep(3600)
 
 
@@ -184,7 +184,7 @@ class FakeServer:
         self._loop.close()
 
     def kill(self) -> None:
-        """As kill -9 would: every connection is reset, and nobody listens."""
+        """Reset every connection and stop to listen, as after kill -9."""
 
         async def kill() -> None:
             self.die()

@@ -15,7 +15,7 @@ LONGEST = 6  # tokens: two of prompt, four of response
 
 
 class FakeRanks:
-    """A group of one."""
+    """`Ranks` of a single process."""
 
     rank = 0
     size = 1
@@ -80,17 +80,14 @@ class FakePolicy:
         tokens[:, 2:] = self.published.argmax() if greedy else drawn.view(rows, 4)
         mask = torch.zeros(rows, LONGEST, dtype=torch.bool)
         mask[:, 2:] = True
-        return Rollout(
-            tokens=tokens,
-            loss_mask=mask,
+        return Rollout.from_rows(
+            tokens,
             prompt_lengths=torch.full((rows,), 2),
             lengths=torch.full((rows,), LONGEST),
             rollout_logprobs=self.published.log_softmax(0)[tokens] * mask,
-            finished=torch.ones(rows, dtype=torch.bool),
             prompt_index=torch.arange(len(prompts)).repeat_interleave(count),
             sample_index=torch.arange(count).repeat(len(prompts)),
             weight_version=torch.full((rows,), self.weight_version),
-            batch_size=[rows],
         )
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
@@ -99,14 +96,14 @@ class FakePolicy:
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         self.events.append("update_actor")
-        found = {} if inspect is None else inspect(minibatch, self.evaluate(minibatch))
+        inspected = {} if inspect is None else inspect(minibatch, self.evaluate(minibatch))
         logits = self.logits.clone().requires_grad_()
         logprobs = logits.log_softmax(0)[minibatch.tokens]
         loss = -(minibatch.loss_weights * minibatch.advantages * logprobs).sum()
         loss.backward()
         assert logits.grad is not None
         self.logits -= self.lr * logits.grad
-        return {"actor/loss": float(loss.detach())} | found
+        return {"actor/loss": float(loss.detach())} | inspected
 
 
 class FakeCritic:

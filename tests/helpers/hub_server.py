@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log no requests."""
 
     def do_GET(self) -> None:
         self._answer()

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from mega_rl.types import Experience
+from mega_rl.converters.families import FAMILIES
+from mega_rl.types import Experience, response_mask
 
-FAMILIES = ("qwen2", "qwen3", "llama")  # the plain dense ones
+DENSE = ("qwen2", "qwen3", "llama")
 SMALL = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -37,7 +38,7 @@ ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_
 SIGMOID = {**ROUTED, "n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 1.5}
 GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
-# What a family's tiny config has beside `SMALL`; the class of transformers is found by model_type.
+# The test data of every family: what its tiny config has beside `SMALL`.
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -67,8 +68,6 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
-# Families whose code comes with their checkpoints, and the class of transformers that computes the same.
-CLASS_OF = {"kimi_k2": "deepseek_v3"}
 
 
 def write_tiny_checkpoint(
@@ -91,7 +90,7 @@ def write_tiny_checkpoint(
 
     settings = {**SMALL, "tie_word_embeddings": tied, **TINY[family], **overrides}
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(CLASS_OF.get(family, family), **settings)
+    config = AutoConfig.for_model(FAMILIES[family].transformers_type, **settings)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -106,7 +105,7 @@ def write_tiny_checkpoint(
     for name, buffer in kept.items():
         model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias.data = buffer  # stays float32
     model.save_pretrained(directory)
-    if family in CLASS_OF:
+    if FAMILIES[family].stand_in:
         _edit_config(directory, model_type=family, auto_map={"AutoModelForCausalLM": "modeling_deepseek.Model"})
     if mtp_layers:
         _add_mtp_layers(directory, first=config.num_hidden_layers, count=mtp_layers)
@@ -153,14 +152,12 @@ def random_experience(
 
     lengths = torch.randint(6, longest + 1, (rows,), generator=generator)
     prompt_lengths = torch.randint(2, 5, (rows,), generator=generator)
-    positions = torch.arange(longest)
-    mask = (positions >= prompt_lengths[:, None]) & (positions < lengths[:, None])
-    inside = positions < lengths[:, None]
+    mask = response_mask(prompt_lengths, lengths, width=longest)
+    inside = torch.arange(longest) < lengths[:, None]
     tokens = torch.randint(2, vocab_size, (rows, longest), generator=generator) * inside
     weights = mask.float() / mask.sum()
-    return Experience(
-        tokens=tokens,
-        loss_mask=mask,
+    return Experience.from_rows(
+        tokens,
         prompt_lengths=prompt_lengths,
         lengths=lengths,
         prompt_index=torch.arange(num_prompts).repeat_interleave(samples),
@@ -173,7 +170,6 @@ def random_experience(
         returns=normal(1.0) * mask,
         loss_weights=weights,
         token_weights=weights,
-        batch_size=[rows],
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mega_rl.types import Rollout
+from mega_rl.types import Rollout, response_mask
 
 
 def make_rollout(
@@ -16,19 +16,17 @@ def make_rollout(
     generator = torch.Generator().manual_seed(seed)
     rows = len(response_lengths)
     lengths = prompt_tokens + torch.tensor(response_lengths, dtype=torch.int64)
-    columns = torch.arange(int(lengths.max()) if rows else prompt_tokens)
-    inside = columns < lengths[:, None]
-    mask = inside & (columns >= prompt_tokens)
-    tokens = torch.randint(2, 50, mask.shape, generator=generator) * inside
-    return Rollout(
-        tokens=tokens,
-        loss_mask=mask,
-        prompt_lengths=torch.full((rows,), prompt_tokens),
+    prompt_lengths = torch.full((rows,), prompt_tokens)
+    width = int(lengths.max()) if rows else prompt_tokens
+    mask = response_mask(prompt_lengths, lengths, width=width)
+    tokens = torch.randint(2, 50, mask.shape, generator=generator) * (torch.arange(width) < lengths[:, None])
+    return Rollout.from_rows(
+        tokens,
+        prompt_lengths=prompt_lengths,
         lengths=lengths,
         rollout_logprobs=(-torch.rand(mask.shape, generator=generator) - 1) * mask,
         finished=lengths > prompt_tokens,
         prompt_index=torch.arange(rows) // samples,
         sample_index=torch.arange(rows) % samples,
         weight_version=torch.full((rows,), version),
-        batch_size=[rows],
     )

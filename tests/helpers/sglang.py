@@ -78,7 +78,7 @@ def request(
 
 
 def generate(endpoint: Endpoint, prompts: list[list[int]], **sampling: Any) -> list[dict[str, Any]]:
-    """SGLang's answers, log-probs included, to a list of prompts; greedy, 8 tokens and no end unless told otherwise."""
+    """Return SGLang's answers with log-probs to a list of prompts; by default greedy, 8 tokens, without stop tokens."""
     params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True, **sampling}
     status, answers = request(
         endpoint, "/generate", {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
@@ -89,12 +89,12 @@ def generate(endpoint: Endpoint, prompts: list[list[int]], **sampling: Any) -> l
 
 def listening_addresses(process_group: int) -> set[str]:
     """Addresses of all TCP sockets on which processes of a group listen."""
-    found = set()
+    addresses = set()
     for process in group.members(process_group):
         for connection in process.net_connections(kind="tcp"):
             if connection.status == psutil.CONN_LISTEN:
-                found.add(connection.laddr.ip)
-    return found
+                addresses.add(connection.laddr.ip)
+    return addresses
 
 
 def owner(checkpoint: Path, folder: Path, how: str = "wait", *, ready: bool = False) -> subprocess.Popen[str]:
@@ -117,23 +117,23 @@ def wait_until(what: str, true: Callable[[], object], *, timeout_s: float) -> No
 
 
 def shared_files(process_group: int) -> set[Path]:
-    """What the processes of a group have mapped or open of /dev/shm."""
-    found = set()
+    """Return the files of /dev/shm that the processes of a group have mapped or open."""
+    files = set()
     for process in group.members(process_group):
         try:
-            found |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
-            found |= {Path(each.path) for each in process.open_files() if each.path.startswith("/dev/shm/")}
+            files |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/dev/shm/")}
+            files |= {Path(each.path) for each in process.open_files() if each.path.startswith("/dev/shm/")}
         except psutil.NoSuchProcess:
             continue
-    return {path for path in found if "(deleted)" not in path.name}
+    return {path for path in files if "(deleted)" not in path.name}
 
 
 def private_folder(process_group: int) -> Path:
-    """Of a server's: its keys, its sockets, and what else its processes share."""
+    """Return a server's private folder with its keys, sockets and other shared files."""
     return Path(psutil.Process(process_group).environ()[launcher.SCRATCH_VARIABLE])
 
 
 def assert_gone(process_group: int, files: set[Path], *, timeout_s: float = 30.0) -> None:
-    """Nothing of a group is left within seconds: no process, and none of `files`."""
+    """Assert that within seconds no process of a group and none of `files` is left."""
     wait_until(f"end of group {process_group}", lambda: not group.members(process_group), timeout_s=timeout_s)
     assert not [path for path in files if path.exists()]

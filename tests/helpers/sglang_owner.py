@@ -17,7 +17,7 @@ from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
 
 def main(checkpoint: str, folder: str, how: str, ready: str) -> None:
-    """See above."""
+    """Run the program that the module's docstring describes."""
     server = ServerProcess(
         ServerSettings(Path(checkpoint), max_total_tokens=20000, start_timeout_s=280.0), index=0, folder=Path(folder)
     )

@@ -23,7 +23,7 @@ END_S = 5.0  # that a process gets after its terminal has gone
 
 @dataclass
 class Recording:
-    """What a command wrote to its terminal."""
+    """Recording of a command's output to its terminal."""
 
     began: float = field(default_factory=time.monotonic)
     chunks: list[tuple[float, bytes]] = field(default_factory=list)  # seconds since the start, bytes
@@ -32,17 +32,17 @@ class Recording:
 
     @property
     def output(self) -> str:
-        """Everything, escape sequences included."""
+        """Return the whole output, escape sequences included."""
         return b"".join(data for _, data in self.chunks).decode(errors="replace")
 
     @property
     def text(self) -> str:
-        """Everything without escape sequences."""
+        """Return the output without escape sequences."""
         return CONTROL.sub(b"", b"".join(data for _, data in self.chunks)).decode(errors="replace")
 
     @property
     def first_s(self) -> float:
-        """When the first visible character came."""
+        """Return the seconds until the first visible character."""
         return next((at for at, data in self.chunks if CONTROL.sub(b"", data).strip()), self.ended_s)
 
     def silences(self) -> list[tuple[float, float]]:

@@ -34,7 +34,7 @@ class ThreadGroup:
         return sent
 
     def run(self, function: Callable[[OneRank], Any]) -> list[Any]:
-        """What `function` returned or raised on each rank."""
+        """Call `function` on each rank; return the results or exceptions."""
         results: list[Any] = [None] * self.size
 
         def play(rank: int) -> None:

@@ -30,7 +30,7 @@ def next_logprobs(weights: Mapping[str, float], temperature: float) -> torch.Ten
 
 
 def payload(bucket: Mapping[str, float]) -> str:
-    """What an update of these numbers carries."""
+    """Return the payload of an update of these numbers."""
     return base64.b64encode(json.dumps(bucket).encode()).decode()
 
 
@@ -69,14 +69,14 @@ class UpdateServer:
         self.die()
 
     def die(self) -> None:
-        """No connection is taken any more."""
+        """Refuse all further connections."""
         if not self.stopped.is_set():
             self.stopped.set()
             self._http.shutdown()
             self._http.server_close()
 
     def paths(self) -> list[str]:
-        """What was called, in order."""
+        """Return the paths of all requests, in order."""
         return [path for path, _ in self.calls]
 
     def number(self, path: str) -> int:

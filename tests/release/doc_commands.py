@@ -34,7 +34,7 @@ FILE = re.compile(r"# (\w+\.(?:py|yaml))\n")  # first line of a block that is a 
 
 # A real model's recipe on two cores: two ranks, two prompts, a few tokens, one step.
 SMALL = "model.dtype=fp32 trainer.steps=1 trainer.prompts_per_step=2 trainer.minibatch_size=2 rollout.n=2"
-SMALL += " rollout.max_new_tokens=8 trainer.max_tokens_per_microbatch=2048"
+SMALL += " rollout.max_new_tokens=8 trainer.microbatch.max_tokens=2048"
 ONE = "gsm8k_qwen3_0.6b_1gpu"
 EIGHT = "--config gsm8k_qwen3_8b_8gpu"
 DEADLINE_S = 900
@@ -52,6 +52,8 @@ APART: dict[str, str] = {
     "make setup": "part of every target",
     "make test": "by itself: the whole of CI",
     "make check": "by itself: the whole of CI",
+    "make fmt": "part of nothing: changes files",
+    "make site": "part of make check",
     "make test-swanlab": "by itself: installs another client",
     "make wheel-check": "by itself: installs into a clean environment",
     "make test-newest": "by itself: installs Megatron-Core",
@@ -59,6 +61,7 @@ APART: dict[str, str] = {
     "make doc-commands": "this list",
     "make bench": "by itself: a benchmark of minutes",
     "make campaign-checkpoint": "by itself: a quarter of an hour",
+    "make planted-faults": "by itself: a run of tests for each fault",
     "make terminal-check": "by itself: wants a machine that does nothing else",
     "make special-distributed": "by itself: `make test` runs all of its programs",
     "make test-versions": "by itself: an environment of its own",
@@ -71,10 +74,10 @@ HOW: dict[str, How] = {
     **{command: How(apart=why) for command, why in APART.items()},
     "mega-rl quickstart": How("mega-rl quickstart --run-dir runs/again"),
     f"mega-rl train {EIGHT} --nproc-per-node 8 optim.lr=2e-6": How(
-        f"mega-rl train {EIGHT} --nproc-per-node 2 parallel.tp=2 optim.lr=2e-6 {SMALL} trainer.run_dir=runs/a"
+        f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 optim.lr=2e-6 {SMALL} trainer.run_dir=runs/a"
     ),
     f"torchrun --nproc-per-node 8 scripts/train_ppo_megatron.py {EIGHT} optim.lr=2e-6": How(
-        f"torchrun --nproc-per-node 2 scripts/train_ppo_megatron.py {EIGHT} parallel.tp=2 optim.lr=2e-6 {SMALL}"
+        f"torchrun --nproc-per-node 2 scripts/train_ppo_megatron.py {EIGHT} engine.megatron.tp=2 optim.lr=2e-6 {SMALL}"
         " trainer.run_dir=runs/b"
     ),
     f"python scripts/train_ppo_megatron.py --config {ONE}": How(
@@ -110,7 +113,7 @@ HOW: dict[str, How] = {
         " trainer.minibatch_size=4"
     ),
     f"srun mega-rl train {EIGHT} --nproc-per-node 8 trainer.run_dir=runs/x": How(
-        f"mega-rl train {EIGHT} --nproc-per-node 2 parallel.tp=2 {SMALL} trainer.run_dir=runs/x"
+        f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 {SMALL} trainer.run_dir=runs/x"
     ),
     "mega-rl checkpoint export runs/x OUT": How("mega-rl checkpoint export runs/x out/x"),
     "mega-rl checkpoint list RUN": How("mega-rl checkpoint list runs/quickstart"),
@@ -120,13 +123,13 @@ HOW: dict[str, How] = {
     ),
     f"mega-rl train --config {ONE}": How(f"mega-rl train --config {ONE} {SMALL} trainer.run_dir=runs/f"),
     f"mega-rl train {EIGHT} --nproc-per-node 8": How(
-        f"mega-rl train {EIGHT} --nproc-per-node 2 parallel.tp=2 {SMALL} trainer.run_dir=runs/g"
+        f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 {SMALL} trainer.run_dir=runs/g"
     ),
     "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     " -m mega_rl.cli train --config gsm8k_qwen3_32b_64gpu": How(
-        "torchrun --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29511"
-        f" -m mega_rl.cli train --config gsm8k_qwen3_32b_64gpu parallel.tp=2 parallel.pp=1 parallel.vpp=1 {SMALL}"
-        " trainer.run_dir=runs/h"
+        "torchrun --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29511 -m mega_rl.cli "
+        f"train --config gsm8k_qwen3_32b_64gpu engine.megatron.tp=2 engine.megatron.pp=1 engine.megatron.vpp=1 {SMALL} "
+        "trainer.run_dir=runs/h"
     ),
     "mega-rl train --config my.yaml metrics.trackers=[wandb] metrics.project=sums metrics.run_name=first": How(
         apart="by tests/unit_tests/metrics/test_trackers.py, with the real client"
@@ -135,19 +138,23 @@ HOW: dict[str, How] = {
         f"mega-rl train --config {ONE} data.train_files=[org/problems:default:train] data.prompt_key=question"
         f" data.val_files=[] trainer.val_interval=0 {SMALL} trainer.run_dir=runs/i"
     ),
-    "mega-rl train --config my.yaml data.chat_template_kwargs.enable_thinking=false": How(
-        f"mega-rl train --config {ONE} data.chat_template_kwargs.enable_thinking=false {SMALL} trainer.run_dir=runs/j"
+    "mega-rl train --config my.yaml data.chat.template_kwargs.enable_thinking=false": How(
+        f"mega-rl train --config {ONE} data.chat.template_kwargs.enable_thinking=false {SMALL} trainer.run_dir=runs/j"
     ),
 }
 # Commands whose runs go into folders that earlier commands of the list have used, or that are long: what to add.
 ADDED: dict[str, str] = {
-    "mega-rl train --config quickstart --nproc-per-node 2 engine=fsdp": " trainer.steps=2 trainer.run_dir=runs/k",
-    "mega-rl train --config quickstart parallel.tp=1": " trainer.steps=2 trainer.run_dir=runs/l",
+    "mega-rl train --config quickstart --nproc-per-node 2 engine.backend=fsdp": (
+        " trainer.steps=2 trainer.run_dir=runs/k"
+    ),
+    "mega-rl train --config quickstart engine.megatron.tp=1": " trainer.steps=2 trainer.run_dir=runs/l",
     "torchrun --nproc-per-node 4 scripts/train_ppo_megatron.py --config quickstart": (
         " trainer.steps=2 trainer.run_dir=runs/m"
     ),
     "torchrun --nproc-per-node 4 scripts/train_ppo_megatron.py --config quickstart"
-    " parallel.tp=2 parallel.sequence_parallel=true parallel.pp=2": " trainer.steps=2 trainer.run_dir=runs/n",
+    " engine.megatron.tp=2 engine.megatron.sequence_parallel=true engine.megatron.pp=2": (
+        " trainer.steps=2 trainer.run_dir=runs/n"
+    ),
     "torchrun --nproc-per-node 2 scripts/train_ppo_megatron.py --config quickstart_sglang": (
         " trainer.steps=2 trainer.run_dir=runs/o"
     ),

@@ -24,7 +24,7 @@ ACCURACY = 0.9  # that the quickstart must reach
 TRAIN_STEPS = 3
 BUILD_S, INSTALL_S, LOOK_S, TRAIN_S = 600, 3600, 300, 3600  # deadlines of one command
 DISTRIBUTIONS = ("mega_rl", "torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets")
-DISTRIBUTIONS += ("huggingface_hub", "numpy", "omegaconf", "math-verify", "antlr4-python3-runtime", "typer")
+DISTRIBUTIONS += ("huggingface_hub", "numpy", "math-verify", "antlr4-python3-runtime", "typer")
 VERSIONS = (
     "import importlib.metadata as m, json, platform, sys, mega_rl\n"
     "names = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from mega_rl.parallel.comm import GroupRanks
-from tests.helpers.distributed import device_for
+from tests.helpers.distributed import device_for, run_ranks
 
 FOLDER = Path(__file__).parent
 TIMEOUT = timedelta(seconds=60)  # of a collective
@@ -62,8 +62,18 @@ def group_of_mine(groups: list[list[int]]) -> dist.ProcessGroup:
     return group
 
 
-def pass_on_four_ranks(program: str) -> None:
-    """What pytest does with a program: run_all.sh runs it; AssertionError with its output unless it passes."""
+def run_on_four_ranks(rank: int, main: Callable[[], None]) -> None:
+    """Run a program on this rank."""
+    main()
+
+
+def pass_on_four_ranks(main: Callable[[], None]) -> None:
+    """Run a program as pytest does: on forked ranks, which need not import everything anew."""
+    run_ranks(4, run_on_four_ranks, main, timeout_s=180)
+
+
+def pass_under_torchrun(program: str) -> None:
+    """Run a program as users do, by run_all.sh; AssertionError with its output unless it passes."""
     name = Path(program).stem
     done = subprocess.run(
         ["bash", str(FOLDER / "run_all.sh"), name], capture_output=True, text=True, timeout=200, check=False

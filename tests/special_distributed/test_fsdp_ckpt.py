@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import Config, DdpConfig, FsdpConfig, TrainerConfig
+from mega_rl.config.schema import Config, DdpConfig, FsdpConfig, MicrobatchConfig, TrainerConfig
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.types import Experience
 from tests.helpers.engines import load_state, make_config, own_rows, running_engine, save_state
@@ -28,7 +28,7 @@ KINDS = {"weights", "exp_avg", "exp_avg_sq", "numbers"}
 
 def cases(model: Path) -> dict[str, Config]:
     """Ways to shard a model over four ranks."""
-    trainer = TrainerConfig(timeout_s=60.0, max_tokens_per_microbatch=64, deterministic=True)
+    trainer = TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(max_tokens=64), deterministic=True)
     config = partial(make_config, model, trainer=trainer)
     return {
         "Megatron-Core's model in FSDP2, bf16": config(dtype="bf16", ddp=DdpConfig(implementation="torch_fsdp2")),
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def test_on_four_ranks() -> None:
-    pass_on_four_ranks(__file__)
+    pass_on_four_ranks(main)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def main() -> None:
 
 
 def test_on_four_ranks() -> None:
-    pass_on_four_ranks(__file__)
+    pass_on_four_ranks(main)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,11 +15,13 @@ from typing import Any
 import pytest
 
 import mega_rl
+from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
 from mega_rl.preflight import preflight
 from tests.helpers.distributed import run_ranks
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+from tests.unit_tests.test_metrics_page import documented
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -118,7 +119,7 @@ def test_the_example_of_the_page_runs(folder: Path) -> None:
 
 def settings(folder: Path, run: str, **trainer: Any) -> dict[str, Any]:
     """A run of one step in `folder`/`run`."""
-    sizes = {"prompts_per_step": 2, "minibatch_size": 2, "max_tokens_per_microbatch": 64, "steps": 1}
+    sizes = {"prompts_per_step": 2, "minibatch_size": 2, "steps": 1, "microbatch": {"max_tokens": 64}}
     return {
         "model": {"path": folder / "my_model", "dtype": "fp32"},
         "data": {"train_files": [folder / "prompts.jsonl"], "max_prompt_tokens": 8},
@@ -151,7 +152,7 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
             seen[key] = f"{type(problem).__name__}: {problem}"
 
     config = mega_rl.load_config(None, settings(folder, "first", steps=2))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, chat_template=True))
+    config = with_settings(config, {"data.chat.template": True})
     handler = signal.getsignal(signal.SIGTERM)
     with mega_rl.build_trainer(config, reward=one) as trainer:
         error("second", lambda: mega_rl.build_trainer(config))
@@ -169,7 +170,7 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
     thread.start()
     thread.join(60)
     http = mega_rl.load_config(
-        None, {**settings(folder, "third"), "reward": {"source": "http", "url": "http://[::1]/"}}
+        None, {**settings(folder, "third"), "reward": {"source": "http", "http": {"url": "http://[::1]/"}}}
     )
     error("http", lambda: mega_rl.build_trainer(http, reward=one))
     return seen
@@ -196,6 +197,7 @@ def test_trainers_end_and_others_follow(folder: Path) -> None:
     assert "function: python:tests.unit_tests.test_api.one" in written
     rows = [json.loads(line) for line in (folder / "first" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
+    assert sorted({name for row in rows for name in row} - documented() - {"step"}) == [], "docs/metrics.md"
     row = json.loads((folder / "first" / "rollouts" / "step_000002.jsonl").read_text())
     assert row["rendered_prompt"] == f"<eos>{row['prompt']}<eos>", "what the model read, template and special tokens"
     assert (row["step"], row["prompt_tokens"]) == (2, 6)

@@ -19,74 +19,30 @@ MAX_PARAMETERS = 8
 MAX_METHODS = 12
 MAX_FILES_OF_A_FOLDER = 15
 
-LONG_FILES: dict[str, int] = {
-    "config/schema.py": 500,
-}
-LONG_FUNCTIONS: dict[str, int] = {
-    "algorithms/policy_loss.py: ppo_policy_loss": 81,
-    "assemble/run.py: build_trainer": 124,
-    "assemble/sglang.py: connect": 78,
-    "converters/live/save.py: save_hf": 75,
-    "converters/offline/convert.py: export_checkpoint": 63,
-    "engines/build.py: _build_megatron_engine": 61,
-    "models/build.py: transformer_config": 80,
-}
-DEEP_FUNCTIONS: dict[str, int] = {
-    "checkpoint/format/reader.py: _data_faults": 4,
-    "checkpoint/lock.py: release": 4,
-    "converters/live/copying.py: fill_all": 4,
-    "converters/live/save.py: save_hf": 6,
-    "converters/offline/rank_files.py: rank_tensors": 5,
-    "converters/plan/export.py: _unit": 4,
-    "ddp/buckets.py: describe": 4,
-    "ddp/optimizer.py: create_state": 4,
-    "engines/fsdp/weights.py: load": 4,
-    "metrics/records.py: read_metrics": 4,
-    "quickstart/warm_start.py: warm_start": 4,
-    "rollout/sglang/generation/client.py: _send": 4,
-    "rollout/sglang/generation/scheduler.py: run": 4,
-    "rollout/sglang/weights/reshard.py: writes": 5,
-    "storage/disk.py: make_folder": 4,
-    "storage/output_folder.py: output_folder": 4,
-    "storage/safetensors_reader.py: _open": 4,
-    "verify/launcher.py: run_ranks": 4,
-    "verify/twin/logits.py: forward": 4,
-}
-# Constructors and kernels that get what they are made of, commands of the command line, and functions still to be cut.
+LONG_FILES: dict[str, int] = {}
+LONG_FUNCTIONS: dict[str, int] = {}
+DEEP_FUNCTIONS: dict[str, int] = {}
+# In cli/ a parameter is an option of the command line. Signatures with "upstream" are called by another library.
 MANY_PARAMETERS: dict[str, int] = {
-    "algorithms/policy_loss.py: ppo_policy_loss": 13,
     "cli/convert.py: export": 10,
     "cli/convert.py: import_": 13,
     "cli/convert.py: reshard": 10,
     "cli/run_export.py: export": 9,
     "cli/verify.py: engines": 11,
     "cli/verify.py: layouts": 11,
-    "converters/live/save.py: save_hf": 15,
-    "converters/offline/convert.py: export_checkpoint": 11,
-    "converters/offline/convert.py: import_hf": 13,
-    "converters/offline/convert.py: reshard": 10,
-    "data/prompts.py: load_prompts": 12,
-    "engines/build.py: _build_megatron_engine": 10,
-    "engines/fsdp/attention.py: _attention": 11,
-    "engines/fsdp/build.py: build_fsdp_engine": 9,
-    "models/attention.py: __init__": 10,
-    "parallel/vocab.py: forward": 9,
-    "rollout/embedded/engine.py: __init__": 10,
-    "rollout/sglang/generation/engine.py: __init__": 12,
+    "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
+    "models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
+    "parallel/vocab.py: forward": 9,  # upstream: autograd.Function takes no keyword arguments
 }
+# Engines, stores and servers have the methods of their protocols; helpers below them are private.
 MANY_METHODS: dict[str, int] = {
-    "checkpoint/store.py: RunCheckpoints": 19,
-    "engines/fsdp/engine.py: FSDPEngine": 18,
-    "engines/megatron.py: MegatronEngine": 24,
-    "parallel/comm.py: GroupRanks": 13,
-    "rollout/sglang/generation/client.py: SglangClient": 13,
-    "rollout/sglang/generation/engine.py: SglangRolloutEngine": 14,
-    "rollout/sglang/generation/router.py: ServerRouter": 16,
-    "rollout/sglang/generation/scheduler.py: SampleScheduler": 26,
-    "rollout/sglang/http/control.py: Control": 28,
-    "rollout/sglang/server/process.py: ServerProcess": 17,
-    "storage/safetensors_reader.py: CheckpointReader": 14,
-    "workers/turns.py: ColocatedRollouts": 14,
+    "checkpoint/store.py: RunCheckpoints": 19,  # CheckpointStore's, and steps of a pending save
+    "parallel/comm.py: GroupRanks": 13,  # Ranks' collectives over one group
+    "rollout/sglang/generation/engine.py: SglangRolloutEngine": 14,  # BackgroundEngine's
+    "rollout/sglang/generation/router.py: ServerRouter": 16,  # Rotation's, generation, its event loop
+    "rollout/sglang/generation/scheduler.py: SampleScheduler": 17,  # queue, tries in flight, ends: one state machine
+    "rollout/sglang/server/process.py: ServerProcess": 17,  # a process from its port to its end
+    "storage/safetensors_reader.py: CheckpointReader": 14,  # tensors, rows, rectangles
 }
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
@@ -132,9 +88,9 @@ CHANGE_FOREIGN_MODULES = [
 
 # Ceilings of counts. Lower one when the count falls.
 CEILINGS = {
-    "own_lazy_imports": 59,
-    "any_annotations": 568,
-    "type_ignores": 52,
+    "own_lazy_imports": 52,
+    "any_annotations": 543,
+    "type_ignores": 45,
     "broad_excepts": 17,
 }
 
@@ -180,9 +136,24 @@ def test_who_changes_foreign_modules(house: House) -> None:
     assert house.foreign_changes == CHANGE_FOREIGN_MODULES
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun(house: House) -> None:
+    assert house.vague_docstrings == {}
+
+
+def test_variables_name_the_thing(house: House) -> None:
+    assert house.vague_names == {}
+
+
 @pytest.mark.parametrize("name", CEILINGS)
 def test_counts_only_fall(house: House, name: str) -> None:
     assert getattr(house, name) <= CEILINGS[name]
+
+
+def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
+    """It gets the sections that it reads; `hub` replaces names in a Config by folders."""
+    above_or_beside = ("__init__", "api", "assemble", "cli", "config", "hub", "preflight", "quickstart", "verify")
+    assert [name for name in house.config_takers if not name.startswith(above_or_beside)] == []
+    assert any(name.startswith("assemble/") for name in house.config_takers)
 
 
 def above(values: Mapping[str, int], limit: int) -> dict[str, int]:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 ENGINES = ("megatron", "fsdp")
 SETTINGS = (
     *("model.path=m", "model.dtype=fp32", "data.train_files=[d.jsonl]", "data.max_prompt_tokens=8"),
-    *("rollout.max_new_tokens=4", "rollout.n=2", "algorithm.advantage=grpo", "trainer.max_tokens_per_microbatch=64"),
+    *("rollout.max_new_tokens=4", "rollout.n=2", "algorithm.advantage=grpo", "trainer.microbatch.max_tokens=64"),
     *("trainer.prompts_per_step=4", "trainer.minibatch_size=4", "trainer.steps=2", "trainer.run_dir=run"),
     *("trainer.timeout_s=60", "metrics.tensorboard=false", "metrics.progress_bar=false", "rollout.temperature=1.0"),
 )
@@ -99,7 +99,7 @@ def reference_with_another_tokenizer() -> list[str]:
     shutil.copytree("m", "r")
     text = Path("r/tokenizer.json").read_text()
     Path("r/tokenizer.json").write_text(text.replace('"a"', '"A"'))
-    return ["engine=fsdp", "algorithm.kl_placement=loss", "model.ref_path=r"]
+    return ["engine.backend=fsdp", "algorithm.kl.placement=loss", "model.ref_path=r"]
 
 
 def given(*settings: str) -> Callable[[], list[str]]:
@@ -116,32 +116,32 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "unknown reward": (unknown_reward, ("reward.function='exact_mach'", "legal: exact_match, math_verify")),
     "reward without name": (reward_without_name, ("r.py defines no 'scores'; it has score",)),
     "unsupported architecture": (unsupported_architecture, ('m/config.json: model_type="mamba": not supported',)),
-    "unknown engine": (given("engine=deepspeed"), ("engine='deepspeed'", "megatron, fsdp")),
+    "unknown engine": (given("engine.backend=deepspeed"), ("engine.backend='deepspeed'", "megatron, fsdp")),
     "a layout under FSDP": (
-        given("engine=fsdp", "parallel.tp=2", "--nproc-per-node=2"),
-        ("parallel.tp=2 has no effect: it needs engine=megatron",),
+        given("engine.backend=fsdp", "engine.megatron.tp=2", "--nproc-per-node=2"),
+        ("engine.megatron.tp=2 has no effect: it needs engine.backend=megatron",),
     ),
     "FSDP's settings under Megatron-Core": (
-        given("fsdp.cpu_offload=true"),
-        ("fsdp.cpu_offload=true has no effect: it needs engine=fsdp",),
+        given("engine.fsdp.cpu_offload=true"),
+        ("engine.fsdp.cpu_offload=true has no effect: it needs engine.backend=fsdp",),
     ),
     "replicas that do not fit the ranks": (
-        given("engine=fsdp", "fsdp.shard_ranks=3", "--nproc-per-node=2"),
-        ("fsdp.shard_ranks=3 does not divide the world size 2; legal: 1, 2",),
+        given("engine.backend=fsdp", "engine.fsdp.shard_ranks=3", "--nproc-per-node=2"),
+        ("engine.fsdp.shard_ranks=3 does not divide the world size 2; legal: 1, 2",),
     ),
-    "reward model without a path": (given("reward.source=model"), ("reward.source=model needs reward.model_path",)),
-    "reward service without an address": (given("reward.source=http"), ("reward.url=''", "http:// or https://")),
+    "reward model without a path": (given("reward.source=model"), ("reward.source=model needs reward.model.path",)),
+    "reward service without an address": (given("reward.source=http"), ("reward.http.url=''", "http:// or https://")),
     "reward model that nobody asks": (
-        given("reward.model_path=m"),
-        ("reward.model_path=m has no effect: it needs reward.source=model",),
+        given("reward.model.path=m"),
+        ("reward.model.path=m has no effect: it needs reward.source=model",),
     ),
     "reward function beside a service": (
-        given("reward.source=http", "reward.url=http://127.0.0.1:1/", "reward.function=math_verify"),
+        given("reward.source=http", "reward.http.url=http://127.0.0.1:1/", "reward.function=math_verify"),
         ("reward.function=math_verify has no effect: it needs reward.source=function",),
     ),
     "actor as reward model": (
-        given("reward.source=model", "reward.model_path=m"),
-        ("reward.model_path: m: has no score.weight", "a sequence-classification checkpoint with one label"),
+        given("reward.source=model", "reward.model.path=m"),
+        ("reward.model.path: m: has no score.weight", "a sequence-classification checkpoint with one label"),
     ),
     "reference with another tokenizer": (
         reference_with_another_tokenizer,
@@ -223,7 +223,7 @@ LATE: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     ),
     **{
         f"FlashAttention on a CPU, engine={engine}": (
-            given(f"engine={engine}", "model.attn_implementation=flash_attention_2"),
+            given(f"engine.backend={engine}", "model.attn_implementation=flash_attention_2"),
             ("model.attn_implementation=flash_attention_2 cannot run in", "available here: auto, eager, sdpa"),
         )
         for engine in ENGINES
@@ -264,7 +264,7 @@ def run_case(make: Callable[[], list[str]], good: Path, folder: Path) -> tuple[i
 def run_late_cases(rank: int, good: str, folder: str) -> dict[str, tuple[int, str, bool]]:
     """Every late case, a run that ends by its own numbers, and good ones."""
     cases = {name: make for name, (make, _) in LATE.items()} | {"nan reward": nan_reward}
-    cases |= {engine: given(f"engine={engine}") for engine in ENGINES}
+    cases |= {engine: given(f"engine.backend={engine}") for engine in ENGINES}
     return {name: run_case(make, Path(good), Path(folder) / name) for name, make in cases.items()}
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from mega_rl.config.loader import FIELDS, SECTIONS
+from mega_rl.config.keys import FIELDS, SECTIONS, is_mapping
 from tests.release import doc_commands
 
 ROOT = Path(__file__).parents[2]
@@ -19,12 +21,14 @@ ADRS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
 UNFINISHED = "TBD-" + "LEAD"
 
 FENCE = re.compile(r"^```\w*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+# Diffs, and programs with what they print: test_worked_examples.py applies and runs these.
+EXECUTED = re.compile(r"^```diff\n.*?^```|^```python\n[^`]*^```\n+```text\n.*?^```", flags=re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 MODULE = re.compile(r"(?<![\w/.])mega_rl(?:\.[A-Za-z_]\w*)+")
 OUR_FILE = re.compile(r"(?<![\w/.-])(?:mega_rl|tests|scripts|docs|benchmarks)/[\w./-]*\w")
 MAKE = re.compile(r"(?<![\w-])make ([a-z-]+)")
-SETTING = re.compile(rf"(?<![\w./])(?:{'|'.join(SECTIONS)})\.[a-z]\w*(?![\w.]|/)")
+SETTING = re.compile(rf"(?<![\w./])(?:{'|'.join(s for s in SECTIONS if '.' not in s)})(?:\.[a-z]\w*)+(?![\w.]|/)")
 FILE_SUFFIXES = ("json", "jsonl", "yaml", "py", "md", "safetensors", "parquet")
 MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:home|root|tmp|Users|mnt|opt|usr|work|workspace|scratch)(?:/|\b)")
 
@@ -117,13 +121,13 @@ def test_every_engine_has_a_page_and_a_column() -> None:
     workers = ROOT / "docs" / "workers"
     header = re.compile(r"^\| feature \| (.*?) \| \|$", flags=re.MULTILINE)
     columns = set(header.findall((workers / "model_engine.md").read_text(encoding="utf-8")))
-    assert columns == {" | ".join(engines := FIELDS["engine"].metadata["choices"])}
+    assert columns == {" | ".join(engines := FIELDS["engine.backend"].metadata["choices"])}
     assert [engine for engine in engines if not (workers / f"{engine}_workers.md").is_file()] == []
 
 
 @documents
 def test_modules_and_files_exist(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
+    text = EXECUTED.sub("", document.read_text(encoding="utf-8"))
     assert [name for name in MODULE.findall(text) if not exists(name)] == []
     mentioned = {name for piece in code(document) for name in OUR_FILE.findall(piece)}
     assert [name for name in sorted(mentioned) if not (ROOT / name).exists()] == []
@@ -139,9 +143,12 @@ def test_make_targets_exist(document: Path) -> None:
 
 @documents
 def test_settings_exist(document: Path) -> None:
-    mentioned = {name for piece in code(document) for name in SETTING.findall(piece)}
+    text = EXECUTED.sub("", document.read_text(encoding="utf-8"))
+    pieces = [*FENCE.findall(text), *INLINE_CODE.findall(FENCE.sub("", text))]
+    mentioned = {name for piece in pieces for name in SETTING.findall(piece)}
     settings = {name for name in mentioned if name.rpartition(".")[2] not in FILE_SUFFIXES}
-    assert settings <= FIELDS.keys()
+    entries = {name for name in settings if (mapping := name.rpartition(".")[0]) in FIELDS and is_mapping(mapping)}
+    assert settings - entries <= FIELDS.keys() | SECTIONS.keys()
 
 
 @documents
@@ -162,6 +169,23 @@ def test_the_layers_are_those_that_are_checked() -> None:
     layers = re.findall(r'"([^"]+)"', contract[1])
     blocks = FENCE.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
     assert layers in [block.splitlines() for block in blocks]
+
+
+def test_the_contracts_are_those_that_are_checked() -> None:
+    """docs/architecture.md has a row for every contract but the layers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    names = [contract["name"] for contract in project["tool"]["importlinter"]["contracts"]]
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.search(r"^\| contract \| why \|\n\|---\|---\|\n(.*?)\n\n", text, re.M | re.S)
+    assert rows
+    listed = [line.split("|")[1].strip() for line in rows[1].splitlines()]
+    assert sorted([*listed, "Imports point down"]) == sorted(names)
+
+
+def test_the_picture_of_the_packages_is_of_now() -> None:
+    """`make docs` has been run."""
+    drawn = runpy.run_path(str(ROOT / "scripts" / "package_map.py"))["draw"]()
+    assert (ROOT / "docs" / "package_map.svg").read_text(encoding="utf-8") == drawn
 
 
 def test_the_folders_are_those_of_the_package() -> None:

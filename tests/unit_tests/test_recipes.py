@@ -45,14 +45,14 @@ def test_the_64_gpu_recipe_needs_its_layout() -> None:
     write_checkpoint(Path("Qwen/Qwen3-32B"), qwen3_config("8b"))
     with pytest.raises(UserErrors) as caught:
         preflight(recipe, world_size=16)
-    assert [line.split(" ")[0] for line in caught.value.problems] == ["world", "parallel.pp*vpp=4*2=8"]
+    assert [line.split(" ")[0] for line in caught.value.problems] == ["world", "engine.megatron.pp*vpp=4*2=8"]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_one_step_of_any_recipe_is_a_smoke_run(path: Path) -> None:
     """A warm-up longer than the run goes, so the one step trains the actor at the full rate."""
     config = load(path, ["trainer.steps=1"])
-    ranks = config.parallel.tp * config.parallel.pp
+    ranks = config.engine.megatron.tp * config.engine.megatron.pp
     assert check(config, world_size=ranks) == []
     assert (config.optim.warmup_steps, config.algorithm.critic_warmup_steps) == (0, 0)
 

@@ -29,19 +29,19 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.initialization import no_init_weights
 
 import mega_rl
+from mega_rl.converters.families import TRAINED
 from mega_rl.converters.live.transformers_names import weights_on_disk
-from mega_rl.preflight import TRAINED
 from mega_rl.rollout.embedded.kv_cache import ATTENTION, GrowingLayer, make_cache
 from tests.helpers.models import SMALL, TINY
 
 # module -> name -> what of mega_rl stops working without it
 SYMBOLS: dict[str, dict[str, str]] = {
     "transformers": {
-        "AttentionInterface": "attention kernels of engine=fsdp and of the embedded rollout engine",
+        "AttentionInterface": "attention kernels of engine.backend=fsdp and of the embedded rollout engine",
         "AttentionMaskInterface": "attention masks of the embedded rollout engine",
         "AutoConfig": "reading config.json",
-        "AutoModel": "critics and reward models of engine=fsdp",
-        "AutoModelForCausalLM": "models of engine=fsdp, of the embedded rollout engine and of parity checks",
+        "AutoModel": "critics and reward models of engine.backend=fsdp",
+        "AutoModelForCausalLM": "models of engine.backend=fsdp, of the embedded rollout engine and of parity checks",
         "AutoTokenizer": "every tokenizer",
         "GenerationConfig": "end-of-sequence tokens",
         "PreTrainedConfig": "reading config.json",
@@ -121,7 +121,8 @@ def test_a_forward_takes_what_the_decoding_loop_gives(family: str) -> None:
     needed = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
     assert needed <= parameters.keys(), f"{type(model).__name__}.forward lacks {sorted(needed - parameters.keys())}"
     assert any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()), (
-        f"{type(model).__name__}.forward hands nothing on to attention, which engine=fsdp needs for packed sequences"
+        f"{type(model).__name__}.forward hands nothing on to attention, which engine.backend=fsdp needs for packed "
+        "sequences"
     )
 
 
@@ -187,7 +188,7 @@ def test_a_cache_layer_has_the_interface_that_ours_overrides() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
 def test_attention_gets_what_models_hand_on_and_no_mask(family: str) -> None:
-    """Under a name without a registered mask, as the kernels of engine=fsdp have."""
+    """Under a name without a registered mask, as the kernels of engine.backend=fsdp have."""
     calls: list[dict[str, Any]] = []
 
     def probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
@@ -221,7 +222,7 @@ def test_no_init_weights_draws_nothing_and_keeps_buffers() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_init_weights_computes_the_buffers_of_a_model_from_the_meta_device(family: str) -> None:
-    """As engine=fsdp gives a model memory, one module at a time."""
+    """As engine.backend=fsdp gives a model memory, one module at a time."""
     expected = dict(built(family).named_buffers())
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny(family))

@@ -22,16 +22,17 @@ def case(
 
     accelerator = prepare("cpu")
     from mega_rl.assemble import session
+    from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.roles import build_roles
     from mega_rl.config.loader import load
     from mega_rl.errors import UserError
 
     found: dict[str, Any] = {}
     for name, (recipe, overrides) in runs.items():
-        config = load(None if recipe is None else Path(recipe), [f"engine={engine}", *overrides])
+        config = load(None if recipe is None else Path(recipe), [f"engine.backend={engine}", *overrides])
         with session(config, accelerator) as groups:
             try:
-                found[name] = kernels(build_roles(config, accelerator, groups))
+                found[name] = kernels(build_roles(plan_run(config, accelerator), accelerator, groups))
             except UserError as error:
                 found[name] = str(error)
     return found
@@ -42,7 +43,7 @@ def kernels(roles: Any) -> dict[str, tuple[str, dict[str, int]]]:
     batch = random_experience()
     workers = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
     found = {}
-    for engine in roles.engines:
+    for engine in roles.engines.values():
         with AttentionProbe() as probe:
             # Of the reward model the worker makes rows of its own, which go the same way.
             workers.get(engine.name, ReferenceWorker(engine)).evaluate(batch)

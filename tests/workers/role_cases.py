@@ -18,15 +18,16 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
 
     accelerator = prepare("cpu")
     from mega_rl.assemble import session
+    from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.roles import build_roles, role_facts
     from mega_rl.preflight import preflight
 
     found = {}
     for name, (recipe, overrides) in runs.items():
-        layout = ["parallel.tp=2"] if engine == "megatron" else []
-        config = preflight(Path(recipe), [f"engine={engine}", *layout, *overrides])
+        layout = ["engine.megatron.tp=2"] if engine == "megatron" else []
+        config = preflight(Path(recipe), [f"engine.backend={engine}", *layout, *overrides])
         with session(config, accelerator) as groups:
-            roles = build_roles(config, accelerator, groups)
+            roles = build_roles(plan_run(config, accelerator), accelerator, groups)
             facts = {fact.role: (fact.model, fact.family, fact.parameters) for fact in role_facts(config, roles)}
             found[name] = {"facts": facts, **say(roles, vocab_size=vocab_size)}
     return found
@@ -35,7 +36,7 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
 def say(roles: Any, *, vocab_size: int) -> dict[str, torch.Tensor | list[str]]:
     """Of this rank's rows: "actor", "critic" and "reference" at first, and "... later" once actor and critic learnt."""
     batch = own_rows(random_experience(vocab_size=vocab_size), roles.actor_engine)
-    said: dict[str, torch.Tensor | list[str]] = {"engines": [engine.name for engine in roles.engines]}
+    said: dict[str, torch.Tensor | list[str]] = {"engines": [engine.name for engine in roles.engines.values()]}
     for when in ("", " later"):
         for name in ("actor", "critic", "reference"):
             outputs = getattr(roles, name).evaluate(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ RUNS: dict[str, tuple[str, list[str], tuple[str, str, str, str]]] = {
     "file, critic": ("model.critic_attn_implementation=eager", [], ("sdpa", "eager", "sdpa", "sdpa")),
     "command line, critic": ("", ["model.critic_attn_implementation=eager"], ("sdpa", "eager", "sdpa", "sdpa")),
     "command line, reference": ("", ["model.ref_attn_implementation=eager"], ("sdpa", "sdpa", "eager", "sdpa")),
-    "file, reward model": ("reward.attn_implementation=eager", [], ("sdpa", "sdpa", "sdpa", "eager")),
-    "command line, reward model": ("", ["reward.attn_implementation=eager"], ("sdpa", "sdpa", "sdpa", "eager")),
+    "file, reward model": ("reward.model.attn_implementation=eager", [], ("sdpa", "sdpa", "sdpa", "eager")),
+    "command line, reward model": ("", ["reward.model.attn_implementation=eager"], ("sdpa", "sdpa", "sdpa", "eager")),
     "command line over file": (
         "model.attn_implementation=eager",
         ["model.attn_implementation=sdpa", "model.ref_attn_implementation=eager"],
@@ -37,27 +38,31 @@ RUNS: dict[str, tuple[str, list[str], tuple[str, str, str, str]]] = {
         ["model.critic_attn_implementation=sdpa", "model.ref_attn_implementation=auto"],
         ("eager", "sdpa", "sdpa", "eager"),
     ),
-    "padded": ("model.critic_attn_implementation=eager", ["trainer.packing=false"], ("sdpa", "eager", "sdpa", "sdpa")),
+    "padded": (
+        "model.critic_attn_implementation=eager",
+        ["trainer.microbatch.packing=false"],
+        ("sdpa", "eager", "sdpa", "sdpa"),
+    ),
 }
 KEYS = (
     *("model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation"),
-    "reward.attn_implementation",
+    "reward.model.attn_implementation",
 )
 REFUSED = {f"{key} refused": (key, [f"{key}=flash_attention_2"]) for key in KEYS}
 
 
 def recipe_of(folder: Path, setting: str) -> str:
     """A recipe, as text, of a run with all roles; `setting` is one more line of it."""
-    recipe: dict[str, dict[str, Any]] = {
+    recipe: dict[str, Any] = {
         "model": {"path": str(folder / "model"), "dtype": "fp32"},
-        "algorithm": {"advantage": "gae", "kl_placement": "loss"},
-        "reward": {"source": "model", "model_path": str(folder / "reward")},
-        "trainer": {"device": "cpu", "timeout_s": 60, "max_tokens_per_microbatch": 64},
+        "algorithm": {"advantage": "gae", "kl": {"placement": "loss"}},
+        "reward": {"source": "model", "model": {"path": str(folder / "reward")}},
+        "trainer": {"device": "cpu", "timeout_s": 60, "microbatch": {"max_tokens": 64}},
     }
     if setting:
         key, _, value = setting.partition("=")
-        section, _, name = key.partition(".")
-        recipe[section][name] = value
+        *sections, name = key.split(".")
+        reduce(lambda area, section: area[section], sections, recipe)[name] = value
     return json.dumps(recipe)
 
 
@@ -104,7 +109,7 @@ def test_what_is_not_there_is_refused(found: dict[str, Any], engine: str, name: 
     """FlashAttention on a CPU: the key, why, and what there is instead."""
     owner = {
         "megatron": "Megatron-Core's layers without Transformer Engine",
-        "fsdp": r"Hugging Face's models \(engine=fsdp\)",
+        "fsdp": r"Hugging Face's models \(engine.backend=fsdp\)",
     }[engine]
     key = re.escape(REFUSED[name][0])
     message = rf"{key}=flash_attention_2 cannot run in {owner}: it needs .+; available here: auto, eager, sdpa"

@@ -75,7 +75,7 @@ def recipe_of(root: Path, models: dict[str, str]) -> str:
     return json.dumps(
         {
             "model": {"dtype": "fp32", **{key: str(root / name) for key, name in models.items()}},
-            "algorithm": {"advantage": "gae", "kl_placement": "reward"},
+            "algorithm": {"advantage": "gae", "kl": {"placement": "reward"}},
             "data": {"train_files": [str(root / "train.jsonl")], "max_prompt_tokens": 8},
             "optim": {"lr": 1e-3, "critic_lr": 1e-3},
             "rollout": {"max_new_tokens": 16},
@@ -84,7 +84,7 @@ def recipe_of(root: Path, models: dict[str, str]) -> str:
                 "timeout_s": 60,
                 "prompts_per_step": 4,
                 "minibatch_size": 4,
-                "max_tokens_per_microbatch": 64,
+                "microbatch": {"max_tokens": 64},
                 "run_dir": str(root / "run"),
             },
         }
@@ -213,7 +213,7 @@ def test_another_tokenizer_is_refused(root: Path, tmp_path: Path, engine: str, k
     recipe.write_text(recipe_of(root, {"path": "small"}))
     output = io.StringIO()
     with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
-        code = cli.main(["train", "--config", str(recipe), f"engine={engine}", f"model.{key}={other}"])
+        code = cli.main(["train", "--config", str(recipe), f"engine.backend={engine}", f"model.{key}={other}"])
     assert code == 2
     (line,) = (line for line in output.getvalue().splitlines() if "error: " in line)
     assert line.startswith(f"error: model.{key}: {other}: its tokenizer is not that of model.path ({root / 'small'}): ")

@@ -1,4 +1,4 @@
-"""Whether pieces make up a tensor: each inside it, every element once. No torch."""
+"""Coverage of a tensor by pieces: each inside it, every element exactly once. No torch."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from mega_rl.checkpoint.format.shards import PieceSpec
 
 
 def is_inside(piece: PieceSpec, shape: tuple[int, ...]) -> bool:
-    """Whether a piece is a box of a tensor of this shape."""
+    """Return whether a piece is a box within a tensor of this shape."""
     return len(piece.offset) == len(piece.shape) == len(shape) and all(
         o + n <= size for o, n, size in zip(piece.offset, piece.shape, shape, strict=True)
     )
 
 
 def missing_elements(pieces: Sequence[PieceSpec], shape: tuple[int, ...]) -> int:
-    """Elements of the tensor less those of the pieces: 0 for pieces that do not overlap means that all are there."""
+    """Return the tensor's elements less those of the pieces; 0 without overlap means full coverage."""
     return prod(shape) - sum(prod(piece.shape) for piece in pieces)
 
 
 def overlap(pieces: Sequence[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
-    """Two pieces that have an element in common, None if no two do.
+    """Return two pieces that share an element, or None.
 
-    Pieces are parted by planes between them until each is alone, which takes few rounds for what layouts make: cuts of
-    cuts. What no plane parts is compared one by one.
+    Separates pieces by planes until each is alone, which takes few rounds for the cuts of cuts that layouts make.
+    Compares pieces that no plane separates one by one.
     """
     groups = [[piece for piece in pieces if prod(piece.shape)]]
     while groups:
@@ -40,7 +40,7 @@ def overlap(pieces: Sequence[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
 
 
 def _parted(group: list[PieceSpec]) -> list[list[PieceSpec]]:
-    """Groups with planes between them, along the first dimension that has such planes."""
+    """Split a group by planes between its pieces, along the first dimension that has such planes."""
     for dim in range(len(group[0].shape)):
         parts: list[list[PieceSpec]] = []
         end = -1
@@ -55,7 +55,7 @@ def _parted(group: list[PieceSpec]) -> list[list[PieceSpec]]:
 
 
 def _swept(group: list[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
-    """Compares each piece with those that it meets along the first dimension."""
+    """Compare each piece with those that it meets along the first dimension; return an overlapping pair or None."""
     active: list[PieceSpec] = []
     for piece in sorted(group, key=lambda piece: piece.offset[:1]):
         active = [a for a in active if not a.shape or a.offset[0] + a.shape[0] > piece.offset[0]]

@@ -1,4 +1,4 @@
-"""What the header of a shard says, checked against the manifest before anything is made of it."""
+"""Headers of shards, parsed and checked against the manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOWN = 500  # characters of a message that has values of a file in it
 
 
 class StoredPiece(NamedTuple):
-    """A piece of a tensor and where its bytes are."""
+    """A piece of a tensor and the place of its bytes."""
 
     spec: PieceSpec
     file: Path
@@ -42,17 +42,17 @@ class StoredPiece(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """Where it is in the whole tensor."""
+        """Return its box in the whole tensor."""
         return Box(self.spec.offset, self.spec.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype as torch has it."""
+        """Return its dtype."""
         return DTYPES[self.spec.dtype]
 
 
 def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[StoredPiece]:
-    """The pieces of a shard whose header is the one that the manifest vouches for. Raises UserError or UserErrors."""
+    """Return the pieces of a shard, its header checked against the manifest. Raises UserError or UserErrors."""
     fd, size = open_regular(path)
     try:
         if size != record.nbytes:
@@ -65,9 +65,9 @@ def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[Stor
         text = read_at(fd, 8, length, path)
     finally:
         os.close(fd)
-    if (found := checksum(prefix + text)) != record.header:
+    if (actual := checksum(prefix + text)) != record.header:
         raise UserError(
-            f"{path}: its header has checksum {found}, expected {record.header}; the file was changed, is of another "
+            f"{path}: its header has checksum {actual}, expected {record.header}; the file was changed, is of another "
             f"checkpoint, or the disk is failing: {RESUME_HINT}"
         )
     infos = _entries(path)
@@ -89,19 +89,19 @@ def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[Stor
 
 
 def _entries(path: Path) -> dict[str, TensorInfo]:
-    """The entries of a header, by key; errors say what a user of checkpoints can do. Raises UserErrors."""
+    """Return the entries of a header, by key. Raises UserErrors with the fix for checkpoints."""
     try:
         return read_header(path)
     except UserError as error:
         problems = error.problems if isinstance(error, UserErrors) else (str(error),)
-        told = [problem.removesuffix("; fetch the file again") for problem in problems]
-        # Names in a header may hold anything.
-        told = ["".join(c if c.isprintable() else "?" for c in problem[:_SHOWN]) for problem in told]
-        raise UserErrors(limited([f"{problem}; {RESUME_HINT}" for problem in told], path)) from error
+        causes = [problem.removesuffix("; fetch the file again")[:_SHOWN] for problem in problems]
+        # Names in a header may hold any characters.
+        causes = ["".join(c if c.isprintable() else "?" for c in cause) for cause in causes]
+        raise UserErrors(limited([f"{cause}; {RESUME_HINT}" for cause in causes], path)) from error
 
 
 def _checksums(header: bytes, path: Path) -> dict[str, str]:
-    """The checksums that a header holds, by key."""
+    """Return the checksums in a header's metadata, by key."""
     metadata = decode_json(header, path).get("__metadata__")
     if not isinstance(metadata, dict):
         raise UserError(fault(path, "__metadata__", metadata, "must be an object"))
@@ -125,7 +125,7 @@ def _checksums(header: bytes, path: Path) -> dict[str, str]:
 
 
 def _piece_spec(key: str, info: TensorInfo, manifest: Manifest, problems: list[str]) -> PieceSpec | None:
-    """The piece of a header's entry, None after adding to `problems` what is wrong with it."""
+    """Return the piece of a header's entry; None for a malformed key. Adds its faults to `problems`."""
     name, at, text = key.rpartition("@")
     where = f"{info.file}: {shorten(key)}"
     whole = manifest.tensors.get(name) if at else None
@@ -145,5 +145,5 @@ def _piece_spec(key: str, info: TensorInfo, manifest: Manifest, problems: list[s
 
 
 def _is_offset(text: str) -> bool:
-    """Whether a text is a whole number as Python writes it, of a size that a tensor has."""
+    """Return whether a text is a whole number without leading zeros, at most 19 digits long."""
     return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")

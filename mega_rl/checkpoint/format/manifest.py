@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it is of, its tensors and its files. No torch.
+"""Manifest of a checkpoint: identity, state, tensors and shards. No torch.
 
-It is parsed strictly: a key that is missing, unknown or there twice and a value of the wrong kind are errors. COMMIT
-holds the manifest's size and checksum; the manifest those of every header; a header those of the data.
+Parsing is strict: missing, unknown and duplicate keys and values of a wrong type are errors. COMMIT holds the
+manifest's size and checksum; the manifest those of every header; a header those of the data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEYS = ("format", "version", "step", "saved_at", *_OBJECTS[:2], "numbers", "lay
 
 
 class WholeTensor(NamedTuple):
-    """A tensor of a checkpoint, of whatever pieces it is stored in."""
+    """Dtype and shape of a tensor of a checkpoint, whatever pieces store it."""
 
     dtype: str  # in safetensors' spelling
     shape: tuple[int, ...]
@@ -49,11 +49,11 @@ class WholeTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without reading its shards."""
+    """Contents of manifest.json: everything about a checkpoint but its shards' headers and data."""
 
     step: int  # steps done
     saved_at: str  # ISO 8601 with UTC offset, see `now`
-    identity: Mapping[str, Any]  # what must agree for a resume to make sense
+    identity: Mapping[str, Any]  # equal in a checkpoint and the runs that may resume from it
     state: Mapping[str, Any]  # the trainer's
     numbers: Mapping[str, Mapping[str, int | float]]  # of each engine
     world_size: int
@@ -66,12 +66,12 @@ class Manifest:
 
 
 def now() -> str:
-    """The time, as `Manifest.saved_at` has it."""
+    """Return the time in the form of `Manifest.saved_at`."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The content of manifest.json. Raises SaveError when something in it is nothing that JSON holds."""
+    """Return the content of manifest.json. Raises SaveError for a value that JSON cannot hold."""
     raw = {
         "format": FORMAT,
         "version": VERSION,
@@ -94,12 +94,12 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def commit_text(manifest: bytes) -> str:
-    """The content of COMMIT beside these bytes of manifest.json."""
+    """Return the content of COMMIT for these bytes of manifest.json."""
     return json.dumps({"manifest": checksum(manifest), "bytes": len(manifest)}) + "\n"
 
 
 def check_commit(commit: bytes, manifest: bytes, folder: Path) -> None:
-    """Raises UserError or UserErrors when COMMIT is damaged, or is not of this manifest."""
+    """Check COMMIT against the manifest. Raises UserError or UserErrors for a damaged COMMIT or another manifest."""
     where = folder / COMMIT_FILE
     raw = decode_json(commit, where)
     problems = key_faults(raw, ("manifest", "bytes"), where)
@@ -109,10 +109,10 @@ def check_commit(commit: bytes, manifest: bytes, folder: Path) -> None:
         problems.append(fault(where, "bytes", raw["bytes"], "must be a number of bytes"))
     if problems:
         raise UserErrors(problems)
-    expected, found = (raw["bytes"], raw["manifest"]), (len(manifest), checksum(manifest))
-    if expected != found:
+    expected, actual = (raw["bytes"], raw["manifest"]), (len(manifest), checksum(manifest))
+    if expected != actual:
         raise UserError(
-            f"{folder / MANIFEST_FILE}: {found[0]} bytes with checksum {found[1]}, expected {expected[0]} with "
+            f"{folder / MANIFEST_FILE}: {actual[0]} bytes with checksum {actual[1]}, expected {expected[0]} with "
             f"{expected[1]} (by {COMMIT_FILE}); one of the two was changed or the disk is failing: {RESUME_HINT}"
         )
     if commit.decode() != commit_text(manifest):
@@ -120,12 +120,12 @@ def check_commit(commit: bytes, manifest: bytes, folder: Path) -> None:
 
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
-    """The manifest from the bytes of its file. Raises UserError or UserErrors naming file, key, value and rule."""
+    """Parse the manifest. Raises UserError or UserErrors naming file, key, value and rule."""
     raw = decode_json(data, where)
     for key, value in (("format", FORMAT), ("version", VERSION)):
         if raw.get(key) != value or isinstance(raw[key], bool | float):
-            found = f"{key}={shown(raw[key])}" if key in raw else f"{key} is missing"
-            raise UserError(f"{where}: {found}, this program reads {value!r}; {RESUME_HINT}")
+            problem = f"{key}={shown(raw[key])}" if key in raw else f"{key} is missing"
+            raise UserError(f"{where}: {problem}, this program reads {value!r}; {RESUME_HINT}")
     problems = key_faults(raw, (*_KEYS, "tensors", "shards"), where)
     if problems:
         raise UserErrors(limited(problems, where))

@@ -1,4 +1,4 @@
-"""Reads checkpoints: all is checked before a byte of data is used, then pieces go straight to where they are wanted."""
+"""Reader of checkpoints: opening checks everything but the data; pieces are then read straight into tensors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _JOB_BYTES = 32 << 20  # that one thread checks at a time
 _MAX_OPEN_FILES = 256
 # A cut of rows is read row by row where rows lie this far apart, else with what is between them.
 _FAR_BYTES = 32 << 10
-_WINDOW_BYTES = 4 << 20  # of memory for what is not read straight into its place
+_WINDOW_BYTES = 4 << 20  # of buffer for reads that cannot go straight into the target
 
 
 class Checkpoint:
-    """A complete checkpoint. Reads may come from several threads. As a context manager it closes its files."""
+    """A complete checkpoint, readable from several threads. As a context manager it closes its files."""
 
     def __init__(self, folder: Path, manifest: Manifest, pieces: Mapping[str, list[StoredPiece]]) -> None:
         self.folder = folder
@@ -47,9 +47,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
-        """Opens a folder after checking everything but the data.
+        """Open a folder and check everything but the data.
 
-        COMMIT fits the manifest; the manifest names every shard that is there, with its size and its header's checksum;
+        COMMIT fits the manifest; the manifest names every shard in the folder, with its size and its header's checksum;
         every tensor of the manifest, and no other, is covered by pieces of its dtype, each element exactly once.
         Raises UserError or UserErrors.
         """
@@ -83,33 +83,32 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; the checkpoint may be used again and reopens them."""
+        """Close the files; later reads reopen them."""
         with self._lock:
             for fd in self._fds.values():
                 os.close(fd)
             self._fds.clear()
 
     def all_pieces(self) -> Iterator[StoredPiece]:
-        """Every piece of every tensor."""
+        """Yield every piece of every tensor."""
         for pieces in self.pieces.values():
             yield from pieces
 
     def verify(self, pieces: Iterable[StoredPiece]) -> None:
-        """Reads the bytes of pieces and compares their checksums. Raises UserErrors naming file, tensor, both sums."""
-        wanted = sorted(dict.fromkeys(pieces), key=lambda piece: (piece.file, piece.offset))
-        jobs = _jobs(wanted)
+        """Read the bytes of pieces and compare their checksums. Raises UserErrors naming file, tensor, both sums."""
+        jobs = _jobs(sorted(dict.fromkeys(pieces), key=lambda piece: (piece.file, piece.offset)))
         if not jobs:
             return
         with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)), len(jobs))) as pool:
-            problems = [problem for found in pool.map(self._data_faults, jobs) for problem in found]
+            problems = [problem for faults in pool.map(self._data_faults, jobs) for problem in faults]
         if problems:
             raise UserErrors(limited(problems, self.folder))
 
     def read_into(self, piece: StoredPiece, inner: Box, target: Tensor) -> None:
-        """Reads a box of a piece, seen from the piece's first element, into `target` [*inner.shape] of its dtype.
+        """Read `inner`, a box within a piece, into `target` [*inner.shape] of its dtype; compares no checksum.
 
-        The target may be on any device and have any strides; contiguous on the CPU it is read into straight. Checks no
-        checksum. Raises UserError when the file ends or cannot be read.
+        The target may be on any device and have any strides; only a contiguous one on the CPU needs no buffer. Raises
+        UserError when the file ends or cannot be read.
         """
         spec = piece.spec
         assert (target.dtype, tuple(target.shape)) == (piece.dtype, tuple(inner.shape)), (piece, inner, target.shape)
@@ -120,29 +119,20 @@ class Checkpoint:
             _read_box(fd, piece, inner, target.detach())
 
     def _data_faults(self, pieces: Sequence[StoredPiece]) -> list[str]:
-        """What is wrong with the data of pieces of one file."""
+        """Return the problems of the data of pieces, all of one file."""
         buffer = memoryview(bytearray(CHUNK_BYTES))
-        problems = []
+        problems: list[str] = []
         try:
             with self._open(pieces[0].file) as fd:
                 for piece in pieces:
-                    running = xxhash.xxh3_64()
-                    for low in range(0, piece.spec.nbytes, CHUNK_BYTES):
-                        part = buffer[: min(CHUNK_BYTES, piece.spec.nbytes - low)]
-                        _fill(fd, part, piece.offset + low, piece)
-                        running.update(part)
-                    if (found := running.hexdigest()) != piece.checksum:
-                        problems.append(
-                            f"{piece.file}: {_place(piece)}: checksum {found}, expected {piece.checksum}; "
-                            f"the file was changed or the disk is failing: {RESUME_HINT}"
-                        )
+                    problems += _checksum_faults(fd, piece, buffer)
         except UserError as error:
             problems.append(str(error))
         return problems
 
     @contextmanager
     def _open(self, file: Path) -> Iterator[int]:
-        """A descriptor; so many stay open, and more are closed after use."""
+        """Open a file for reading; the first `_MAX_OPEN_FILES` stay open until `close`."""
         with self._lock:
             fd = self._fds.get(file)
             if fd is None and len(self._fds) < _MAX_OPEN_FILES:
@@ -157,18 +147,32 @@ class Checkpoint:
             os.close(fd)
 
 
+def _checksum_faults(fd: int, piece: StoredPiece, buffer: memoryview) -> Iterator[str]:
+    """Yield a problem if the checksum of a piece's data is wrong; reads through `buffer` of CHUNK_BYTES."""
+    running = xxhash.xxh3_64()
+    for low in range(0, piece.spec.nbytes, CHUNK_BYTES):
+        part = buffer[: min(CHUNK_BYTES, piece.spec.nbytes - low)]
+        _fill(fd, part, piece.offset + low, piece)
+        running.update(part)
+    if (actual := running.hexdigest()) != piece.checksum:
+        yield (
+            f"{piece.file}: {_place(piece)}: checksum {actual}, expected {piece.checksum}; "
+            f"the file was changed or the disk is failing: {RESUME_HINT}"
+        )
+
+
 def _strangers(folder: Path, manifest: Manifest) -> list[str]:
-    """A message for every shard in the folder that the manifest does not name."""
+    """Return a problem for every shard in the folder that the manifest does not name."""
     known = {record.file for record in manifest.shards}
     try:
-        found = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in known)
+        strangers = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in known)
     except OSError as error:
         return [f"{folder}: cannot be read ({error.strerror}); {RESUME_HINT}"]
-    return [f"{folder / shorten(name)}: is not in {MANIFEST_FILE}; remove it or {RESUME_HINT}" for name in found]
+    return [f"{folder / shorten(name)}: is not in {MANIFEST_FILE}; remove it or {RESUME_HINT}" for name in strangers]
 
 
 def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list[StoredPiece]]) -> list[str]:
-    """A message for every tensor that the pieces do not cover exactly once."""
+    """Return a problem for every tensor that the pieces do not cover exactly once."""
     problems = []
     for name, whole in manifest.tensors.items():
         pieces = [piece.spec for piece in stored[name]]
@@ -185,7 +189,7 @@ def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list
 
 
 def _jobs(pieces: Sequence[StoredPiece]) -> list[list[StoredPiece]]:
-    """Pieces of one file that lie one after the other, in parts that are worth a thread's while."""
+    """Group consecutive pieces of one file into jobs for threads, of about `_JOB_BYTES`."""
     jobs: list[list[StoredPiece]] = []
     size = 0
     for piece in pieces:
@@ -198,7 +202,7 @@ def _jobs(pieces: Sequence[StoredPiece]) -> list[list[StoredPiece]]:
 
 
 def _read_box(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
-    """As `Checkpoint.read_into`; splits what does not fit a window and cannot be read into the target itself."""
+    """Read a box into any target; halve one that exceeds the window, unless it is contiguous on the CPU."""
     if target.device.type == "cpu" and target.is_contiguous():
         _read_rows(fd, piece, inner, target)
     elif (
@@ -217,7 +221,7 @@ def _read_box(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
 
 
 def _read_rows(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
-    """Reads a box into contiguous memory: as rows of the file that are as long as can be, equally far apart."""
+    """Read a box into contiguous memory, as the longest possible runs of the file at equal distances."""
     outer, item = piece.spec.shape, target.element_size()
     strides = [prod(outer[dim + 1 :]) * item for dim in range(len(outer))]
     start = piece.offset + sum(o * stride for o, stride in zip(inner.offset, strides, strict=True))
@@ -241,7 +245,7 @@ def _read_rows(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
 
 
 def _read_pitched(fd: int, piece: StoredPiece, at: int, pitch: int, run: int, out: memoryview) -> None:
-    """Fills `out` with runs of bytes that begin `pitch` bytes apart."""
+    """Fill `out` with runs of bytes that begin `pitch` bytes apart in the file."""
     rows = len(out) // run
     if pitch == run or rows == 1:
         _fill(fd, out, at, piece)
@@ -260,7 +264,7 @@ def _read_pitched(fd: int, piece: StoredPiece, at: int, pitch: int, run: int, ou
 
 
 def _fill(fd: int, buffer: memoryview, offset: int, piece: StoredPiece) -> None:
-    """Fills a buffer from a file. Raises UserError when the file ends before."""
+    """Fill a buffer from a file. Raises UserError when the file ends too early."""
     while len(buffer):
         try:
             count = os.preadv(fd, [buffer], offset)

@@ -31,7 +31,7 @@ SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 class PieceSpec(NamedTuple):
     """A box of elements of a tensor, as it is stored.
 
-    Offset and shape are those of a `mega_rl.types.Box`, which needs torch; the process that writes does without it.
+    Offset and shape are those of a `mega_rl.types.Box`, which needs torch; the writer process runs without it.
     """
 
     name: str  # of the whole tensor
@@ -46,24 +46,24 @@ class PieceSpec(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The tensor's name in the shard."""
+        """Return the tensor's name in the shard."""
         return f"{self.name}@{','.join(map(str, self.offset))}"
 
 
 class ShardRecord(NamedTuple):
-    """What the manifest says of a shard."""
+    """A shard's file name, size and header checksum, as the manifest lists them."""
 
     file: str  # its name in the folder
     nbytes: int
     header: str  # checksum of its first bytes: the header's length and text
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the manifest."""
+        """Return the entry of the manifest."""
         return {"file": self.file, "bytes": self.nbytes, "header": self.header}
 
     @classmethod
     def from_json(cls, raw: Any, where: str | Path) -> ShardRecord:
-        """From decoded JSON. Raises UserErrors."""
+        """Parse an entry of the manifest. Raises UserErrors."""
         if not isinstance(raw, dict):
             raise UserErrors([fault(where, "shard", raw, "must be an object")])
         problems = key_faults(raw, ("file", "bytes", "header"), where)
@@ -81,25 +81,25 @@ class ShardRecord(NamedTuple):
 
 
 def shard_name(rank: int) -> str:
-    """File name of the shard that a rank (global) writes."""
+    """Return the file name of the shard that a global rank writes."""
     return f"shard_{rank:05d}.safetensors"
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    """xxh3_64 as 16 hexadecimal digits."""
+    """Return xxh3_64 as 16 hexadecimal digits."""
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
 def order(specs: Sequence[PieceSpec]) -> list[int]:
-    """Positions of the pieces in the order of the file: wide items first, so that every piece is aligned to its own."""
+    """Return the positions of the pieces in file order: wide items first, so that each is aligned to its item size."""
     return sorted(range(len(specs)), key=lambda i: -ITEM_BYTES[specs[i].dtype])
 
 
 def write_shard(path: Path, specs: Sequence[PieceSpec], data: Iterable[memoryview]) -> ShardRecord:
-    """Writes a new shard durably, except for its name; goes through the data once.
+    """Write a new shard durably, except for its name; goes through the data once.
 
     `data` gives the bytes of each piece (flat, format "B") in the order of `order(specs)`; a view may be reused once
-    the next one is asked for. Raises SaveError when the disk does not take it; a half file then stays.
+    the next one is asked for. Raises SaveError for an error of the disk; a partial file then stays.
     """
     placed = [specs[i] for i in order(specs)]
     checksums = ["0" * 16] * len(placed)
@@ -125,7 +125,7 @@ def write_shard(path: Path, specs: Sequence[PieceSpec], data: Iterable[memoryvie
 
 
 def _header(placed: Sequence[PieceSpec], checksums: Sequence[str]) -> bytes:
-    """Length and text of the header; `placed` in the order of the file."""
+    """Return length and text of the header; `placed` in file order."""
     keys = [spec.key for spec in placed]
     assert len(set(keys)) == len(keys), f"written twice: {sorted({key for key in keys if keys.count(key) > 1})}"
     sums = json.dumps(dict(zip(keys, checksums, strict=True)), separators=(",", ":"))

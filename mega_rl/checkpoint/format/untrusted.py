@@ -19,9 +19,9 @@ _SHOWN = 80  # characters of a text in a message
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """(descriptor, size) of a file to be read. Raises UserError for a link, a pipe, a device, or none at all."""
+    """Open a regular file; return (descriptor, size). Raises UserError for a link, pipe, device or missing file."""
     try:
-        # A pipe would be waited for without O_NONBLOCK; regular files do not mind it.
+        # Without O_NONBLOCK the open would wait for a pipe's writer; it has no effect on regular files.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         reason = "it is a link" if path.is_symlink() else error.strerror
@@ -34,7 +34,7 @@ def open_regular(path: Path) -> tuple[int, int]:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The whole of a regular file. Raises UserError, also when it has more than `limit` bytes."""
+    """Return the content of a regular file of at most `limit` bytes. Raises UserError."""
     fd, size = open_regular(path)
     try:
         if size > limit:
@@ -45,7 +45,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
-    """`size` bytes from `offset` on, fewer where the file ends. Raises UserError."""
+    """Return `size` bytes from `offset` on, fewer where the file ends. Raises UserError."""
     parts = []
     try:
         while size and (part := os.pread(fd, size, offset)):
@@ -57,7 +57,7 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
 
 
 def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
-    """A JSON object without keys that occur twice and without numbers that are not finite. Raises UserError."""
+    """Parse a JSON object; duplicate keys and non-finite numbers are errors. Raises UserError."""
     try:
         return parse_object(data)
     except ValueError as error:
@@ -65,7 +65,7 @@ def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
 
 
 def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) -> list[str]:
-    """A message for every key that is missing and every one that is unknown."""
+    """Return a problem for every missing and every unknown key."""
     expected = dict.fromkeys(known)
     missing = [f"{where}: {name} is missing; {RESUME_HINT}" for name in expected if name not in raw]
     unknown = [f"{where}: {shown(name)} is unknown; {RESUME_HINT}" for name in raw if name not in expected]
@@ -78,14 +78,14 @@ def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
 
 
 def limited(problems: list[str], where: str | Path) -> list[str]:
-    """At most so many messages as a person reads, and the number of the rest."""
+    """Return the first `MAX_FAULTS` problems, and a line with the number of the rest."""
     if len(problems) <= MAX_FAULTS:
         return problems
     return [*problems[:MAX_FAULTS], f"{where}: {len(problems) - MAX_FAULTS} more faults like these"]
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: short, on one line, whatever it is."""
+    """Return a value for a message: short, on one line, for any type and size."""
     if isinstance(value, list) and len(value) <= MAX_DIMS and all(isinstance(v, int | float | str) for v in value):
         return "[" + ", ".join(shown(v) for v in value) + "]"
     if isinstance(value, list):
@@ -98,29 +98,29 @@ def shown(value: Any) -> str:
 
 
 def is_count(value: Any, least: int = 0) -> TypeGuard[int]:
-    """Whether a value is a whole number from `least` to 2**63 - 1."""
+    """Return whether a value is a whole number from `least` to 2**63 - 1."""
     return type(value) is int and least <= value < 1 << 63
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value is a finite number, of a size that a float holds."""
+    """Return whether a value is a finite number within a float's range."""
     if type(value) is int:
         return abs(value) < 1 << 1000
     return type(value) is float and math.isfinite(value)
 
 
 def is_shape(value: Any) -> TypeGuard[list[int]]:
-    """Whether a value is a list of sizes; the product of a long one could take for ever."""
+    """Return whether a value is a list of at most `MAX_DIMS` sizes: the product of a long list could take for ever."""
     return isinstance(value, list) and len(value) <= MAX_DIMS and all(is_count(v) for v in value)
 
 
 def is_checksum(value: Any) -> TypeGuard[str]:
-    """Whether a value is 16 lower-case hexadecimal digits."""
+    """Return whether a value is 16 lower-case hexadecimal digits."""
     return isinstance(value, str) and len(value) == 16 and all(digit in "0123456789abcdef" for digit in value)
 
 
 def is_tensor_name(value: Any) -> TypeGuard[str]:
-    """Whether a value may name a tensor: short printable text that would also be a path below a folder."""
+    """Return whether a value may name a tensor: short, printable, and a relative path without . and .. parts."""
     return (
         isinstance(value, str)
         and 0 < len(value) <= 1024

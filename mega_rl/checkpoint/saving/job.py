@@ -1,4 +1,4 @@
-"""One rank's part of a save, from bytes in memory to the published checkpoint; without torch, for the writer has none.
+"""One rank's part of a save, from bytes in memory to the published checkpoint. No torch: the writer has none.
 
 Every rank writes its shard and then a record of it beside the shard: `.done` with what the manifest needs, or
 `.failed` with a message. The first rank's job goes on to wait for the records of all and to publish the checkpoint.
@@ -22,20 +22,20 @@ from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.25  # between two looks for records
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.25  # between two polls for records
 
 
 class JobPiece(NamedTuple):
-    """A piece of a tensor to write and where its bytes are staged."""
+    """A piece of a tensor to write and the place of its staged bytes."""
 
     spec: PieceSpec
     global_shape: tuple[int, ...]
-    at: int  # first byte in the staging memory, where there is one
+    at: int  # first byte in the staging memory, if the job has one
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What the first rank does when all shards are there."""
+    """Publication of a checkpoint by the first rank, once all shards are written."""
 
     root: str
     step: int
@@ -55,35 +55,37 @@ class SaveJob:
     publication: Publication | None = None  # of the first rank
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` takes it."""
+        """Return the job for `from_json`."""
         publication = None if self.publication is None else vars(self.publication)
         return vars(self) | {"publication": publication}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> SaveJob:
-        """Undo `to_json` and what JSON made of it."""
+        """Return the job of `to_json`, after a round trip through JSON."""
         pieces = tuple(
             JobPiece(PieceSpec(name, dtype, tuple(offset), tuple(shape)), tuple(whole), at)
             for (name, dtype, offset, shape), whole, at in value["pieces"]
         )
-        found = value["publication"]
-        publication = None if found is None else Publication(**found | {"shards": tuple(found["shards"])})
+        raw = value["publication"]
+        publication = None if raw is None else Publication(**raw | {"shards": tuple(raw["shards"])})
         return SaveJob(**value | {"pieces": pieces, "publication": publication})
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What became of a job that did not fail."""
+    """Outcome of a successful job."""
 
     nbytes: int  # of this rank's shard
-    notes: tuple[str, ...] = field(default=())  # what went wrong without harm to the checkpoint
+    notes: tuple[str, ...] = field(default=())  # problems that did not harm the checkpoint
 
 
 def perform(job: SaveJob, data: Callable[[int], memoryview], *, given_up: Callable[[], bool]) -> SaveOutcome:
-    """Write the shard and its record; on the first rank publish when all have. data: bytes of the piece of an index.
+    """Write the shard and its record; the first rank then waits for all records and publishes.
+
+    data: returns the bytes of the piece with an index.
 
     Raises:
-        SaveError: naming file and reason; the record says the same, as far as the disk lets it.
+        SaveError: naming file and reason; the record holds the same message if it can be written.
     """
     deadline = time.monotonic() + job.timeout_s
     nbytes = 0
@@ -95,7 +97,7 @@ def perform(job: SaveJob, data: Callable[[int], memoryview], *, given_up: Callab
 
 
 def _write_own(job: SaveJob, data: Callable[[int], memoryview]) -> int:
-    """Shard and record of this rank; returns the shard's bytes."""
+    """Write this rank's shard and record; return the shard's bytes."""
     folder = Path(job.folder)
     try:
         specs = [piece.spec for piece in job.pieces]
@@ -104,7 +106,7 @@ def _write_own(job: SaveJob, data: Callable[[int], memoryview]) -> int:
         text = json.dumps({"shard": record.to_json(), "pieces": specs, "wholes": wholes})
         disk.replace_text(folder / _done(job.shard), text)
     except SaveError as error:
-        with contextlib.suppress(SaveError):  # the ranks tell each other too
+        with contextlib.suppress(SaveError):  # the ranks exchange failures as well
             disk.replace_text(folder / _failed(job.shard), str(error))
         raise
     return record.nbytes
@@ -113,15 +115,15 @@ def _write_own(job: SaveJob, data: Callable[[int], memoryview]) -> int:
 def _publish(
     job: SaveJob, publication: Publication, *, deadline: float, given_up: Callable[[], bool]
 ) -> tuple[str, ...]:
-    """Make the shards of all ranks a checkpoint, then remove old ones; returns what the latter failed with."""
+    """Publish the shards of all ranks as a checkpoint, then remove old ones; return the problems of the removal."""
     folder = Path(job.folder)
     records: list[ShardRecord] = []
     tensors: dict[str, WholeTensor] = {}
     pieces: dict[str, list[PieceSpec]] = {}
     for text in _wait_for_records(folder, publication.shards, job.timeout_s, deadline=deadline, given_up=given_up):
-        found = json.loads(text)
-        records.append(ShardRecord.from_json(found["shard"], folder))
-        for (name, dtype, offset, shape), global_shape in zip(found["pieces"], found["wholes"], strict=True):
+        record = json.loads(text)
+        records.append(ShardRecord.from_json(record["shard"], folder))
+        for (name, dtype, offset, shape), global_shape in zip(record["pieces"], record["wholes"], strict=True):
             whole = WholeTensor(dtype, tuple(global_shape))
             if tensors.setdefault(name, whole) != whole:
                 raise SaveError(f"{name}: is {tensors[name]} on one rank and {whole} on another")
@@ -141,7 +143,7 @@ def _publish(
 
 
 def _check_coverage(tensors: Mapping[str, WholeTensor], pieces: Mapping[str, Sequence[PieceSpec]]) -> None:
-    """Raises SaveError where the ranks together have not written every element once: better now than at a load."""
+    """Check that the ranks together have written every element exactly once. Raises SaveError."""
     for name, whole in tensors.items():
         missing = missing_elements(pieces[name], whole.shape)
         if missing or overlap(pieces[name]) is not None:
@@ -152,7 +154,7 @@ def _check_coverage(tensors: Mapping[str, WholeTensor], pieces: Mapping[str, Seq
 def _wait_for_records(
     folder: Path, shards: Sequence[str], timeout_s: float, *, deadline: float, given_up: Callable[[], bool]
 ) -> list[str]:
-    """The `.done` of every shard. Raises SaveError with the message of a `.failed`, or at the deadline."""
+    """Wait for the `.done` of every shard; return their texts. Raises SaveError for a `.failed` or at the deadline."""
     texts: dict[str, str] = {}
     wait_s = FIRST_WAIT_S
     while True:

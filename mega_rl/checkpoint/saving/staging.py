@@ -1,4 +1,4 @@
-"""Bytes of pieces on the host: copied into memory that another process maps, or looked at where they are."""
+"""Bytes of pieces on the host: copied into memory that the writer process maps, or read in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIGNMENT = 64  # of pieces in the memory: of a cache line, and more than any dt
 
 
 def plan(pieces: Sequence[Piece]) -> tuple[list[Piece], list[JobPiece], int]:
-    """(pieces in the order in which they are written, the same with their places in the memory, bytes of it)."""
+    """Return (pieces in the order of the file, the same with their places in staging memory, bytes of the memory)."""
     specs = [PieceSpec(p.name, DTYPE_NAMES[p.data.dtype], p.box.offset, p.box.shape) for p in pieces]
     chosen = order(specs)
     laid_out, end = [], 0
@@ -34,8 +34,9 @@ def plan(pieces: Sequence[Piece]) -> tuple[list[Piece], list[JobPiece], int]:
 
 
 class Staging:
-    """Memory without a name that a writer process maps too; kept from save to save, for its pages cost as much as a
-    copy, and grown when a save needs more. Pinned where there is CUDA, so that copies run beside each other.
+    """Anonymous memory that the writer process maps too, pinned for CUDA so that copies run concurrently.
+
+    Kept from save to save, since its page faults cost as much as a copy, and grown when a save needs more.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class Staging:
         self._pinned = False
 
     def copy(self, pieces: Sequence[Piece], places: Sequence[JobPiece], nbytes: int) -> None:
-        """Copy every piece to its place; all of it is done when this returns.
+        """Copy every piece to its place; returns when all copies are complete.
 
         Raises:
             SaveError: the host has no memory for it.
@@ -58,7 +59,7 @@ class Staging:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Give the memory back; may be called twice."""
+        """Free the memory; may be called twice."""
         self._forget()
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -68,7 +69,7 @@ class Staging:
         if self._memory is None or self._memory.nbytes < nbytes:
             self._forget()
             try:
-                # Takes the pages now: memory that is only promised would end the process when it is written.
+                # Allocates the pages now: overcommitted memory would kill the process when it is written.
                 os.posix_fallocate(self.descriptor, 0, max(nbytes, mmap.PAGESIZE))
                 mapped = mmap.mmap(
                     self.descriptor, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -87,22 +88,22 @@ class Staging:
         self._pinned = int(code) == 0
         if not self._pinned:
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # CUDA reports that error once more, to whoever asks first
+                torch.zeros(1, device="cuda")  # CUDA reports the error once more, at the next call
             log.warning(
                 "the memory that checkpoints are copied to is not pinned (CUDA error %d): copies wait", int(code)
             )
 
     def _forget(self) -> None:
-        """The mapping goes when nothing sees it any more."""
+        """Drop the mapping, which ends with its last view."""
         if self._memory is not None and self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._pinned = None, False
 
 
 def direct(pieces: Sequence[Piece]) -> Callable[[int], memoryview]:
-    """The bytes of the piece of an index, each valid until the next is asked for.
+    """Return a function from a piece's index to its bytes, valid until its next call.
 
-    Contiguous memory of the host is looked at where it is; anything else goes through a buffer as large as the largest.
+    Contiguous host memory is viewed in place; other pieces are copied into a buffer of the largest one's size.
     """
     strided = [p.data.nbytes for p in pieces if not _is_plain(p.data)]
     buffer = torch.empty(max(strided, default=0), dtype=torch.uint8, pin_memory=bool(strided) and _on_cuda(pieces))

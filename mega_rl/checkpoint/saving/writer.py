@@ -1,4 +1,4 @@
-"""The process beside a rank that does its part of saves.
+"""Background process of a rank that writes its part of saves.
 
 `python -m mega_rl.checkpoint.saving.writer` imports no torch. It maps the rank's staging memory and reads jobs from a
 socket, one JSON line each, and answers each with a line. It ends when its parent does, however that ends: the kernel
@@ -29,8 +29,8 @@ from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
 from mega_rl.storage.disk import SaveError
 
 COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.saving.writer")
-SEND_TIMEOUT_S = 60.0  # for a job to be taken by a process that does nothing else
-END_TIMEOUT_S = 10.0  # for a process that was killed; one that waits for a dead disk cannot end
+SEND_TIMEOUT_S = 60.0  # for an idle process to receive a job
+END_TIMEOUT_S = 10.0  # for a killed process; one that waits for a dead disk cannot end
 TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 NICENESS = 10
 PR_SET_PDEATHSIG = 1
@@ -38,7 +38,7 @@ MESSAGE_BYTES = 4000  # of what a process has said before it died
 
 
 class WriterProcess:
-    """Jobs in a process of their own, one at a time. Start it from the main thread: it dies with the thread."""
+    """Handle of the writer process, which runs one job at a time; it dies with the thread that starts it."""
 
     command: ClassVar[Sequence[str]] = COMMAND
 
@@ -77,11 +77,11 @@ class WriterProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def start(self, job: SaveJob, *, memory_bytes: int) -> None:
-        """Send a job whose pieces lie in the first so many bytes of the memory. Raises SaveError."""
+        """Send a job whose pieces lie in the first `memory_bytes` of the staging memory. Raises SaveError."""
         line = json.dumps({"job": job.to_json(), "memory_bytes": memory_bytes}) + "\n"
         self._socket.settimeout(SEND_TIMEOUT_S)
         try:
@@ -90,7 +90,7 @@ class WriterProcess:
             raise SaveError(f"{self._death() or f'the writer (process {self.pid}) takes no job'}: {error}") from error
 
     def wait(self, timeout_s: float) -> SaveOutcome | None:
-        """What became of the job, None if it is not done within the time.
+        """Wait for the job; return its outcome, None if it is not done within the time.
 
         Raises:
             SaveError: the job failed, or the process died.
@@ -115,7 +115,7 @@ class WriterProcess:
         return SaveOutcome(answer["nbytes"], tuple(answer["notes"]))
 
     def stop(self) -> None:
-        """End the process, with the job under way if there is one; may be called twice."""
+        """End the process and its pending job; may be called twice."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
@@ -125,7 +125,7 @@ class WriterProcess:
             self._said = -1
 
     def _death(self) -> str:
-        """What the process died of; empty if it lives."""
+        """Return how the process died, with its last messages; empty if it lives."""
         try:
             code = self._process.wait(END_TIMEOUT_S / 10)
         except subprocess.TimeoutExpired:
@@ -137,7 +137,7 @@ class WriterProcess:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """The trainer's signals wait, here and in a process that is started, which lets them in when it ignores them."""
+    """Block the trainer's signals, also in a child started meanwhile, which unblocks them once it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
     try:
         yield
@@ -146,7 +146,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do the jobs that come; ends when the connection does. arguments: parent's pid, socket, memory descriptor."""
+    """Run the jobs of a connection until it ends. arguments: parent's pid, socket, memory descriptor."""
     parent, connection, memory = map(int, arguments)
     _stay_in_the_background()
     _die_with(parent)
@@ -160,21 +160,21 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Mapping:
-    """The staging memory, read only; it grows between jobs."""
+    """Read-only mapping of the staging memory, which grows between jobs."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._view = memoryview(b"")
 
     def view(self, nbytes: int) -> memoryview:
-        """The first so many bytes at least."""
+        """Return a view of at least the first `nbytes` bytes."""
         if len(self._view) < nbytes:
             self._view = memoryview(mmap.mmap(self._descriptor, nbytes, prot=mmap.PROT_READ))
         return self._view
 
 
 def _answer(line: bytes, mapped: _Mapping) -> dict[str, Any]:
-    """Do one job; what the trainer is told of it."""
+    """Run one job and return the answer for the trainer."""
     try:
         request = json.loads(line)
         job = SaveJob.from_json(request["job"])
@@ -187,13 +187,13 @@ def _answer(line: bytes, mapped: _Mapping) -> dict[str, Any]:
         outcome = perform(job, data, given_up=lambda: False)
     except SaveError as error:
         return {"error": str(error)}
-    except Exception as error:  # whatever it is, the trainer learns of it
+    except Exception as error:  # noqa: BLE001 - any error must reach the trainer
         return {"error": f"the writer (process {os.getpid()}) failed: {type(error).__name__}: {error}"}
     return {"nbytes": outcome.nbytes, "notes": list(outcome.notes)}
 
 
 def _listen(channel: socket.socket, lines: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what the trainer says; the process ends with the connection, whatever it is doing."""
+    """Queue the trainer's messages; end the process with the connection, even during a job."""
     with contextlib.suppress(ConnectionError), channel.makefile("rb") as file:
         for line in file:
             lines.put(line)
@@ -201,7 +201,7 @@ def _listen(channel: socket.socket, lines: queue.SimpleQueue[bytes]) -> None:
 
 
 def _stay_in_the_background() -> None:
-    """What the trainer is told by signals is not for this process, and the trainer goes first on the cores."""
+    """Ignore the trainer's signals and lower this process's priority."""
     for number in TRAINERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TRAINERS_SIGNALS)
@@ -209,7 +209,7 @@ def _stay_in_the_background() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when the parent ends; ends at once if it has."""
+    """Let the kernel kill this process when the parent ends; end at once if it has."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)

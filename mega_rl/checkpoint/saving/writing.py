@@ -1,4 +1,4 @@
-"""How a rank does its part of a save: it writes itself, or copies its state and has a process write."""
+"""Writers of a rank's part of a save: inline in a thread, or a copy of the state in a background process."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)
 
-STOP_S = 10.0  # for a thread that was told to give up; one that waits for a dead disk cannot
+STOP_S = 10.0  # for a stopped thread; one that waits for a dead disk cannot end
 
 
 class Writing(Protocol):
     """A writer of one job at a time."""
 
     def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
-        """Begin a job over these pieces, which may change as soon as this returns unless the rank writes itself.
+        """Start a job over these pieces; with a background writer they may change once this returns.
 
         Raises:
-            SaveError: it could not begin.
+            SaveError: the job could not start.
         """
         ...
 
     def wait(self, timeout_s: float) -> SaveOutcome | None:
-        """What became of the job, told once; None if it is not done within the time. Raises SaveError."""
+        """Wait for the job; return its outcome once, None if it is not done within the time. Raises SaveError."""
         ...
 
     def stop(self) -> None:
-        """Give up the job, so that nothing of it is written any more; `start` may follow."""
+        """Abandon the job, so that it publishes nothing; `start` may follow."""
         ...
 
     def close(self) -> None:
-        """Give back what is kept from job to job; may be called twice."""
+        """Release the resources kept from job to job; may be called twice."""
         ...
 
 
 class InlineWriter:
-    """The rank writes its live state. On a thread of its own, so that the ranks can meet while some still write."""
+    """Writer of the live state, in a thread, so that the ranks can meet while some still write."""
 
     def __init__(self) -> None:
         self._given_up = threading.Event()
@@ -52,7 +52,7 @@ class InlineWriter:
         self._outcome: SaveOutcome | SaveError | None = None
 
     def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
-        """Begin; the pieces may not change until the job is done."""
+        """Start a job; the pieces may not change until it is done."""
         ordered, places, _ = plan(pieces)
         job, data, given_up = replace(job, pieces=tuple(places)), direct(ordered), threading.Event()
 
@@ -61,7 +61,7 @@ class InlineWriter:
                 self._outcome = perform(job, data, given_up=given_up.is_set)
             except SaveError as error:
                 self._outcome = error
-            except BaseException as error:  # whatever it is, the waiting rank learns of it
+            except BaseException as error:  # noqa: BLE001 - any error must reach the waiting rank
                 self._outcome = SaveError(f"{type(error).__name__}: {error}")
 
         self._outcome, self._given_up = None, given_up
@@ -69,7 +69,6 @@ class InlineWriter:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> SaveOutcome | None:
-        """What became of the job; None if it is not done yet."""
         if self._thread is None:
             return None
         self._thread.join(timeout_s)
@@ -78,7 +77,7 @@ class InlineWriter:
         return self._outcome
 
     def stop(self) -> None:
-        """Let the job publish nothing; what hangs in the disk is left to itself."""
+        """Abandon the job; a thread that hangs in the disk is not awaited beyond `STOP_S`."""
         self._given_up.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
@@ -88,7 +87,7 @@ class InlineWriter:
 
 
 class BackgroundWriter:
-    """The rank copies its state, and a process writes the copy. Memory and process are made for the first job."""
+    """Writer of a copy of the state, in a process. The first job creates staging memory and process."""
 
     def __init__(self) -> None:
         self._staging: Staging | None = None
@@ -113,7 +112,6 @@ class BackgroundWriter:
         self._process.start(replace(job, pieces=tuple(places)), memory_bytes=nbytes)
 
     def wait(self, timeout_s: float) -> SaveOutcome | None:
-        """What became of the job."""
         return None if self._process is None else self._process.wait(timeout_s)
 
     def stop(self) -> None:
@@ -123,7 +121,7 @@ class BackgroundWriter:
             process.stop()
 
     def close(self) -> None:
-        """End the process, and give the memory back."""
+        """End the process and free the memory."""
         self.stop()
         staging, self._staging = self._staging, None
         if staging is not None:

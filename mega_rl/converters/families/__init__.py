@@ -1,8 +1,11 @@
-"""The registry of model families by `model_type` of config.json."""
+"""The registry of model families by `model_type` of config.json.
+
+Adding one takes its entry in a module of this folder, a line here, and its line of test data: docs/converters.md.
+"""
 
 from __future__ import annotations
 
-from mega_rl.converters.families.base import Family
+from mega_rl.converters.families.base import Family, KnownBug
 from mega_rl.converters.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from mega_rl.converters.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from mega_rl.converters.families.gemma import GEMMA3_TEXT
@@ -10,15 +13,17 @@ from mega_rl.converters.families.glm import GLM4, GLM4_MOE
 from mega_rl.converters.families.gpt_oss import GPT_OSS
 from mega_rl.converters.families.moe import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 
-__all__ = ["FAMILIES", "REFUSED", "Family"]
+__all__ = ["FAMILIES", "REFUSED", "TRAINED", "Family", "KnownBug"]
 
 FAMILIES = {
     family.model_type: family
     for family in (
-        QWEN2,
-        QWEN3,
         LLAMA,
         MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA3_TEXT,
+        GLM4,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
@@ -26,12 +31,12 @@ FAMILIES = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_K2,
-        GLM4,
         GLM4_MOE,
-        GEMMA3_TEXT,
         GPT_OSS,
     )
 }
+# Their gradients are tested on every layout and their rollouts against transformers.
+TRAINED = tuple(sorted(name for name, family in FAMILIES.items() if not family.not_trained))
 
 _GATED_DELTA_NET = (
     "layer_types",

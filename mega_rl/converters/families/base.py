@@ -1,34 +1,98 @@
-"""What a model family states: its table of rules and what its Hugging Face code hard-wires."""
+"""The entry of a model family: its table of rules, what its Hugging Face code hard-wires, and where it can be used.
+
+Everything that the package has to know of one family and not of another is a field here, so that no other module names
+a family. Imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
-from mega_rl.converters.architecture import Mla, Moe, Window
+from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import Rule
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """Names on disk of a layer's mixture and of an expert's three matrices.
+
+    transformers calls every mixture `mlp` and holds all experts of a layer in two tensors.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model of images and text whose config.json holds the family's own as `text_config`."""
+
+    model_type: str  # "gemma3"
+    language_model: str  # class of transformers that saves the language model on its own
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """A fault of transformers, so that parity with it proves nothing and rollouts come from another model."""
+
+    fixed_in: str  # the first release of transformers without it
+    concerns: Callable[[HFConfig], bool]
+    what: str
+
+
+class Scales(NamedTuple):
+    """Factors of the embedding and of attention logits; `softmax` None: 1 / sqrt of the query's head size."""
+
+    embedding: float = 1.0
+    softmax: float | None = None
+
+
+@dataclass(frozen=True)
 class Family:
-    """A model family: its table and how its Hugging Face code reads config.json.
+    """A model family.
 
     `qkv_bias`, `qk_norm` are true, false, or the name of the key that says so. `fixed` holds, for keys that the code
     reads and Megatron-Core cannot follow, the values that it can and the reason why no other.
     """
 
-    model_type: str
+    model_type: str  # in config.json
     rules: tuple[Rule, ...]
+
+    # For readers of the documentation.
+    title: str
+    differs: str  # completes "differs from Llama by ..."
+
+    # Where it can be used.
+    not_trained: str = ""  # why training refuses it, though it converts; empty: it trains
+    untied_in_sglang: bool = False  # SGLang 0.5.20 never reads tie_word_embeddings: the head would have no weights
+    # Windows reach transformers' attention through the mask alone, which FlashAttention does not read.
+    windows_in_mask_only: bool = False
+    # model_type of the class in transformers that computes the same, where transformers lacks this one.
+    stand_in: str = ""
+    known_bugs: tuple[KnownBug, ...] = ()
+
     # What the class gives to keys that are absent from config.json; sizes that every checkpoint states are not here.
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     # Keys that the code reads beside those of every family, of `defaults` and of `fixed`.
     keys: tuple[str, ...] = ()
-    fixed: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[tuple[object, ...], str]] = field(default_factory=dict)
+    wrapper: Wrapper | None = None
+
+    # The architecture; fields as in HFConfig unless said otherwise.
     qkv_bias: bool | str = False
+    linear_bias: bool = False
     bias_keys: tuple[str, ...] = ()  # must agree: linear layers have a bias everywhere or nowhere
     qk_norm: bool | str = False
+    qk_norm_joint: bool = False
+    post_norms: bool = False
+    zero_centered_norm: bool = False
+    activation: Activation = "silu"
+    sinks: bool = False
     tied: bool = False  # where config.json does not say
     rope_interleaved: bool = False  # rotates even with odd dimensions
     partial_rotary: bool = False  # its code can rotate a part of each head
@@ -36,14 +100,21 @@ class Family:
     window: Callable[[Fields, int], Window | None] | None = None
     mla: Callable[[Fields], Mla] | None = None
     moe: Callable[[Fields, int], Moe | None] | None = None
-    # Fields of HFConfig with one value for the whole family, and those that follow from config.json in its own way.
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    more: Callable[[Fields], Mapping[str, Any]] | None = None
+    scales: Callable[[Fields], Scales] | None = None
+
+    # What checkpoints hold beside the weights of the table.
+    fused_experts: bool = False  # always one tensor of all experts per layer
+    expert_names: ExpertNames = ExpertNames()
     # Modules of the code that its checkpoints carry on the hub; it is never run, and the table stands for it.
     hub_code: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
     # Tensors that checkpoints repeat inside multi-token prediction layers.
     mtp_ignored: tuple[str, ...] = ()
+
+    @property
+    def transformers_type(self) -> str:
+        """Return the model_type of the class in transformers that computes this family."""
+        return self.stand_in or self.model_type
 
 
 NO_LINEAR_BIAS = ((False,), "Megatron-Core has biases on all linear layers or on none, and the MLP here has none")

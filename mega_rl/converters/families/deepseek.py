@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mega_rl.converters.architecture import Mla, Moe
-from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
+from mega_rl.converters.architecture import HFConfig, Mla, Moe
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, KnownBug
 from mega_rl.converters.families.dense import EMBEDDING, MLP, OUTPUT
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.moe import EXPERTS, MOE_NORM, ROUTER, num_experts, shared_experts, softmax_moe
@@ -76,7 +76,7 @@ ONE_FREQUENCY = ((1,), "every layer after first_k_dense_replace is a mixture")
 
 
 def latent(fields: Fields) -> Mla:
-    """Sizes of latent attention; the code has no grouped heads."""
+    """Return the sizes of latent attention; refuse grouped heads, which the code lacks."""
     heads = fields.size("num_attention_heads")
     if fields.size("num_key_value_heads", default=heads) != heads:
         fields.refuse("num_key_value_heads", f"latent attention has one per attention head, {heads}")
@@ -90,18 +90,21 @@ def latent(fields: Fields) -> Mla:
 
 
 def after_dense(fields: Fields, num_layers: int) -> list[bool]:
-    """Of each layer whether it is a mixture: all but the first `first_k_dense_replace`."""
+    """Return, layer by layer, whether it is a mixture: all but the first `first_k_dense_replace` are."""
     dense = fields.size("first_k_dense_replace", least=0)
     return [i >= dense for i in range(num_layers)]
 
 
 def shared_width(fields: Fields) -> int:
-    """Width of all shared experts together."""
+    """Return the width of all shared experts together."""
     return fields.size("n_shared_experts", default=0, least=0) * fields.size("moe_intermediate_size")
 
 
 def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Softmax over all experts, then the best; with a group limit by each group's best expert (refused)."""
+    """Return the mixture of DeepSeek-V2: softmax over all experts, then the best of them.
+
+    Refuses groups of experts, which this method scores by the best expert of each.
+    """
     if fields.get("topk_method") == "group_limited_greedy" and fields.size("n_group", default=1) != 1:
         reason = "Megatron-Core scores a group by the sum of its best experts, this method by the best one"
         fields.refuse("topk_method", reason)
@@ -112,7 +115,10 @@ def deepseek_v2_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def sigmoid_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Sigmoid scores with a correction per expert, experts out of the best groups, weights normalised and scaled."""
+    """Return the mixture of DeepSeek-V3 and GLM-4-MoE; None without such layers.
+
+    Sigmoid scores with a correction per expert choose among the best groups; weights are normalised and scaled.
+    """
     layers = after_dense(fields, num_layers)
     if not any(layers):
         return None
@@ -139,7 +145,7 @@ def sigmoid_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def _groups(fields: Fields, total: int, top_k: int) -> tuple[int | None, int | None]:
-    """(groups, groups that are kept), None where every group is kept."""
+    """Return (number of groups, number of groups that are kept), both None where every group is kept."""
     groups, best = fields.size("n_group", default=1), fields.size("topk_group", default=1)
     if best > groups or total % groups:
         fields.refuse("n_group", f"it must divide the {total} experts and be at least topk_group={best}")
@@ -156,9 +162,25 @@ def _groups(fields: Fields, total: int, top_k: int) -> tuple[int | None, int | N
     return groups, best
 
 
+def _yarn_with_mscale(hf: HFConfig) -> bool:
+    return hf.rope.yarn is not None and bool(hf.rope.yarn.mscale_all_dim)
+
+
+YARN_BUG = KnownBug(
+    "5.15.0",
+    _yarn_with_mscale,
+    "transformers before 5.15 leaves yarn's factor mscale^2 out of the softmax scale of deepseek_v2 "
+    "(fixed by huggingface/transformers#47435)",
+)
+
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     EMBEDDING + LAYERS + OUTPUT,
+    title="DeepSeek-V2",
+    differs=(
+        "latent attention; mixtures with softmax routing without groups and shared experts, behind the first layers"
+    ),
+    known_bugs=(YARN_BUG,),
     defaults={
         "first_k_dense_replace": 0,
         "kv_lora_rank": 512,
@@ -190,6 +212,11 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     EMBEDDING + LAYERS + OUTPUT + in_mtp_layers(LAYERS) + MTP,
+    title="DeepSeek-V3",
+    differs=(
+        "latent attention; mixtures with sigmoid routing, groups, a bias per expert and shared experts, behind the "
+        "first layers; MTP; fp8 sources. Moonlight is of this family"
+    ),
     defaults={
         "num_key_value_heads": 128,
         "first_k_dense_replace": 3,
@@ -219,4 +246,11 @@ DEEPSEEK_V3 = Family(
     hub_code=("configuration_deepseek", "modeling_deepseek", "tokenization_moonshot", "tokenization_kimi"),
     mtp_ignored=MTP_REPEATED,
 )
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+KIMI_K2 = replace(
+    DEEPSEEK_V3,
+    model_type="kimi_k2",
+    title="Kimi K2",
+    differs="what DeepSeek-V3 does; only the name in config.json is another",
+    not_trained="transformers, whose model the embedded rollout engine samples from, does not know it",
+    stand_in="deepseek_v3",
+)

@@ -49,6 +49,8 @@ QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_
 QWEN2 = Family(
     "qwen2",
     DENSE,
+    title="Qwen2",
+    differs="biases on q, k and v; with `use_sliding_window` a window in the upper layers",
     defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
     qkv_bias=True,
     window=windows.in_last_layers,
@@ -56,15 +58,25 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     DENSE,
+    title="Qwen3",
+    differs="norms of each head of q and k; with `use_sliding_window` a window in the upper layers",
     defaults={"num_key_value_heads": 32, "head_dim": 128, **QWEN_WINDOW},
     fixed={"attention_bias": NO_LINEAR_BIAS},
     qk_norm=True,
     window=windows.in_last_layers,
 )
-LLAMA = Family("llama", DENSE, bias_keys=("attention_bias", "mlp_bias"))
+LLAMA = Family(
+    "llama",
+    DENSE,
+    title="Llama",
+    differs="nothing: RMSNorm, rotary positions (linear, llama3, YaRN), grouped-query attention, gated SiLU",
+    bias_keys=("attention_bias", "mlp_bias"),
+)
 MISTRAL = Family(
     "mistral",
     DENSE,
+    title="Mistral",
+    differs="a sliding window in every layer, unless `sliding_window` is null",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     window=windows.in_all_layers,
 )

@@ -1,4 +1,4 @@
-"""Typed access to a decoded config.json that collects every problem instead of stopping at the first."""
+"""Typed access to a decoded config.json; every problem is collected, none stops the reading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING = object()
 class Fields:
     """The keys of one JSON object, with the values that its Hugging Face class gives to absent keys.
 
-    A problem is noted and a harmless value stands in, so that reading goes on and one error can list them all.
+    A problem goes into `problems` and a harmless value takes its place, so that one error can list them all.
     """
 
     def __init__(
@@ -33,24 +33,24 @@ class Fields:
         self.problems: list[str] = [] if problems is None else problems
 
     def inside(self, name: str, raw: Mapping[str, Any]) -> Fields:
-        """Access to an object within this one; its problems are noted here."""
+        """Return access to an object within this one; its problems join these."""
         return Fields(raw, self.where, prefix=f"{self.prefix}{name}.", problems=self.problems)
 
     def get(self, name: str) -> Any:
-        """The value of a key, or what an absent one stands for. A null in the file is a value."""
+        """Return the value of a key, or the default of an absent one. A null in the file is a value."""
         return self.raw[name] if name in self.raw else self.defaults.get(name)
 
     def refuse(self, name: str, reason: str, *, value: Any = _MISSING) -> None:
-        """Notes that a key has a value that cannot be used, and why."""
+        """Add the problem that a key has a value that cannot be used, and why."""
         shown = self.get(name) if value is _MISSING else value
         self.problems.append(f"{self.where}: {self.prefix}{name}={_shown(shown)}: {reason}")
 
     def missing(self, name: str, rule: str) -> None:
-        """Notes that a key is absent or null where a value is needed."""
+        """Add the problem that a key is absent or null where a value is needed."""
         self.problems.append(f"{self.where}: {self.prefix}{name} is missing; {rule}")
 
     def size(self, name: str, *, default: int | None = None, least: int = 1, most: int = LARGEST_SIZE) -> int:
-        """An integer in [least, most]; absent or null takes `default`. `least` or 1 stands in after a problem."""
+        """Return an integer in [least, most]; absent or null takes `default`. After a problem: `least`, at least 1."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -66,7 +66,7 @@ class Fields:
         return max(least, 1)
 
     def number(self, name: str, *, default: float) -> float:
-        """A positive finite number; absent or null takes `default`. 1.0 stands in after a problem."""
+        """Return a positive finite number; absent or null takes `default`. After a problem: 1.0."""
         value = self.get(name)
         if value is None:
             return default
@@ -76,7 +76,7 @@ class Fields:
         return 1.0
 
     def optional_number(self, name: str) -> float | None:
-        """A finite number that is not negative, or None where the key is absent or null."""
+        """Return a finite number that is not negative, or None where the key is absent or null."""
         value = self.get(name)
         if value is None or (is_number(value) and value >= 0):
             return None if value is None else float(value)
@@ -84,27 +84,27 @@ class Fields:
         return None
 
     def boolean(self, name: str, *, default: bool = False) -> bool:
-        """True or false; null is false, as Python has it, and an absent key takes `default`."""
+        """Return true or false; null is false, as in Python, and an absent key takes `default`."""
         value = self.raw.get(name, default)
         if value is not None and not isinstance(value, bool):
             self.refuse(name, "must be true or false")
         return value if isinstance(value, bool) else False
 
     def must_be(self, name: str, allowed: Collection[Any], reason: str) -> None:
-        """Refuses any value but these; absent, with no default, is fine."""
+        """Refuse any value but these; absent, with no default, is fine."""
         value = self.get(name)
         if not any(value is a or (type(value) is type(a) and value == a) for a in (None, *allowed)):
             self.refuse(name, reason)
 
     def object(self, name: str) -> Mapping[str, Any]:
-        """A JSON object; empty where the key is absent or null."""
+        """Return a JSON object; empty where the key is absent or null."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             self.refuse(name, "must be an object")
         return value if isinstance(value, dict) else {}
 
     def strings(self, name: str, *, length: int, allowed: Collection[str]) -> list[str] | None:
-        """A list of so many words out of `allowed`; None where the key is absent or null, or after a problem."""
+        """Return a list of `length` words out of `allowed`; None if the key is absent or null, or after a problem."""
         value = self.get(name)
         if value is None:
             return None
@@ -115,14 +115,14 @@ class Fields:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a decoded JSON value is a number that a float can hold."""
+    """Return whether a decoded JSON value is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < 1e300 and math.isfinite(value)
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON, cut to a length that fits a message."""
+    """Return a value as JSON, cut to a length that fits a message."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):

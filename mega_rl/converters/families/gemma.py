@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from mega_rl.converters.families import windows
-from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family, Scales, Wrapper
 from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
 from mega_rl.converters.families.fields import Fields
 from mega_rl.converters.families.rules import copy, gated, in_layers, row
@@ -25,14 +22,11 @@ GEMMA3_LAYERS = ATTENTION + in_layers(
 )
 
 
-def scales(fields: Fields) -> Mapping[str, Any]:
-    """Embeddings are scaled by sqrt(hidden size), attention logits by 1 / sqrt(query_pre_attn_scalar)."""
+def scales(fields: Fields) -> Scales:
+    """Return sqrt(hidden size) for embeddings and 1 / sqrt(query_pre_attn_scalar) for attention logits."""
     scalar = fields.number("query_pre_attn_scalar", default=256.0)
     same = scalar == fields.size("head_dim")
-    return {
-        "embedding_scale": float(fields.size("hidden_size")) ** 0.5,
-        "softmax_scale": None if same else scalar**-0.5,
-    }
+    return Scales(embedding=float(fields.size("hidden_size")) ** 0.5, softmax=None if same else scalar**-0.5)
 
 
 NO_CAPPING = ((), "Megatron-Core does not cap logits")
@@ -40,6 +34,11 @@ NO_CAPPING = ((), "Megatron-Core does not cap logits")
 GEMMA3_TEXT = Family(
     "gemma3_text",
     EMBEDDING + GEMMA3_LAYERS + OUTPUT,
+    title="Gemma 3",
+    differs=(
+        "norms that multiply by 1 + weight, on outputs and on q and k too; GELU; windows in five of six layers, with a "
+        "RoPE base of their own; a scaled embedding"
+    ),
     defaults={
         # The files of this family leave out what equals the default of its class, sizes too.
         "vocab_size": 262208,
@@ -68,6 +67,9 @@ GEMMA3_TEXT = Family(
     tied=True,
     rope_per_layer_type=True,
     window=windows.but_every_nth,
-    constants={"activation": "gelu_tanh", "zero_centered_norm": True, "post_norms": True},
-    more=scales,
+    activation="gelu_tanh",
+    zero_centered_norm=True,
+    post_norms=True,
+    scales=scales,
+    wrapper=Wrapper("gemma3", language_model="Gemma3ForCausalLM"),
 )

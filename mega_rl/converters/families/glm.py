@@ -19,6 +19,11 @@ GLM4_MOE_LAYERS = ATTENTION + MLP + SHARED_MOE
 GLM4 = Family(
     "glm4",
     EMBEDDING + GLM4_LAYERS + OUTPUT,
+    title="GLM-4",
+    differs=(
+        "biases on q, k and v; rotation of even with odd dimensions of half a head; norms on outputs too; gate and up "
+        "in one tensor"
+    ),
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -29,11 +34,17 @@ GLM4 = Family(
     qkv_bias="attention_bias",
     rope_interleaved=True,
     partial_rotary=True,
-    constants={"post_norms": True},
+    post_norms=True,
 )
 GLM4_MOE = Family(
     "glm4_moe",
     EMBEDDING + GLM4_MOE_LAYERS + OUTPUT + in_mtp_layers(GLM4_MOE_LAYERS) + MTP,
+    title="GLM-4-MoE",
+    differs=(
+        "biases on q, k and v and norms of q and k where the config says so; rotation of half a head; mixtures with "
+        "sigmoid routing and shared experts behind the first layers; MTP"
+    ),
+    untied_in_sglang=True,
     defaults={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,

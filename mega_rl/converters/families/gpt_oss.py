@@ -60,7 +60,7 @@ SINKS = in_layers(col("self_attention.core_attention.softmax_offset", "self_attn
 
 
 def gpt_oss_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Every layer; softmax over the chosen logits, router with a bias."""
+    """Return the mixture of GPT-OSS: as Mixtral's, and the router has a bias."""
     moe = mixtral_moe(fields, num_layers)
     return None if moe is None else replace(moe, router_bias=True)
 
@@ -68,6 +68,12 @@ def gpt_oss_moe(fields: Fields, num_layers: int) -> Moe | None:
 GPT_OSS = Family(
     "gpt_oss",
     EMBEDDING + ATTENTION + SINKS + GPT_OSS_MOE + OUTPUT,
+    title="GPT-OSS",
+    differs=(
+        "biases everywhere; attention sinks; windows in every other layer; a clamped activation; mixtures in every "
+        "layer, their experts stacked, transposed and interleaved"
+    ),
+    not_trained="the embedded rollout engine has no attention sinks",
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 64,
@@ -94,7 +100,10 @@ GPT_OSS = Family(
     },
     keys=("experts_per_token", "initial_context_length"),
     qkv_bias=True,
-    window=windows.in_turns,
+    window=windows.in_even_layers,
     moe=gpt_oss_moe,
-    constants={"linear_bias": True, "sinks": True, "activation": "swiglu_clamped", "fused_experts": True},
+    linear_bias=True,
+    sinks=True,
+    activation="swiglu_clamped",
+    fused_experts=True,
 )

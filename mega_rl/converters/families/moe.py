@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mega_rl.converters.architecture import Moe
 from mega_rl.converters.families import windows
-from mega_rl.converters.families.base import NO_LINEAR_BIAS, Family
+from mega_rl.converters.families.base import NO_LINEAR_BIAS, ExpertNames, Family
 from mega_rl.converters.families.dense import (
     ATTENTION,
     ATTENTION_WEIGHTS,
@@ -25,25 +25,26 @@ MOE_NORM = copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "
 ROUTER = copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=["moe"])
 
 
-def experts(name: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Rule, ...]:
-    """Rules of experts that are tensors of their own, `name` holding `{expert}`, or one tensor of all per layer."""
+def experts(names: ExpertNames) -> tuple[Rule, ...]:
+    """Return the rules of experts that are tensors of their own, by these names, or one tensor of all per layer."""
+    expert, gate_up = f"{names.block}.experts.{{expert}}.", (names.gate, names.up)
     fc1, te_fc1 = EXPERT + "fc1.weight", TE_EXPERT + "fc1.weight{expert}"
     fc2, te_fc2 = EXPERT + "fc2.weight", TE_EXPERT + "fc2.weight{expert}"
     single, fused = ["moe", "per_expert"], ["moe", "fused_experts"]
     gates, downs = ("experts", "two_expert_ffn", "hidden"), ("experts", "hidden", "expert_ffn")
     return (
-        gated(fc1, name + ".{part}.weight", "expert_ffn", "hidden", parts=(gate, up), te=te_fc1, when=single),
-        row(fc2, f"{name}.{down}.weight", "hidden", "expert_ffn", te=te_fc2, when=single),
+        gated(fc1, expert + "{part}.weight", "expert_ffn", "hidden", parts=gate_up, te=te_fc1, when=single),
+        row(fc2, f"{expert}{names.down}.weight", "hidden", "expert_ffn", te=te_fc2, when=single),
         fused_gated(fc1, "mlp.experts.gate_up_proj", *gates, te=te_fc1, when=fused, stacked=True),
         row(fc2, "mlp.experts.down_proj", *downs, te=te_fc2, when=fused, stacked=True),
     )
 
 
-EXPERTS = experts("mlp.experts.{expert}")
+EXPERTS = experts(ExpertNames())
 
 
 def shared_experts(name: str) -> tuple[Rule, ...]:
-    """Rules of the experts that every token passes."""
+    """Return the rules of the experts that every token passes."""
     when = ["moe", "shared_experts"]
     return (
         gated("mlp.shared_experts.linear_fc1.weight", name + ".{part}_proj.weight", "shared_ffn", "hidden", when=when),
@@ -57,7 +58,7 @@ SHARED_GATE = copy(
 
 
 def num_experts(fields: Fields) -> int:
-    """The number of routed experts, whichever of its names the file uses; refused where two of them disagree."""
+    """Return the number of routed experts, whichever of its names the file uses; refuse two that disagree."""
     given = {key: fields.raw[key] for key in EXPERT_KEYS if fields.raw.get(key) is not None}
     names = list(given) or [key for key in EXPERT_KEYS if key in fields.defaults] or [EXPERT_KEYS[0]]
     sizes = {fields.size(key, most=MOST_EXPERTS) for key in names}
@@ -67,9 +68,10 @@ def num_experts(fields: Fields) -> int:
 
 
 def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: str) -> Moe | None:
-    """The mixture of a softmax router whose chosen weights add up to 1, or are left as they are; None without layers.
+    """Return the mixture of a softmax router; None where no layer is one.
 
-    `ffn` names the key with an expert's width.
+    The weights of the chosen experts add up to 1 if `normalised`, or are left as they are. `ffn` names the key with an
+    expert's width.
     """
     if not any(layers):
         return None
@@ -83,7 +85,7 @@ def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: st
 
 
 def mixtral_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Every layer; weights are normalised whatever config.json says."""
+    """Return the mixture of Mixtral: every layer is one; weights are normalised whatever config.json says."""
     return softmax_moe(fields, [True] * num_layers, normalised=True, ffn="intermediate_size")
 
 
@@ -94,7 +96,7 @@ def olmoe_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def qwen_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    """Return the mixture of Qwen3-MoE: every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
     step, dense = fields.size("decoder_sparse_step"), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
         fields.refuse("mlp_only_layers", "must be a list of layers, counted from 0")
@@ -105,17 +107,18 @@ def qwen_moe(fields: Fields, num_layers: int) -> Moe | None:
 
 
 def qwen2_moe(fields: Fields, num_layers: int) -> Moe | None:
-    """Beside the routed experts, one that every token passes, with a gate."""
+    """Return the mixture of Qwen2-MoE: beside the routed experts, one that every token passes, with a gate."""
     moe = qwen_moe(fields, num_layers)
     shared = fields.size("shared_expert_intermediate_size")
     return None if moe is None else moe.with_shared(shared, gate=True)
 
 
+MIXTRAL_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 MIXTRAL_MOE = in_layers(
     MOE_NORM,
     copy("mlp.router.weight", "block_sparse_moe.gate.weight", "experts", "hidden", when=["moe", "per_expert"]),
     copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=["moe", "fused_experts"]),
-    *experts("block_sparse_moe.experts.{expert}", gate="w1", up="w3", down="w2"),
+    *experts(MIXTRAL_NAMES),
 )
 MOE = in_layers(MOE_NORM, ROUTER, *EXPERTS)
 # Norms over the queries and keys of all heads together are cut with the heads.
@@ -129,6 +132,10 @@ QWEN_MOE_DEFAULTS = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_to
 MIXTRAL = Family(
     "mixtral",
     EMBEDDING + ATTENTION + MIXTRAL_MOE + OUTPUT,
+    title="Mixtral",
+    differs="mixtures in every layer, routed by a softmax over the chosen logits; a window unless it is null",
+    untied_in_sglang=True,
+    expert_names=MIXTRAL_NAMES,
     defaults={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
@@ -147,6 +154,13 @@ QWEN2_MOE = Family(
     + MLP
     + in_layers(MOE_NORM, ROUTER, *EXPERTS, *shared_experts("mlp.shared_expert"), SHARED_GATE)
     + OUTPUT,
+    title="Qwen2-MoE",
+    differs=(
+        "biases on q, k and v; mixtures routed by a softmax over all logits, normalised as `norm_topk_prob` says, with "
+        "a gated shared expert; dense layers between"
+    ),
+    untied_in_sglang=True,
+    windows_in_mask_only=True,
     defaults={
         "num_key_value_heads": 16,
         "num_experts": 60,
@@ -163,6 +177,12 @@ QWEN2_MOE = Family(
 QWEN3_MOE = Family(
     "qwen3_moe",
     EMBEDDING + ATTENTION + MLP + MOE + OUTPUT,
+    title="Qwen3-MoE",
+    differs=(
+        "norms of each head of q and k; mixtures routed by a softmax over all logits, normalised as `norm_topk_prob` "
+        "says; dense layers between"
+    ),
+    untied_in_sglang=True,
     defaults={
         "num_key_value_heads": 4,
         "num_experts": 128,
@@ -178,6 +198,9 @@ QWEN3_MOE = Family(
 OLMOE = Family(
     "olmoe",
     EMBEDDING + in_layers(INPUT_NORM, *ATTENTION_WEIGHTS, *JOINT_NORM) + MOE + OUTPUT,
+    title="OLMoE",
+    differs="one norm over all heads of q, and of k; mixtures in every layer, routed by a softmax over all logits",
+    untied_in_sglang=True,
     defaults={
         "rms_norm_eps": 1e-5,
         "num_experts": 64,
@@ -189,5 +212,5 @@ OLMOE = Family(
         "clip_qkv": ((), "Megatron-Core has no clipping of queries, keys and values"),
     },
     moe=olmoe_moe,
-    constants={"qk_norm_joint": True},
+    qk_norm_joint=True,
 )

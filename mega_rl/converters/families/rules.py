@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# How tensors are stacked into a parameter, and how tensor parallelism cuts it; blocks.py says it in numbers.
+# How tensors are stacked into a parameter and how tensor parallelism cuts it; blocks.py has the arithmetic.
 Primitive = Literal["vocab", "copy", "qkv", "col", "row", "gated"]
-# Where a rule holds: once, for every layer of the decoder, for every multi-token prediction layer.
+# Scope of a rule: once, for every layer of the decoder, for every multi-token prediction layer.
 Scope = Literal["model", "layer", "mtp"]
 Part = Literal["all", "first half", "second half", "even", "odd"]
 
@@ -62,16 +62,16 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Whether the rule holds once per expert; such parameters are cut over the experts' tensor parallelism."""
+        """Return whether the rule holds once per expert; the experts' tensor parallelism cuts such parameters."""
         return "{expert}" in self.param
 
     def name(self, spec: str) -> str:
-        """The parameter's name under a layer spec, "local" or "te"."""
+        """Return the parameter's name under a layer spec, "local" or "te"."""
         return self.te if spec == "te" and self.te else self.param
 
 
 def vocab(param: str, name: str) -> Rule:
-    """Rule of a [vocab, hidden] table: rows cut over tensor parallel, zero rows added up to the padded vocabulary."""
+    """Return the rule of a [vocab, hidden] table: rows cut over tensor parallel, zero rows up to the padded size."""
     return Rule(param, "vocab", (Source(name, ("vocab", "hidden")),))
 
 
@@ -85,13 +85,13 @@ def copy(
     together: str = "",
     float32: bool = False,
 ) -> Rule:
-    """Rule of a parameter that every tensor-parallel rank holds whole."""
+    """Return the rule of a parameter that every tensor-parallel rank holds whole."""
     source = Source(name, shape, stacked)
     return Rule(param, "copy", (source,), te, tuple(when), together=together, float32=float32)
 
 
 def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
-    """Rule of the fused attention input: per key-value group its query heads, its key head, its value head.
+    """Return the rule of the fused attention input: per key-value group its query heads, key head and value head.
 
     `name` holds `{part}`, replaced by q, k and v. Cut by rows.
     """
@@ -100,20 +100,28 @@ def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
     return Rule(param, "qkv", sources, when=tuple(when))
 
 
-def col(param: str, name: str, *shape: str, when: Sequence[str] = (), **source: object) -> Rule:
-    """Rule of a column-parallel weight or bias: output rows cut over tensor parallel."""
-    return Rule(param, "col", (Source(name, shape, **source),), when=tuple(when))  # type: ignore[arg-type]
+def col(param: str, name: str, *shape: str, when: Sequence[str] = ()) -> Rule:
+    """Return the rule of a column-parallel weight or bias: output rows cut over tensor parallel."""
+    return Rule(param, "col", (Source(name, shape),), when=tuple(when))
 
 
-def row(param: str, name: str, *shape: str, te: str = "", when: Sequence[str] = (), **source: object) -> Rule:
-    """Rule of a row-parallel weight: input columns cut over tensor parallel."""
-    return Rule(param, "row", (Source(name, shape, **source),), te, tuple(when))  # type: ignore[arg-type]
+def row(
+    param: str,
+    name: str,
+    *shape: str,
+    te: str = "",
+    when: Sequence[str] = (),
+    stacked: bool = False,
+    transposed: bool = False,
+) -> Rule:
+    """Return the rule of a row-parallel weight: input columns cut over tensor parallel."""
+    return Rule(param, "row", (Source(name, shape, stacked, transposed),), te, tuple(when))
 
 
 def gated(
     param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), te: str = "", when: Sequence[str] = ()
 ) -> Rule:
-    """Rule of [gate; up] from two tensors: each half is cut by rows on its own. `name` holds `{part}`."""
+    """Return the rule of [gate; up] from two tensors, each half cut by rows on its own. `name` holds `{part}`."""
     sources = tuple(Source(name.replace("{part}", part), shape) for part in parts)
     return Rule(param, "gated", sources, te, tuple(when))
 
@@ -128,14 +136,14 @@ def fused_gated(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> Rule:
-    """Rule of [gate; up] from one tensor that holds gate above up, or gate and up in turns (`interleaved`)."""
+    """Return the rule of [gate; up] from one tensor: gate above up, or their rows alternating (`interleaved`)."""
     parts: tuple[Part, Part] = ("even", "odd") if interleaved else ("first half", "second half")
     sources = tuple(Source(name, shape, stacked, transposed, part) for part in parts)
     return Rule(param, "gated", sources, te, tuple(when))
 
 
 def in_layers(*rules: Rule) -> tuple[Rule, ...]:
-    """The rules, each holding once for every layer of the decoder; names are completed by the layer's prefixes."""
+    """Return the rules with the prefixes of a layer, each holding once for every layer of the decoder."""
     return tuple(
         replace(
             rule,
@@ -149,7 +157,7 @@ def in_layers(*rules: Rule) -> tuple[Rule, ...]:
 
 
 def of_mtp(*rules: Rule) -> tuple[Rule, ...]:
-    """The rules of what multi-token prediction adds to a layer; names are completed by the layer's prefixes."""
+    """Return the rules, with the prefixes of a layer, of what multi-token prediction adds to it."""
     return tuple(
         replace(
             rule,
@@ -163,7 +171,7 @@ def of_mtp(*rules: Rule) -> tuple[Rule, ...]:
 
 
 def in_mtp_layers(layer_rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Rules of the decoder's layers, holding once more inside every multi-token prediction layer.
+    """Return the rules of the decoder's layers once more, for inside every multi-token prediction layer.
 
     On disk those layers follow the decoder's, so `{layer}` goes on counting; in the model they count from 0 (`{mtp}`).
     """

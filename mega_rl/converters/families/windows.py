@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, as each family's Hugging Face code decides it."""
+"""Layers with a sliding window, as each family's Hugging Face code chooses them; None where there are none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def in_all_layers(fields: Fields, num_layers: int) -> Window | None:
-    """Mistral and Mixtral: every layer, unless `sliding_window` is null."""
+    """Return the window of Mistral and Mixtral: every layer, unless `sliding_window` is null."""
     return _window(fields, [True] * num_layers)
 
 
 def if_enabled(fields: Fields, num_layers: int) -> Window | None:
-    """Qwen3-MoE: every layer once `use_sliding_window` is set."""
+    """Return the window of Qwen3-MoE: every layer once `use_sliding_window` is set."""
     return _window(fields, [True] * num_layers) if fields.boolean("use_sliding_window") else None
 
 
 def in_last_layers(fields: Fields, num_layers: int) -> Window | None:
-    """Qwen2 and Qwen3: the layers from `max_window_layers` on, or those that `layer_types` says."""
+    """Return the window of Qwen2 and Qwen3: layers from `max_window_layers` on, or those that `layer_types` says."""
     if not fields.boolean("use_sliding_window"):
         return None
     first = fields.size("max_window_layers", least=0)
@@ -27,26 +27,26 @@ def in_last_layers(fields: Fields, num_layers: int) -> Window | None:
 
 
 def in_even_first_layers(fields: Fields, num_layers: int) -> Window | None:
-    """Qwen2-MoE: every second of the first `max_window_layers` layers, or those that `layer_types` says."""
+    """Return the window of Qwen2-MoE: every second of the first `max_window_layers`, or as `layer_types` says."""
     if not fields.boolean("use_sliding_window"):
         return None
     last = fields.size("max_window_layers", least=0)
     return by_layer_types(fields, [i % 2 == 0 and i < last for i in range(num_layers)])
 
 
-def in_turns(fields: Fields, num_layers: int) -> Window | None:
-    """GPT-OSS: every second layer from the first on, or those that `layer_types` says."""
+def in_even_layers(fields: Fields, num_layers: int) -> Window | None:
+    """Return the window of GPT-OSS: every second layer from the first on, or as `layer_types` says."""
     return by_layer_types(fields, [i % 2 == 0 for i in range(num_layers)])
 
 
 def but_every_nth(fields: Fields, num_layers: int) -> Window | None:
-    """Gemma 3: all layers but every sixth (`sliding_window_pattern`), or those that `layer_types` says."""
+    """Return the window of Gemma 3: all layers but every sixth (`sliding_window_pattern`), or as `layer_types` says."""
     pattern = fields.size("sliding_window_pattern")
     return by_layer_types(fields, [(i + 1) % pattern != 0 for i in range(num_layers)])
 
 
 def by_layer_types(fields: Fields, default: list[bool]) -> Window | None:
-    """The layers that `layer_types` says, else `default`."""
+    """Return the window of the layers that `layer_types` says, else of `default`."""
     kinds = fields.strings("layer_types", length=len(default), allowed=LAYER_TYPES)
     return _window(fields, default if kinds is None else [kind == "sliding_attention" for kind in kinds])
 

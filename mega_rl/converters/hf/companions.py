@@ -1,4 +1,4 @@
-"""What lies beside the weights of a checkpoint: config.json, tokenizer, templates; copied, hardly ever changed."""
+"""Files beside the weights of a checkpoint (config.json, tokenizer, templates): copied, hardly ever changed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def companions(source: Path) -> dict[str, Path]:
-    """Files of a checkpoint folder that are neither weights nor code: name -> path."""
+    """Return the files of a checkpoint folder that are neither weights nor code: name -> path."""
     if not (source / "config.json").is_file():
         raise UserError(f"{source}: has no config.json to copy into the exported checkpoint")
-    found = {path.name: path for pattern in _PATTERNS for path in source.glob(pattern) if path.is_file()}
-    return {name: path for name, path in sorted(found.items()) if not any(path.match(p) for p in _EXCEPT)}
+    files = {path.name: path for pattern in _PATTERNS for path in source.glob(pattern) if path.is_file()}
+    return {name: path for name, path in sorted(files.items()) if not any(path.match(p) for p in _EXCEPT)}
 
 
 def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool = False) -> dict[str, Any]:
-    """The keys of config.json that an export changes; the value None removes one.
+    """Return the keys of config.json that an export changes; the value None removes one.
 
-    Weights leave in the model's dtype, so 8-bit blocks are gone; a `dtype` ("bfloat16") that the caller asks for is
-    written where the file had another; layers that are left out are not announced.
+    Exported weights have the model's dtype, so the key for 8-bit blocks goes; a `dtype` ("bfloat16") that the caller
+    asks for replaces another in the file; prediction layers that the export drops count 0.
     """
     raw = hf.raw
     changes: dict[str, Any] = {}
@@ -44,14 +44,14 @@ def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool 
 
 
 def copy_companions(folder: Path, files: Mapping[str, Path], changes: Mapping[str, Any]) -> None:
-    """Copies the files (name -> source) into a folder, config.json with `changes`, and flushes them to disk."""
+    """Copy the files (name -> source) into a folder, config.json with `changes`, and flush them to disk."""
     copy_files(folder, {name: path for name, path in files.items() if name != "config.json" or not changes})
     if changes:
         write_file(folder / "config.json", changed_config(files["config.json"].read_bytes(), changes))
 
 
 def changed_config(text: bytes, changes: Mapping[str, Any]) -> bytes:
-    """config.json with these keys changed or (None) removed, every other byte as it was where there are none."""
+    """Return config.json with these keys changed or (None) removed; without changes, the same bytes."""
     if not changes:
         return text
     config = json.loads(text)

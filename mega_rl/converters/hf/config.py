@@ -1,20 +1,20 @@
-"""Reads config.json of a Hugging Face checkpoint: plain JSON in, `HFConfig` out, no code of the checkpoint is run.
+"""Reader of config.json of a Hugging Face checkpoint: plain JSON in, `HFConfig` out, no code of the checkpoint is run.
 
 Accepts the spellings of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`,
-`dtype`). What Megatron-Core cannot reproduce exactly is refused by field, value and reason, never guessed, and so is a
-key that nobody here knows. Imports neither torch nor transformers: the command line answers through it at once.
+`dtype`). What Megatron-Core cannot reproduce exactly is refused by field, value and reason, never guessed, and so is an
+unknown key. Imports neither torch nor transformers: the command line answers through it at once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
+from mega_rl.converters.families.base import Scales, Wrapper
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.hf.known_keys import HARMLESS, OFF, READ
 from mega_rl.converters.hf.rope import read_rope
@@ -26,7 +26,7 @@ MTP_KEY = "num_nextn_predict_layers"
 
 
 def read_hf_config(path: str | Path) -> HFConfig:
-    """The architecture described by `path`/config.json.
+    """Return the architecture that `path`/config.json describes.
 
     Raises UserError when the directory or file is missing or is not JSON, UserErrors listing every field that is
     missing, malformed, unknown or not supported.
@@ -45,7 +45,7 @@ def read_hf_config(path: str | Path) -> HFConfig:
 def parse_hf_config(
     raw: Mapping[str, Any], *, generation: Mapping[str, Any] | None = None, where: str = "config.json"
 ) -> HFConfig:
-    """The architecture described by a decoded config.json; errors as in `read_hf_config`, prefixed with `where`."""
+    """Return the architecture of a decoded config.json; errors as in `read_hf_config`, prefixed with `where`."""
     described = _text_config(raw, where)
     family = _family(described, where)
     fields = Fields(described, where, defaults=family.defaults)
@@ -57,6 +57,7 @@ def parse_hf_config(
         fields.refuse("num_key_value_heads", f"it must divide num_attention_heads={heads}", value=kv_heads)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     linear_bias = _linear_bias(fields, family)
+    scales = family.scales(fields) if family.scales else Scales()
     config = HFConfig(
         family=family.model_type,
         num_layers=num_layers,
@@ -76,15 +77,22 @@ def parse_hf_config(
         mla=family.mla(fields) if family.mla else None,
         moe=family.moe(fields, num_layers) if family.moe else None,
         window=family.window(fields, num_layers) if family.window else None,
+        activation=family.activation,
+        zero_centered_norm=family.zero_centered_norm,
+        qk_norm_joint=family.qk_norm_joint,
+        post_norms=family.post_norms,
+        sinks=family.sinks,
+        embedding_scale=scales.embedding,
+        softmax_scale=scales.softmax,
         mtp_layers=fields.size(MTP_KEY, default=0, least=0, most=MOST_MTP_LAYERS) if _has_mtp(family) else 0,
         quantization=_quantization(fields),
         initializer_range=fields.number("initializer_range", default=0.02),
         eos_token_ids=_token_ids(fields, generation or {}),
         pad_token_id=_pad_token_id(fields),
         dtype=_dtype(fields),
+        fused_experts=family.fused_experts,
         raw=dict(raw),
     )
-    config = replace(config, **family.constants, **(family.more(fields) if family.more else {}))
     _check_sizes(fields, config)
     if fields.problems:
         raise UserErrors(list(dict.fromkeys(fields.problems)))
@@ -92,7 +100,7 @@ def parse_hf_config(
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
-    """The object in a JSON file; an empty one when an optional file is absent."""
+    """Return the object in a JSON file; an empty one when an optional file is absent."""
     if not path.is_file():
         if required:
             raise UserError(f"{path}: no such file; a Hugging Face checkpoint directory has a config.json")
@@ -108,18 +116,25 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The part that describes the language model: a text-only Gemma 3 may be wrapped as its image model is."""
+    """Return the part that describes the language model: a text-only one may be wrapped as its image model is."""
+    for family in FAMILIES.values():
+        if family.wrapper is not None and family.wrapper.model_type == raw.get("model_type"):
+            return _unwrapped(raw, family, family.wrapper, where)
+    return raw
+
+
+def _unwrapped(raw: Mapping[str, Any], family: Family, wrapper: Wrapper, where: str) -> Mapping[str, Any]:
+    """Return `text_config` with what the wrapper says for both; refuse a model of images."""
     text = raw.get("text_config")
-    if raw.get("model_type") != "gemma3":
-        return raw
     if raw.get("vision_config") is not None or not isinstance(text, dict):
-        fix = "save its language model on its own (Gemma3ForCausalLM) and convert that"
-        raise UserError(f'{where}: model_type="gemma3" is a model of images and text, which is not supported; {fix}')
+        given = f'model_type="{wrapper.model_type}" is a model of images and text, which is not supported'
+        fix = f"save its language model on its own ({wrapper.language_model}) and convert that"
+        raise UserError(f"{where}: {given}; {fix}")
     shared = ["eos_token_id", "pad_token_id"]
     if "dtype" not in text and "torch_dtype" not in text:
         shared += ["dtype", "torch_dtype"]
     outside = {key: raw[key] for key in shared if key in raw}
-    return {**outside, **text, "model_type": text.get("model_type", "gemma3_text")}
+    return {**outside, **text, "model_type": text.get("model_type", family.model_type)}
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:
@@ -138,11 +153,11 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
-    """Collects everything that would make the model compute something else than its Hugging Face code."""
+    """Refuse everything that would make the model compute something else than its Hugging Face code."""
     _check_code(fields, family)
     if fields.boolean("is_encoder_decoder"):
         fields.refuse("is_encoder_decoder", "only decoder-only models are supported")
-    if family.constants.get("activation") == "gelu_tanh":
+    if family.activation == "gelu_tanh":
         fields.must_be("hidden_activation", ("gelu_pytorch_tanh",), 'only "gelu_pytorch_tanh" is supported')
     else:
         fields.must_be("hidden_act", ("silu",), 'only "silu" is supported')
@@ -151,7 +166,7 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
 
 
 def _check_code(fields: Fields, family: Family) -> None:
-    """Refuses code from a checkpoint, unless it is the code that the family's checkpoints are known to carry."""
+    """Refuse code from a checkpoint, unless it is the code that the family's checkpoints are known to carry."""
     given = fields.object("auto_map")
     for target in given.values():
         # "repository--module.Class", or a list of those for slow and fast tokenizers.
@@ -164,7 +179,7 @@ def _check_code(fields: Fields, family: Family) -> None:
 
 
 def _refuse_unknown(fields: Fields, family: Family) -> None:
-    """Refuses keys that may change what the model computes in a way that nobody here knows."""
+    """Refuse unknown keys, which may change what the model computes."""
     known = READ | HARMLESS | family.defaults.keys() | family.fixed.keys()
     known |= {*family.keys, *family.bias_keys}
     known |= {key for key in (family.qkv_bias, family.qk_norm) if isinstance(key, str)}
@@ -182,22 +197,22 @@ def _refuse_unknown(fields: Fields, family: Family) -> None:
 
 
 def _linear_bias(fields: Fields, family: Family) -> bool:
-    """Whether linear layers have a bias, Megatron-Core having it everywhere or nowhere."""
+    """Return whether linear layers have a bias; Megatron-Core has it everywhere or nowhere."""
     given = {name: fields.boolean(name) for name in family.bias_keys}
     if len(set(given.values())) > 1:
         name, *others = given
         others_are = ", ".join(f"{other}={json.dumps(given[other])}" for other in others)
         fields.refuse(name, f"Megatron-Core has biases on all linear layers or on none, but {others_are}")
-    return any(given.values())
+    return family.linear_bias or any(given.values())
 
 
 def _switch(fields: Fields, source: bool | str) -> bool:
-    """A family's constant, or the value of the key that it names."""
+    """Return a family's constant, or the value of the key that it names."""
     return source if isinstance(source, bool) else fields.boolean(source, default=bool(fields.defaults.get(source)))
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    """Size of a head; of latent attention's values, which config.json's `head_dim` is not about."""
+    """Return the size of a head; for latent attention that of the values, which the key `head_dim` does not mean."""
     if family.mla is not None:
         return fields.size("v_head_dim")
     head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
@@ -211,7 +226,7 @@ def _has_mtp(family: Family) -> bool:
 
 
 def _check_sizes(fields: Fields, config: HFConfig) -> None:
-    """Refuses sizes that do not fit each other."""
+    """Refuse sizes that do not fit each other."""
     if config.mla is not None and config.mla.qk_rope_head_dim % 2:
         fields.refuse("qk_rope_head_dim", "rotary embedding needs an even number")
     rotated = int(config.head_dim * config.rope.percent)
@@ -223,7 +238,7 @@ def _check_sizes(fields: Fields, config: HFConfig) -> None:
 
 
 def _quantization(fields: Fields) -> Literal["fp8"] | None:
-    """The kind of quantised weights that are understood: 8-bit floats with a scale per block of 128 x 128."""
+    """Return the kind of quantised weights: 8-bit floats with a scale per block of 128 x 128; refuse others."""
     given = fields.object("quantization_config")
     if not given:
         return None
@@ -235,7 +250,7 @@ def _quantization(fields: Fields) -> Literal["fp8"] | None:
 
 
 def _token_ids(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end a response; what generation uses comes first, as in transformers."""
+    """Return the ids that end a response: those of generation_config.json first, as in transformers."""
     value = generation.get("eos_token_id")
     value = fields.get("eos_token_id") if value is None else value
     ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -254,7 +269,7 @@ def _pad_token_id(fields: Fields) -> int | None:
 
 
 def _dtype(fields: Fields) -> str | None:
-    """Type of the weights, without the "torch." of older files."""
+    """Return the type of the weights, without the "torch." of older files."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:

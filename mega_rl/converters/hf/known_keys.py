@@ -1,4 +1,4 @@
-"""Keys of config.json that every family knows, and those that say nothing about what the model computes."""
+"""Keys of config.json that every family knows, and those without effect on what the model computes."""
 
 from __future__ import annotations
 

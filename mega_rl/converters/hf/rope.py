@@ -33,7 +33,7 @@ KEYS: dict[Kind, tuple[str, ...]] = {
 
 
 def read_rope(fields: Fields, family: Family) -> Rope:
-    """Rotary settings of the model; refuses what Megatron-Core does not compute exactly so."""
+    """Return the rotary settings of the model; refuse what Megatron-Core does not compute exactly so."""
     name, given = _given(fields)
     local_theta = None
     if family.rope_per_layer_type:
@@ -42,7 +42,7 @@ def read_rope(fields: Fields, family: Family) -> Rope:
 
 
 def _given(fields: Fields) -> tuple[str, Mapping[str, Any]]:
-    """Name and content of the object that holds the settings."""
+    """Return name and content of the object that holds the settings."""
     old, new = fields.object("rope_scaling"), fields.object("rope_parameters")
     if fields.raw.get("rope_scaling") and fields.raw.get("rope_parameters") and old != new:
         fields.refuse("rope_scaling", "rope_parameters says otherwise, and transformers takes only one; remove one")
@@ -50,7 +50,7 @@ def _given(fields: Fields) -> tuple[str, Mapping[str, Any]]:
 
 
 def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float]:
-    """Settings of the full layers, and the base of the sliding-window layers, which have no scaling."""
+    """Return name and content of the full layers' settings, and the base of the sliding-window layers, never scaled."""
     kinds = ("full_attention", "sliding_attention")
     nested = fields.inside(name, given)
     if not any(kind in given for kind in kinds):
@@ -67,7 +67,7 @@ def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tupl
 
 
 def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | None) -> Rope:
-    """Settings out of one object, `fields` being the whole config."""
+    """Return the settings of one object; `fields` is the whole config."""
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))
     percent = rope.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
     if percent > 1 or (percent < 1 and not family.partial_rotary):
@@ -100,18 +100,18 @@ def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | Non
 
 
 def _stated(rope: Fields) -> Any:
-    """The kind of scaling as the file says it, under its newer or older name."""
+    """Return the kind of scaling as the file says it, under its newer or older name."""
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _kind(rope: Fields) -> Kind | None:
-    """The kind of scaling; None for one that is not supported."""
+    """Return the kind of scaling; None for one that is not supported."""
     stated = _stated(rope)
     return next((kind for kind in KEYS if kind == stated), None)
 
 
 def _factor(fields: Fields, rope: Fields, kind: str) -> float:
-    """The stretch; yarn may state it by the two context lengths alone."""
+    """Return the stretch; yarn may state it by the two context lengths alone."""
     if rope.get("factor") is None:
         original = rope.get("original_max_position_embeddings")
         if kind == "yarn" and "factor" in rope.raw and original is not None:
@@ -126,7 +126,7 @@ def _factor(fields: Fields, rope: Fields, kind: str) -> float:
 
 
 def _llama3(fields: Fields, rope: Fields) -> Llama3Rope:
-    """Which wavelengths are stretched; every one of the settings must be stated."""
+    """Return the wavelengths that are stretched; config.json must state both limits."""
     for key in LLAMA3_KEYS[:2]:
         if rope.get(key) is None:
             rope.missing(key, "rope_type=llama3 needs it")
@@ -138,7 +138,7 @@ def _llama3(fields: Fields, rope: Fields) -> Llama3Rope:
 
 
 def _yarn(fields: Fields, rope: Fields, factor: float, *, latent: bool) -> Yarn:
-    """The settings of yarn; `latent` says whether the model has latent attention."""
+    """Return the settings of yarn; `latent`: the model has latent attention."""
     mscale, all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
     truncate = rope.boolean("truncate", default=True)
     if latent and not truncate:
@@ -162,7 +162,7 @@ def _yarn(fields: Fields, rope: Fields, factor: float, *, latent: bool) -> Yarn:
 
 
 def attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """What yarn multiplies sines and cosines by, as transformers computes it."""
+    """Return the factor of sines and cosines under yarn, as transformers computes it."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""Writes parameters from the tensors of a checkpoint by the copies of a plan, with several threads.
+"""Parameters written from the tensors of a checkpoint by the copies of a plan, with several threads.
 
 One way for live models and for offline conversion, and for any source of tensors that implements `BlockReader`. What
 needs no change on the way (whole rows of equal dtype for a parameter on the CPU) is read straight into the parameter;
@@ -31,7 +31,7 @@ Task = TypeVar("Task")
 
 
 class TensorLike(Protocol):
-    """What is known of a tensor before it is read."""
+    """The facts of a tensor that are known before it is read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,13 +54,13 @@ class BlockReader(Protocol):
         """Return every tensor of the checkpoint by name."""
 
     def position(self, name: str) -> tuple[str, int]:
-        """(file, offset): reading in this order runs forwards through the files."""
+        """Return (file, offset): reading in this order runs forwards through the files."""
 
     def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-        """A rectangle, rows and columns both (low, high), as a new tensor [rows, columns] on the CPU."""
+        """Return a rectangle, rows and columns both (low, high), as a new tensor [rows, columns] on the CPU."""
 
     def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
-        """Reads rows from `row` on, columns [low, high) of them, into `targets` one after the other.
+        """Read rows from `row` on, columns [low, high) of them, into `targets` one after the other.
 
         Targets are [rows_i, high - low] of the tensor's dtype on the CPU, each row contiguous.
         """
@@ -74,12 +74,12 @@ class FillStep(NamedTuple):
 
 
 def fill(target: Tensor, copies: Sequence[Copy], reader: BlockReader) -> int:
-    """Writes one parameter, of any device and dtype, and returns the number of elements written."""
+    """Write one parameter, of any device and dtype, and return the number of elements written."""
     return fill_all([(target, copies)], reader, threads=1)
 
 
 def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader, *, threads: int | None = None) -> int:
-    """Writes parameters and returns the number of elements written, zero rows included.
+    """Write parameters and return the number of elements written, zero rows included.
 
     Targets are contiguous; values are cast to their dtype. Reads run forwards through the files. `threads` None: a
     rank's share of the node's cores, at most 8. The first error of any thread is raised when all have stopped;
@@ -91,14 +91,9 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
     with torch.no_grad():
         for target, copies in jobs:
             matrix = target.detach().view(matrix_shape(tuple(target.shape)))
-            for copy in copies:
-                if copy.hf_name is None:
-                    written.append(rectangle(matrix, copy).zero_().numel())
+            written += (rectangle(matrix, copy).zero_().numel() for copy in copies if copy.hf_name is None)
             for run in _runs(copies):
-                source = reader.tensors[_name(run[0])].dtype
-                if source.itemsize == 1 and source != matrix.dtype:
-                    raise UserError(f"{_name(run[0])}: {source} without scales cannot become {matrix.dtype}")
-                pieces += (FillStep(matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
+                pieces += _steps(matrix, run, reader)
         pieces.sort(key=lambda piece: (*reader.position(_name(piece.copies[0])), piece.copies[0].src_row))
     buffers = local()
 
@@ -116,8 +111,16 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
     return sum(written)
 
 
+def _steps(matrix: Tensor, run: Sequence[Copy], reader: BlockReader) -> Iterator[FillStep]:
+    """Yield the steps that read a run, of `PIECE_BYTES` at most. Raises UserError as `fill_all`."""
+    source = reader.tensors[_name(run[0])].dtype
+    if source.itemsize == 1 and source != matrix.dtype:
+        raise UserError(f"{_name(run[0])}: {source} without scales cannot become {matrix.dtype}")
+    return (FillStep(matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
+
+
 def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:
-    """Does `work` on every task, in their order as far as threads go; the first error is raised when all have stopped.
+    """Do `work` on every task, in their order as far as threads go; the first error is raised when all have stopped.
 
     `threads` None: this rank's share of the node's cores, at most 8.
     """
@@ -156,7 +159,7 @@ def _default_threads() -> int:
 
 
 def rectangle(matrix: Tensor, copy: Copy) -> Tensor:
-    """The part of a parameter that a copy writes."""
+    """Return the part of a parameter that a copy writes."""
     return matrix[copy.dst_row : copy.dst_row + copy.rows, copy.dst_col : copy.dst_col + copy.cols]
 
 
@@ -166,7 +169,7 @@ def _name(copy: Copy) -> str:
 
 
 def _runs(copies: Iterable[Copy]) -> list[list[Copy]]:
-    """The copies that read, in groups that read consecutive rows of the same columns of one tensor."""
+    """Return the copies that read, in groups that read consecutive rows of the same columns of one tensor."""
     read = [copy for copy in copies if copy.hf_name is not None]
     runs = [[copy] for copy in read if copy.transposed]
     straight = (copy for copy in read if not copy.transposed)
@@ -184,7 +187,7 @@ def _runs(copies: Iterable[Copy]) -> list[list[Copy]]:
 
 
 def _split(run: Sequence[Copy], numel: int) -> Iterator[tuple[Copy, ...]]:
-    """A run in parts of at most `numel` elements of the source, or of one row of it."""
+    """Yield a run in parts of at most `numel` elements of the source, or of one row of it."""
     if run[0].transposed:
         (copy,) = run
         step = max(1, numel // copy.src_shape[1])
@@ -209,7 +212,7 @@ def _split(run: Sequence[Copy], numel: int) -> Iterator[tuple[Copy, ...]]:
 
 
 def _read(piece: FillStep, reader: BlockReader, buffers: local) -> int:
-    """Reads one piece, straight or through this thread's staging buffer; returns the number of elements written."""
+    """Read one piece, straight or through this thread's staging buffer; return the number of elements written."""
     first = piece.copies[0]
     name, matrix = _name(first), piece.matrix
     dtype = reader.tensors[name].dtype
@@ -234,7 +237,7 @@ def _read(piece: FillStep, reader: BlockReader, buffers: local) -> int:
 
 
 def _staging(buffers: local, nbytes: int, device: torch.device) -> Tensor:
-    """[nbytes] uint8 of this thread's staging buffer, free to be overwritten; pinned where a GPU reads it."""
+    """Return [nbytes] uint8 of this thread's staging buffer, free to be overwritten; pinned where a GPU reads it."""
     if hasattr(buffers, "in_use"):
         buffers.in_use.synchronize()
     if not hasattr(buffers, "data") or buffers.data.numel() < nbytes:

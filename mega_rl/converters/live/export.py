@@ -15,70 +15,54 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.live.load import weights_of
+from mega_rl.converters.live.place import Members, ModelPlace
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
-from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.matrix import matrix_shape
-
-BUCKET_BYTES = 512 << 20
 
 
 def export_hf(
-    chunks: Sequence[nn.Module],
-    *,
-    sharding: Sharding,
-    coordinates: RankCoordinates,
-    tp_group: dist.ProcessGroup | None = None,
-    pp_group: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    dtype: torch.dtype | None = None,
+    chunks: Sequence[nn.Module], place: ModelPlace, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, full tensor) of every weight, the same on all ranks of a replica and in the model's order.
+    """Yield (Hugging Face name, full tensor) of every weight, the same on all ranks of a replica, in the model's order.
 
     Collective over the replica: every rank must exhaust the iterator. Tensors are contiguous, on the device of the
     parameters, cast to `dtype` before they travel, and the consumer's to keep: they share no memory with the model.
-    One buffer is needed beside them, of `bucket_bytes` (a larger unit is a bucket of its own) times the ranks that
-    gather; a single rank needs none. Tied models have no lm_head.weight; padding of the vocabulary is cut off.
-    `chunks` are unwrapped GPTModels of either spec. Groups may be None where their size is 1.
+    It needs one buffer more, of `place.bucket_bytes` (a larger unit is a bucket alone) times the ranks that gather; a
+    single rank needs none. Tied models have no lm_head.weight; padding of the vocabulary is cut off. `chunks` are
+    unwrapped GPTModels of either spec.
     """
-    layout = sharding.layout
-    assert layout.tp == 1 or tp_group is not None, "tp_group is missing"
-    assert layout.pp == 1 or pp_group is not None, "pp_group is missing"
-    apart = sharding.hf.moe is not None and layout.ep * layout.etp > 1
-    assert not apart or expert_group is not None, "expert_group is missing"
-    plan = export_plan(sharding)
+    layout = place.sharding.layout
+    plan = export_plan(place.sharding)
     live = [weights_of(chunk) for chunk in chunks]
     assert not any(name == "output_layer.bias" for params in live for name in params), "heads have no bias on disk"
     usual = usual_dtype(chunks) if dtype is None else dtype
-    alone = layout.tp * layout.pp * layout.ep * layout.etp == 1
-    found = list(buckets(plan, bucket_bytes=bucket_bytes, itemsize=usual.itemsize))
-    room = 0 if alone else max(_gathered_bytes(bucket, layout, usual) for bucket in found)
+    in_buckets = list(buckets(plan, bucket_bytes=place.bucket_bytes, itemsize=usual.itemsize))
+    room = 0 if place.is_whole else max(_gathered_bytes(bucket, layout, usual) for bucket in in_buckets)
     # The same memory for every bucket: new memory would cost more time than the copy into it.
     device = next(weight.device for params in live for weight in params.values())  # a chunk may have no weights
     buffer = torch.empty(room, dtype=torch.uint8, device=device)
-    for bucket in found:
+    for bucket in in_buckets:
         unit = bucket[0]
         wire = torch.float32 if unit.float32 else usual
-        group, members = (expert_group, layout.ep * layout.etp) if unit.of_experts else (tp_group, layout.tp)
+        members = place.experts if unit.of_experts else place.tensor_parallel
         shards = None
-        if unit.pp_rank == coordinates.pp_rank:
+        if unit.pp_rank == place.coordinates.pp_rank:
             shards = [live[u.vp_stage][param.name] for u in bucket for param in u.params]
-        if members == layout.pp == 1:  # one rank holds all of it
+        if members.size == layout.pp == 1:  # one rank holds all of it
             assert shards is not None
             yield from _assemble(bucket, [[shard.detach() for shard in shards]], wire)
             continue
         numel = sum(unit.numel for unit in bucket)
-        gathered = buffer[: members * numel * wire.itemsize].view(wire).view(members, numel)
-        mine = coordinates.ep_rank * layout.etp + coordinates.etp_rank if unit.of_experts else coordinates.tp_rank
+        gathered = buffer[: members.size * numel * wire.itemsize].view(wire).view(members.size, numel)
         if shards is not None:
-            _flatten(shards, into=gathered[mine])
-        _exchange(gathered, mine, owner=unit.pp_rank, group=group, pp_group=pp_group if layout.pp > 1 else None)
+            _flatten(shards, into=gathered[members.rank])
+        _exchange(gathered, members, owner=unit.pp_rank, pp_group=place.pp_group if layout.pp > 1 else None)
         yield from assemble_bucket(bucket, gathered)
 
 
 def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportUnit]]:
-    """Consecutive units of one pipeline rank, group and dtype whose parts take at most `bucket_bytes` (or one more)."""
+    """Yield consecutive units of one pipeline rank, group and dtype, of at most `bucket_bytes` or of one unit."""
     bucket: list[ExportUnit] = []
     size = 0
     for unit in plan:
@@ -93,18 +77,18 @@ def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> 
 
 
 def _gathered_bytes(bucket: Sequence[ExportUnit], layout: ParallelLayout, usual: torch.dtype) -> int:
-    """What all members' parts of a bucket take."""
+    """Return the bytes of all members' parts of a bucket."""
     members = layout.ep * layout.etp if bucket[0].of_experts else layout.tp
     return members * sum(unit.numel for unit in bucket) * (4 if bucket[0].float32 else usual.itemsize)
 
 
 def _kind(unit: ExportUnit) -> tuple[int, bool, bool]:
-    """What all units of a bucket have in common."""
+    """Return the properties that all units of a bucket share."""
     return unit.pp_rank, unit.of_experts, unit.float32
 
 
 def assemble_bucket(bucket: Sequence[ExportUnit], gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors from `gathered` [members, elements]: each one's parts of the bucket, flattened one after another."""
+    """Yield full tensors from `gathered` [members, elements]: a member's parts of the bucket, one after another."""
     shapes = [param.shape for unit in bucket for param in unit.params]
     sizes = [prod(shape) for shape in shapes]
     shards = [
@@ -116,7 +100,7 @@ def assemble_bucket(bucket: Sequence[ExportUnit], gathered: Tensor) -> Iterator[
 def _assemble(
     bucket: Sequence[ExportUnit], shards: Sequence[Sequence[Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors from shards[member][position of the parameter in the bucket]."""
+    """Yield full tensors from shards[member][position of the parameter in the bucket]."""
     first = 0
     for unit in bucket:
         parts = [
@@ -130,7 +114,7 @@ def _assemble(
 def join_pieces(
     parts: Sequence[Sequence[Tensor]], shape: tuple[int, ...], pieces: Sequence[ExportPiece], dtype: torch.dtype
 ) -> Tensor:
-    """One Hugging Face tensor from parts[member][parameter], matrices; the pieces tile it, so no value stays unset."""
+    """Return a Hugging Face tensor from parts[member][parameter], matrices; the pieces tile it, no value is left."""
     result = torch.empty(shape, dtype=dtype, device=parts[0][0].device)
     matrix = result.view(matrix_shape(shape))
     for member, param, c in pieces:
@@ -142,21 +126,15 @@ def join_pieces(
 
 
 def _flatten(shards: Sequence[Tensor], *, into: Tensor) -> None:
-    """Copies this rank's parts one after the other, cast."""
+    """Copy this rank's parts one after the other, cast."""
     parts = torch.split(into, [shard.numel() for shard in shards])
     for part, shard in zip(parts, shards, strict=True):
         part.copy_(shard.detach().reshape(-1))
 
 
-def _exchange(
-    gathered: Tensor,
-    mine: int,
-    *,
-    owner: int,
-    group: dist.ProcessGroup | None,
-    pp_group: dist.ProcessGroup | None,
-) -> None:
-    """Fills [members, elements] on every stage from row `mine` of every member of the owning one, as plain bytes."""
+def _exchange(gathered: Tensor, members: Members, *, owner: int, pp_group: dist.ProcessGroup | None) -> None:
+    """Fill [members, elements] on every stage from each member's row on the stage `owner`, as plain bytes."""
+    group, _, mine = members
     rows = [row.view(torch.uint8) for row in gathered]
     if pp_group is not None:
         dist.broadcast(rows[mine], group=pp_group, group_src=owner)
@@ -172,11 +150,11 @@ def _exchange(
 
 
 def usual_dtype(chunks: Sequence[nn.Module]) -> torch.dtype:
-    """The one dtype of all parameters but those that are float32 in every model."""
+    """Return the dtype of all parameters but those that are float32 in every model."""
     live = [weights_of(chunk) for chunk in chunks]
-    found = {param.dtype for params in live for name, param in params.items() if not _is_float32(name)}
-    assert len(found) == 1, f"parameters of several dtypes {found}: say which to export"
-    return found.pop()
+    dtypes = {param.dtype for params in live for name, param in params.items() if not _is_float32(name)}
+    assert len(dtypes) == 1, f"parameters of several dtypes {dtypes}: say which to export"
+    return dtypes.pop()
 
 
 def _is_float32(name: str) -> bool:

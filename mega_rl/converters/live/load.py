@@ -1,4 +1,4 @@
-"""Fills a live Megatron-Core model from a Hugging Face checkpoint; every rank reads its own slices, nobody else's."""
+"""Fill a live Megatron-Core model from a Hugging Face checkpoint; every rank reads its own slices alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading did on this rank."""
+    """Report of loading on this rank."""
 
     num_params: int  # parameters filled
     bytes_read: int  # of the checkpoint, by this rank
@@ -52,7 +52,7 @@ def load_hf(
     allow_missing: Sequence[str] = (),
     threads: int | None = None,
 ) -> LoadReport:
-    """Copies this rank's part of the checkpoint into `chunks`, one unwrapped GPTModel per virtual pipeline stage.
+    """Copy this rank's part of the checkpoint into `chunks`, one unwrapped GPTModel per virtual pipeline stage.
 
     Values are cast to each parameter's dtype. No collectives: ranks load independently, each taking the bytes of its
     own parameters and no others (see CheckpointReader.bytes_read for what is counted). The output layer of a tied

@@ -19,7 +19,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def uses_mla(hf: HFConfig) -> bool:
-    """Whether the arguments are those of `MLATransformerConfig` instead of `TransformerConfig`."""
+    """Return whether the arguments are those of `MLATransformerConfig` instead of `TransformerConfig`."""
     return hf.mla is not None
 
 

@@ -1,7 +1,7 @@
-"""Where a transformers model keeps the tensors that a checkpoint on disk names.
+"""Tensors of a transformers model that hold those that a checkpoint on disk names.
 
 transformers (5.x) holds all experts of a layer in two tensors and calls every mixture `mlp`; checkpoints name each
-expert's three matrices, and Mixtral's their block otherwise (transformers `conversion_mapping`).
+expert's three matrices, some their block otherwise (`ExpertNames`; transformers `conversion_mapping`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mega_rl.converters.families import FAMILIES
 from mega_rl.storage.matrix import matrix_shape
 
 FUSED_GATE_UP, FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
-# The names of an expert's gate, up and down projection, and of its block, by model_type.
-MIXTRAL = ("block_sparse_moe", ("w1", "w3", "w2"))
-USUAL = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 
 
 class DiskTensor(NamedTuple):
@@ -34,21 +32,21 @@ class DiskTensor(NamedTuple):
 
 
 def disk_tensors(model_type: str, name: str, shape: tuple[int, ...]) -> Iterator[DiskTensor]:
-    """What a parameter or buffer `name` of a transformers model is on disk, from its first row to its last."""
-    block, (gate, up, down) = MIXTRAL if model_type == "mixtral" else USUAL
-    prefix = name.rpartition(".")[0].replace(".mlp.", f".{block}.")
+    """Yield the tensors on disk that make parameter or buffer `name` of a transformers model, in order of rows."""
+    names = FAMILIES[model_type].expert_names
+    prefix = name.rpartition(".")[0].replace(".mlp.", f".{names.block}.")
     if name.endswith(FUSED_GATE_UP):
         experts, width, hidden = shape[0], shape[1] // 2, shape[2]  # the gate's rows, then the up projection's
         for expert in range(experts):
             row = 2 * expert * width
-            yield DiskTensor(f"{prefix}.{expert}.{gate}.weight", (width, hidden), row)
-            yield DiskTensor(f"{prefix}.{expert}.{up}.weight", (width, hidden), row + width)
+            yield DiskTensor(f"{prefix}.{expert}.{names.gate}.weight", (width, hidden), row)
+            yield DiskTensor(f"{prefix}.{expert}.{names.up}.weight", (width, hidden), row + width)
     elif name.endswith(FUSED_DOWN):
         experts, hidden, width = shape
         for expert in range(experts):
-            yield DiskTensor(f"{prefix}.{expert}.{down}.weight", (hidden, width), expert * hidden)
+            yield DiskTensor(f"{prefix}.{expert}.{names.down}.weight", (hidden, width), expert * hidden)
     else:
-        yield DiskTensor(name.replace(".mlp.", f".{block}."), shape, 0)
+        yield DiskTensor(name.replace(".mlp.", f".{names.block}."), shape, 0)
 
 
 def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -56,9 +54,9 @@ def weights_on_disk(model: PreTrainedModel) -> dict[str, Tensor]:
 
     A tied head and the embedding are one storage under two names.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=False).items():
         matrix = tensor.view(matrix_shape(tuple(tensor.shape)))
         for disk in disk_tensors(model.config.model_type, name, tuple(tensor.shape)):
-            found[disk.name] = matrix[disk.row : disk.row + disk.rows].view(disk.shape)
-    return found
+            weights[disk.name] = matrix[disk.row : disk.row + disk.rows].view(disk.shape)
+    return weights

@@ -1,6 +1,6 @@
-"""Are two checkpoints the same, and if not, where and by how much: names, types, shapes, bits, numbers.
+"""Comparison of two checkpoints: names, dtypes, shapes, bits, and the size of differences.
 
-Everything streams: a few megabytes of two tensors are in memory at a time, whatever the size of the model.
+It streams: a few megabytes of two tensors are in memory at a time, for a model of any size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK_BYTES = 16 << 20
 
 
 class Advance(Protocol):
-    """Told how many bytes more have been compared."""
+    """Callback for the bytes compared since the last call."""
 
     def __call__(self, nbytes: int, /) -> None: ...
 
@@ -42,25 +42,25 @@ class Different:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What tells two checkpoints apart. Equal where every list is empty."""
+    """Differences between two checkpoints; they are equal if every list is empty."""
 
     only_first: tuple[str, ...] = ()
     only_second: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()  # dtype or shape, in words
     different: tuple[Different, ...] = ()
     config: tuple[str, ...] = ()  # keys of config.json that differ, in words
-    allowed: tuple[str, ...] = ()  # names in one only, by leave of the caller
+    allowed: tuple[str, ...] = ()  # names in one only that the caller allows
     num_equal: int = 0
     digests: Mapping[str, str] = field(default_factory=dict)  # of each tensor of the first: type, shape and bits
 
     @property
     def digest(self) -> str:
-        """One for the whole first checkpoint, whatever its shards: two are equal exactly when their digests are."""
+        """Return a digest of the first checkpoint, independent of its shards; equal digests mean equal checkpoints."""
         return xxhash.xxh3_128(json.dumps(sorted(self.digests.items())).encode()).hexdigest()
 
     @property
     def equal(self) -> bool:
-        """Whether nothing but allowed names differs."""
+        """Return whether only allowed names differ."""
         return not (self.only_first or self.only_second or self.mismatched or self.different or self.config)
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def compare(
     share: tuple[int, int] = (0, 1),
     advance: Advance = lambda nbytes: None,
 ) -> Comparison:
-    """Tensors of two readers by name, type, shape and bits; names matching `allow_missing` may be in one of them only.
+    """Compare the tensors of two readers by name, dtype, shape and bits; names in `allow_missing` may be in one only.
 
     `share` (i, n) compares the contents of every nth tensor from the ith on, for n processes whose answers are then
     joined by `merge`; names are compared in full by each.
@@ -96,14 +96,14 @@ def compare(
     mismatched, different, digests = [], [], {}
     for name in sorted(names[True], key=first.position)[share[0] :: share[1]]:
         a, b = first.tensors[name], second.tensors.get(name)
-        found = _Numbers()
+        numbers = _Numbers()
         if b is not None and _kind(a) == _kind(b):
             pairs = zip(_chunks(first, name), _chunks(second, name), strict=True)
-            digests[name] = _digest(a, found.watch(pairs, advance))
+            digests[name] = _digest(a, numbers.watch(pairs, advance))
         else:
             digests[name] = _digest(a, _chunks(first, name))
             mismatched += [f"{name}: {_kind(a)} against {_kind(b)}"] if b is not None else []
-        different += [found.report(name)] if found.elements else []
+        different += [numbers.report(name)] if numbers.elements else []
     shared = sum(name in names[False] for name in digests)
     return Comparison(
         only_first=tuple(sorted(names[True] - names[False] - single)),
@@ -128,7 +128,7 @@ def merge(parts: Sequence[Comparison]) -> Comparison:
 
 
 def compare_configs(first: Path, second: Path, *, intended: Sequence[str] = ()) -> tuple[str, ...]:
-    """What tells two folders' config.json apart, a line each; nothing when the bytes are equal.
+    """Return the differences of two folders' config.json, a line each; empty if the bytes are equal.
 
     Keys that match a pattern of `intended` may differ. Equal values under other bytes (order, spaces) are a difference
     too: a config is copied, not written anew.
@@ -161,7 +161,7 @@ def _shown(config: Mapping[str, Any], key: str) -> str:
 
 @dataclass
 class _Numbers:
-    """Counts what differs between two streams of one tensor."""
+    """Statistics of the differences between two streams of one tensor."""
 
     elements: int = 0
     numel: int = 0
@@ -171,7 +171,7 @@ class _Numbers:
     _nan: bool = field(default=False)
 
     def watch(self, pairs: Iterator[tuple[Tensor, Tensor]], advance: Advance) -> Iterator[Tensor]:
-        """The first stream, once more."""
+        """Compare the pairs and yield the first stream's tensors."""
         for a, b in pairs:
             self.numel += a.numel()
             if not same_bits(a, b):
@@ -190,13 +190,13 @@ class _Numbers:
         self.max_of_first = max(self.max_of_first, float(a.double().nan_to_num(0.0).abs().max()))
 
     def report(self, name: str) -> Different:
-        """The numbers of a tensor that differs."""
+        """Return the statistics of a tensor that differs."""
         largest = float("nan") if self._nan else self.max_abs
         return Different(name, self.elements, self.numel, largest, self.total_abs / self.numel, self.max_of_first)
 
 
 def _digest(tensor: TensorLike, chunks: Iterator[Tensor]) -> str:
-    """128 bits of a tensor's type, shape and contents, as text."""
+    """Return 128 bits over a tensor's dtype, shape and contents, as hexadecimal text."""
     digest = xxhash.xxh3_128(_kind(tensor).encode())
     for chunk in chunks:
         digest.update(bits(chunk).numpy().data)
@@ -204,7 +204,7 @@ def _digest(tensor: TensorLike, chunks: Iterator[Tensor]) -> str:
 
 
 def _chunks(reader: BlockReader, name: str) -> Iterator[Tensor]:
-    """Blocks of whole rows of a tensor, each of bounded size."""
+    """Yield blocks of whole rows of a tensor, each of bounded size."""
     info = reader.tensors[name]
     rows, cols = matrix_shape(info.shape)
     step = max(1, CHUNK_BYTES // max(1, cols * info.dtype.itemsize))

@@ -9,13 +9,10 @@ Under torchrun the ranks share the files of the target between them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from time import perf_counter
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,6 +21,8 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import changed_config, companions, config_changes
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.load import check_tensors
+from mega_rl.converters.offline.conversion import Conversion, Report, convert
+from mega_rl.converters.offline.conversion import WriteOptions as WriteOptions
 from mega_rl.converters.offline.dist_keys import extra_state_keys, slab_of, whole_model
 from mega_rl.converters.offline.formats import (
     ShapeAndDtype,
@@ -36,10 +35,8 @@ from mega_rl.converters.offline.formats import (
 )
 from mega_rl.converters.offline.manifest import HF_FOLDER, Kind, manifest_of, storage_layout, write_manifest
 from mega_rl.converters.offline.rank_files import rank_tensors
-from mega_rl.converters.offline.streaming import ByteProgress, Output, OutputFile, group_outputs, write_files
-from mega_rl.converters.offline.target import check_apart, new_folder
+from mega_rl.converters.offline.streaming import Output, OutputFile, group_outputs
 from mega_rl.converters.offline.torch_dist import ChunkFile, Written, write_metadata
-from mega_rl.converters.offline.world import joined_world
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange
 from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
@@ -49,44 +46,35 @@ from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.matrix import matrix_shape
-from mega_rl.storage.output_folder import copy_files, require_space
+from mega_rl.storage.output_folder import copy_files
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import SHARD_BYTES, TensorSpec, shard_name, write_index
-
-logger = logging.getLogger(__name__)
 
 Format = Kind
 # Of one file of a distributed checkpoint; files are what ranks and threads share.
 CHUNK_FILE_BYTES = 512 << 20
-# Room for names, sizes and extra states.
-OVERHEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a conversion did, over all ranks."""
+class ImportOptions:
+    """Choices of `import_hf`."""
 
-    num_tensors: int  # written
-    num_files: int
-    num_bytes: int  # of tensors written
-    seconds: float
-    ignored: tuple[str, ...] = ()  # tensors of the source left aside
-    absent: tuple[str, ...] = ()  # parameters of the model that the source has nothing for, and the target neither
-    kept: tuple[str, ...] = ()  # tensors taken over from the reference
-    config_changes: tuple[str, ...] = ()  # keys of config.json that differ from the source's
+    spec: Spec = "te"
+    head: Head = "lm"
+    mtp: Literal["drop", "load"] = "drop"  # multi-token prediction layers
+    dtype: str | None = None  # None: values keep their type
+    padded_vocab: int | None = None  # rows of the embedding; None: the smallest that the layout allows
+    allow_missing: Sequence[str] = ()  # patterns of tensors that may be absent
 
 
-@dataclass
-class _Conversion:
-    """A conversion, planned: what will be written, and how the folder is completed."""
+@dataclass(frozen=True)
+class ExportOptions:
+    """Choices of `export_checkpoint`."""
 
-    files: list[OutputFile]
-    complete: Callable[[Path, Sequence[Written]], None]
-    ignored: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    config_changes: tuple[str, ...] = ()
-    readers: list[WeightFiles] = field(default_factory=list)
+    shard_bytes: int = SHARD_BYTES  # of a file
+    experts: Literal["per_expert", "fused"] | None = None  # None: as in the reference or the checkpoint imported from
+    dtype: str | None = None  # None: values keep their type
+    mtp: Literal["keep", "drop"] = "keep"  # multi-token prediction layers that the source does not hold
 
 
 def import_hf(
@@ -95,41 +83,32 @@ def import_hf(
     *,
     layout: ParallelLayout,
     format: Format,
-    spec: Spec = "te",
-    head: Head = "lm",
-    mtp: Literal["drop", "load"] = "drop",
-    dtype: str | None = None,
-    padded_vocab: int | None = None,
-    allow_missing: Sequence[str] = (),
-    overwrite: bool = False,
-    jobs: int | None = None,
-    progress: ByteProgress | None = None,
+    options: ImportOptions = ImportOptions(),
+    writing: WriteOptions = WriteOptions(),
 ) -> Report:
-    """Writes the Hugging Face checkpoint `source` as rank files or as a distributed checkpoint `target`.
+    """Write the Hugging Face checkpoint `source` as rank files or as a distributed checkpoint `target`.
 
-    Of `layout` a distributed checkpoint takes only the padding of the vocabulary. Values keep their type unless `dtype`
-    is given; parameters that are float32 in every model stay so. `mtp` "load" takes multi-token prediction layers
-    along. A value head that the source does not have is left out, and so are parameters whose tensors are missing with
-    leave of the patterns in `allow_missing`; the report names them. `jobs` is the number of threads, None one per core.
+    Of `layout` a distributed checkpoint takes only the padding of the vocabulary. Parameters that are float32 in every
+    model stay so whatever `options.dtype` is. A value head that the source does not have is left out, and so are
+    parameters whose missing tensors match `options.allow_missing`; the report names them.
 
     Raises UserError or UserErrors, the same on all ranks, before anything is written, with everything that is wrong.
     """
 
-    def prepare() -> _Conversion:
-        cast = parse_dtype(dtype)
-        hf = replace(read_hf_config(source), mtp=mtp)
+    def prepare() -> Conversion:
+        cast = parse_dtype(options.dtype)
+        hf = replace(read_hf_config(source), mtp=options.mtp)
         reader = CheckpointReader(source)
         hf = as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()})
-        sharding = _stored(Sharding(hf, layout, spec=spec, head=head, padded_vocab=padded_vocab), format)
+        wanted = Sharding(hf, layout, spec=options.spec, head=options.head, padded_vocab=options.padded_vocab)
+        sharding = _stored(wanted, format)
         prove_complete(sharding)
-        ignored, missing = check_tensors(reader, hf, head, allow_missing=allow_missing)
+        ignored, missing = check_tensors(reader, hf, options.head, allow_missing=options.allow_missing)
         wholes = {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
         origin = WeightFiles(Path(source), "hf", sharding, wholes, reader, ignored=ignored)
         return _to_megatron(origin, sharding, format, "disk", missing, cast, companions(Path(source)))
 
-    return _convert(
-        prepare, target, [source], overwrite=overwrite, jobs=jobs, progress=progress, label=f"import to {format}"
-    )
+    return convert(prepare, target, [source], options=writing, label=f"import to {format}")
 
 
 def reshard(
@@ -141,17 +120,15 @@ def reshard(
     reference: str | Path | None = None,
     spec: Spec | None = None,
     padded_vocab: int | None = None,
-    overwrite: bool = False,
-    jobs: int | None = None,
-    progress: ByteProgress | None = None,
+    writing: WriteOptions = WriteOptions(),
 ) -> Report:
-    """Writes rank files or a distributed checkpoint `source` under another layout, or in the other format.
+    """Write rank files or a distributed checkpoint `source` under another layout, or in the other format.
 
     `format` and `spec` are the source's unless given, `padded_vocab` the smallest that the layout allows. `reference`
     is a folder with the model's config.json, for a source that was not made by a conversion. Errors as in `import_hf`.
     """
 
-    def prepare() -> _Conversion:
+    def prepare() -> Conversion:
         origin = open_checkpoint(source, reference=reference)
         if origin.kind == "hf":
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint; import it instead")
@@ -164,7 +141,7 @@ def reshard(
         return _to_megatron(origin, sharding, kind, "canonical", frozenset(origin.absent), None, files)
 
     inputs = [source] if reference is None else [source, reference]
-    return _convert(prepare, target, inputs, overwrite=overwrite, jobs=jobs, progress=progress, label="reshard")
+    return convert(prepare, target, inputs, options=writing, label="reshard")
 
 
 def export_checkpoint(
@@ -172,68 +149,33 @@ def export_checkpoint(
     target: str | Path,
     *,
     reference: str | Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    experts: Literal["per_expert", "fused"] | None = None,
-    dtype: str | None = None,
-    mtp: Literal["keep", "drop"] = "keep",
-    overwrite: bool = False,
-    jobs: int | None = None,
-    progress: ByteProgress | None = None,
+    options: ExportOptions = ExportOptions(),
+    writing: WriteOptions = WriteOptions(),
     opened: Callable[[], WeightFiles] | None = None,
 ) -> Report:
-    """Writes rank files or a distributed checkpoint `source` as a Hugging Face checkpoint `target`.
+    """Write rank files or a distributed checkpoint `source` as a Hugging Face checkpoint `target`.
 
     config.json, tokenizer and templates are those of `reference`, else those that the source has kept; config.json is
     copied byte for byte but for keys that must change, which the report names. Experts have the format of the
-    reference's, else of the checkpoint that the source was imported from, unless `experts` says otherwise.
-    Multi-token prediction layers that the source does not hold are taken from the reference's weights (`mtp` "keep").
+    reference's, else of the checkpoint that the source was imported from, unless `options.experts` says otherwise.
+    Multi-token prediction layers that the source does not hold are taken from the reference's weights, or dropped.
     `opened` opens the source where it is of a kind that `open_checkpoint` does not know. Errors as in `import_hf`.
     """
 
-    def prepare() -> _Conversion:
-        cast = parse_dtype(dtype)
+    def prepare() -> Conversion:
+        cast = parse_dtype(options.dtype)
         origin = opened() if opened is not None else open_checkpoint(source, reference=reference)
         if origin.kind == "hf" and opened is None:
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint already")
-        folder = Path(reference) if reference is not None else Path(source) / HF_FOLDER
-        files = companions(folder)
-        sharding, weights = origin.sharding, _weights_of(reference)
-        hf = sharding.hf if weights is None else as_on_disk(sharding.hf, weights.shapes)
-        if experts is not None:
-            hf = replace(hf, fused_experts=experts == "fused")
-        hf = replace(hf, value_head=sharding.hf.value_head)
-        kept = [] if sharding.head == "value" else _kept(hf, mtp, weights, str(source))
-        dropped = mtp == "drop" and bool(hf.mtp_layers)
-        sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
-        prove_complete(sharding)
-        outputs = _hf_outputs(origin, sharding, cast)
-        if weights is not None:
-            known = mtp_tensors(hf)
-            always = {name for name in kept if name in known and known[name].float32}
-            outputs += [
-                _copied(name, weights.checkpoint, torch.float32 if cast is not None and name in always else cast)
-                for name in kept
-            ]
-        said = dtype if dtype is not None or origin.manifest is None else origin.manifest.dtype
-        changes = config_changes(hf, dtype=said, mtp_dropped=dropped)
-        shards = group_outputs(outputs, shard_bytes, shard_name)
-
-        def complete(work: Path, _: Sequence[Written]) -> None:
-            copy_files(work, {name: path for name, path in files.items() if name != "config.json"})
-            (work / "config.json").write_bytes(changed_config(files["config.json"].read_bytes(), changes))
-            if len(shards) > 1:
-                weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
-                write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
-
-        readers = [origin] if weights is None else [origin, weights.checkpoint]
-        return _Conversion(shards, complete, origin.ignored, origin.absent, tuple(kept), tuple(changes), readers)
+        files = companions(Path(reference) if reference is not None else Path(source) / HF_FOLDER)
+        return _to_hf(origin, _weights_of(reference), cast, files, options, where=str(source))
 
     inputs = [source] if reference is None else [source, reference]
-    return _convert(prepare, target, inputs, overwrite=overwrite, jobs=jobs, progress=progress, label="export")
+    return convert(prepare, target, inputs, options=writing, label="export")
 
 
 def _stored(sharding: Sharding, format: Format) -> Sharding:
-    """The sharding of what is stored: no two ranks hold the same, and a distributed checkpoint is whole."""
+    """Return the sharding as it is stored: no two ranks hold the same, and a distributed checkpoint is whole."""
     layout, vocab = sharding.layout, sharding.vocab
     sharding.check()
     if format == "torch_dist":
@@ -250,8 +192,8 @@ def _to_megatron(
     missing: frozenset[str],
     cast: torch.dtype | None,
     hf_files: Mapping[str, Path],
-) -> _Conversion:
-    """Rank files or a distributed checkpoint, from a checkpoint that lacks the tensors in `missing`."""
+) -> Conversion:
+    """Plan rank files or a distributed checkpoint, from a checkpoint that lacks the tensors in `missing`."""
     absent: set[str] = set()
     files: list[OutputFile] = []
     whole = whole_model(sharding, origin=plans_read)
@@ -296,16 +238,16 @@ def _to_megatron(
             _complete_dist(work, [output for file in files for output in file.outputs], written)
         write_manifest(work, manifest)
 
-    return _Conversion(files, complete, origin.ignored, manifest.absent, readers=[origin])
+    return Conversion(files, complete, origin.ignored, manifest.absent, readers=[origin])
 
 
 def _sources(plan: ParamPlan) -> tuple[str, ...]:
-    """Names that a plan reads."""
+    """Return the names of the tensors that a plan reads."""
     return tuple(dict.fromkeys(copy.hf_name for copy in plan.copies if copy.hf_name is not None))
 
 
 def _complete_dist(work: Path, outputs: Sequence[Output], written: Sequence[Written]) -> None:
-    """Writes what makes chunk files a distributed checkpoint."""
+    """Write the metadata and extra states that make chunk files a distributed checkpoint."""
     slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
     tensors = {slab.key: (spec.dtype, (*slab.lead, *spec.shape)) for slab, spec in slabs}
     for slab, spec in slabs:
@@ -313,6 +255,48 @@ def _complete_dist(work: Path, outputs: Sequence[Output], written: Sequence[Writ
     with ChunkFile(work, "__extra_0.distcp") as file:
         nothing = file.write_nothing()
     write_metadata(work, tensors, written, extra_state_keys(slab for slab, _ in slabs), nothing)
+
+
+def _to_hf(
+    origin: WeightFiles,
+    weights: _Weights | None,
+    cast: torch.dtype | None,
+    files: Mapping[str, Path],
+    options: ExportOptions,
+    *,
+    where: str,
+) -> Conversion:
+    """Plan a Hugging Face checkpoint; `weights` and `files` are those of the reference, errors name `where`."""
+    sharding = origin.sharding
+    hf = sharding.hf if weights is None else as_on_disk(sharding.hf, weights.shapes)
+    if options.experts is not None:
+        hf = replace(hf, fused_experts=options.experts == "fused")
+    hf = replace(hf, value_head=sharding.hf.value_head)
+    kept = [] if sharding.head == "value" else _kept(hf, options.mtp, weights, where)
+    dropped = options.mtp == "drop" and bool(hf.mtp_layers)
+    sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
+    prove_complete(sharding)
+    outputs = _hf_outputs(origin, sharding, cast)
+    if weights is not None:
+        known = mtp_tensors(hf)
+        always = {name for name in kept if name in known and known[name].float32}
+        outputs += [
+            _copied(name, weights.checkpoint, torch.float32 if cast is not None and name in always else cast)
+            for name in kept
+        ]
+    dtype = options.dtype if options.dtype is not None or origin.manifest is None else origin.manifest.dtype
+    changes = config_changes(hf, dtype=dtype, mtp_dropped=dropped)
+    shards = group_outputs(outputs, options.shard_bytes, shard_name)
+
+    def complete(work: Path, _: Sequence[Written]) -> None:
+        copy_files(work, {name: path for name, path in files.items() if name != "config.json"})
+        (work / "config.json").write_bytes(changed_config(files["config.json"].read_bytes(), changes))
+        if len(shards) > 1:
+            weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
+            write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
+
+    readers = [origin] if weights is None else [origin, weights.checkpoint]
+    return Conversion(shards, complete, origin.ignored, origin.absent, tuple(kept), tuple(changes), readers)
 
 
 class _Weights(NamedTuple):
@@ -323,7 +307,7 @@ class _Weights(NamedTuple):
 
 
 def _weights_of(reference: str | Path | None) -> _Weights | None:
-    """A reference's weights, None where it is no more than a config."""
+    """Open the weights of a reference; None where it has only a config."""
     if reference is None or not any(Path(reference).glob("*.safetensors")):
         return None
     checkpoint = open_checkpoint(reference)
@@ -331,21 +315,21 @@ def _weights_of(reference: str | Path | None) -> _Weights | None:
 
 
 def _kept(hf: HFConfig, mtp: Literal["keep", "drop"], weights: _Weights | None, where: str) -> list[str]:
-    """Tensors of prediction layers that the checkpoint does not hold, to be taken from the reference."""
+    """Return the tensors of prediction layers that the checkpoint lacks, to be taken from the reference."""
     if mtp == "drop" or not hf.mtp_layers or hf.mtp == "load":
         return []
     of_mtp = ignored_tensors(hf, head="lm") - ignored_tensors(replace(hf, mtp_layers=0), head="lm")
-    found = [] if weights is None else sorted(of_mtp & set(weights.shapes))
-    if not found:
+    kept = [] if weights is None else sorted(of_mtp & set(weights.shapes))
+    if not kept:
         raise UserError(
             f"{where}: config.json announces {hf.mtp_layers} multi-token prediction layers, which this checkpoint does "
             "not hold; name the reference that has their weights, or drop them (mtp=drop)"
         )
-    return found
+    return kept
 
 
 def _hf_outputs(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
-    """Every Hugging Face tensor that the checkpoint has parameters for."""
+    """Return every Hugging Face tensor that the checkpoint has parameters for."""
     if origin.kind == "hf":  # stored in parts
         tensors = hf_tensors(sharding.hf, head=sharding.head).items()
         return [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
@@ -357,42 +341,8 @@ def _hf_outputs(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | Non
 
 
 def _copied(name: str, weights: WeightFiles, cast: torch.dtype | None) -> Output:
-    """A tensor as another checkpoint has it."""
+    """Return a tensor as another checkpoint has it."""
     shape, dtype = weights.tensors[name]
     rows, cols = matrix_shape(shape)
     window = ColumnRange(0, 1, (Copy(name, 0, 0, 0, 0, rows, cols),))
     return Output(TensorSpec(name, dtype if cast is None else cast, shape), (window,), weights)
-
-
-def _convert(
-    prepare: Callable[[], _Conversion],
-    target: str | Path,
-    inputs: Sequence[str | Path],
-    *,
-    overwrite: bool,
-    jobs: int | None,
-    progress: ByteProgress | None,
-    label: str,
-) -> Report:
-    """Plans on every rank, writes each one's share, and lets the target appear when all are done."""
-    start = perf_counter()
-    with joined_world() as world, ExitStack() as stack:
-        for path in inputs:
-            world.agree(lambda path=path: check_apart(Path(target), Path(path)))  # type: ignore[misc]
-        job = world.agree(prepare)
-        for reader in job.readers:
-            stack.enter_context(reader)
-        num_bytes = sum(file.nbytes for file in job.files)
-        with new_folder(world, target, overwrite=overwrite) as work:
-            world.first(lambda: require_space(work, num_bytes + OVERHEAD_BYTES))
-            written = world.each(
-                lambda: write_files(work, job.files, world, threads=jobs, progress=progress, label=label),
-                encode=lambda share: [[one.key, list(one.place), one.file, one.offset, one.length] for one in share],
-                decode=lambda raw: [Written(key, tuple(place), *where) for key, place, *where in raw],
-            )
-            world.first(lambda: job.complete(work, [place for share in written for place in share]))
-    num_tensors = sum(len(file.outputs) for file in job.files)
-    seconds = perf_counter() - start
-    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, num_tensors, num_bytes, seconds)
-    changes = job.config_changes
-    return Report(num_tensors, len(job.files), num_bytes, seconds, job.ignored, job.absent, job.kept, changes)

@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint is and what each rank of a layout would hold of it; reads headers only."""
+"""Description of a Hugging Face checkpoint and of each rank's share in a layout; reads headers only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mega_rl.parallel.layout import RankCoordinates
 
 @dataclass(frozen=True)
 class StageSize:
-    """What each rank of one pipeline rank holds."""
+    """Size of the share of each rank of one pipeline rank."""
 
     pp_rank: int
     layers: tuple[str, ...]  # "0-7", one entry for each virtual stage
@@ -40,14 +40,14 @@ class Description:
 
     @property
     def problems(self) -> list[str]:
-        """What keeps the tensors from being those of the model, a line each; empty when they are."""
+        """Return the mismatches of the tensors with the model, a line each."""
         missing = [f"{name} is missing" for name in self.missing]
-        unexpected = [f"{name} is no part of the model of config.json" for name in self.unexpected]
+        unexpected = [f"{name} is not part of the model of config.json" for name in self.unexpected]
         return [*missing, *unexpected, *self.mis_shaped]
 
 
 def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Description]:
-    """The sharding with the spellings found on disk, and the description.
+    """Return the sharding with the spellings on disk, and the description.
 
     Raises UserErrors when the model cannot be cut this way.
     """
@@ -100,7 +100,7 @@ def describe_config(sharding: Sharding) -> Description:
 
 
 def rank_plan(sharding: Sharding, at: RankCoordinates) -> dict[int, tuple[ParamPlan, ...]]:
-    """Everything that one rank holds, by virtual stage."""
+    """Return the plans of all parameters of one rank, by virtual stage."""
     return {
         vp_stage: common_plan(sharding, at.tp_rank, at.pp_rank, vp_stage)
         + expert_plan(sharding, at.ep_rank, at.etp_rank, at.pp_rank, vp_stage)
@@ -109,7 +109,7 @@ def rank_plan(sharding: Sharding, at: RankCoordinates) -> dict[int, tuple[ParamP
 
 
 def _stage(sharding: Sharding, pp_rank: int, itemsize: int) -> StageSize:
-    """All ranks of a stage hold equal shapes, so one stands for them."""
+    """Return the size of a pipeline rank's share, that of each of its ranks."""
     layout = sharding.layout
     plans = [p for plan in rank_plan(sharding, RankCoordinates(pp_rank=pp_rank)).values() for p in plan]
     layers = [layout.layers_of(pp_rank, sharding.hf.num_layers, v) for v in range(layout.vpp)]
@@ -122,7 +122,7 @@ def _stage(sharding: Sharding, pp_rank: int, itemsize: int) -> StageSize:
 
 
 def _itemsize(reader: BlockReader) -> int:
-    """Bytes of an element in the type that most bytes of the checkpoint have."""
+    """Return the item size of the dtype that most bytes of the checkpoint have."""
     sizes: Counter[int] = Counter()
     for info in reader.tensors.values():
         sizes[info.dtype.itemsize] += _nbytes(info)

@@ -1,4 +1,4 @@
-"""Names in a Megatron-Core distributed checkpoint: which slab of which global tensor a parameter is.
+"""Names in a Megatron-Core distributed checkpoint: the slab of a global tensor that holds a parameter.
 
 A checkpoint stacks parameters of equal shape: where all layers are alike a tensor's first dimension is the layer, and
 experts of a layer are always stacked. Norms carry Transformer Engine's names whatever the spec, so a checkpoint loads
@@ -34,7 +34,7 @@ class Slab(NamedTuple):
 
 
 def whole_model(sharding: Sharding, *, origin: Origin = "disk") -> tuple[ParamPlan, ...]:
-    """Plans of one rank that holds everything, named as under Transformer Engine."""
+    """Return the plans of one rank that holds the whole model, under Transformer Engine's names."""
     whole = replace(sharding, layout=ParallelLayout(), spec="te", padded_vocab=sharding.vocab)
     plans = build_plan(whole, RankCoordinates(), origin=origin)
     assert not any(plan.replica for plan in plans), "one rank has no use for a second copy"
@@ -42,17 +42,17 @@ def whole_model(sharding: Sharding, *, origin: Origin = "disk") -> tuple[ParamPl
 
 
 def is_stacked(hf: HFConfig) -> bool:
-    """Whether Megatron-Core stacks the layers: it does not for mixtures of experts with a pattern of layers."""
+    """Return whether Megatron-Core stacks the layers; it does not for mixtures of experts."""
     return hf.moe is None
 
 
 def slab_of(plan: ParamPlan, hf: HFConfig) -> Slab:
-    """Where a parameter of `whole_model` is written."""
+    """Return the slab to which a parameter of `whole_model` is written."""
     return next(_slabs(plan, hf, plan.name, stacked=is_stacked(hf)))
 
 
 def possible_slabs(plan: ParamPlan, hf: HFConfig) -> Iterator[Slab]:
-    """Where a parameter may be found, most usual first: stacked or not, under the names of either spec."""
+    """Yield the slabs that may hold a parameter, most usual first: stacked or not, under the names of either spec."""
     names = [plan.name, plan.canonical]
     if plan.canonical.endswith("pre_mlp_layernorm.weight"):
         # Upstream's local spec renames this norm in front of mixtures too, its Transformer Engine spec does not.
@@ -63,7 +63,7 @@ def possible_slabs(plan: ParamPlan, hf: HFConfig) -> Iterator[Slab]:
 
 
 def _slabs(plan: ParamPlan, hf: HFConfig, name: str, *, stacked: bool) -> Iterator[Slab]:
-    """The slab of a parameter under one of its names; for an expert also its place as a tensor of its own."""
+    """Yield the slab of a parameter under one of its names; for an expert also its place as a separate tensor."""
     key = name
     place: tuple[int, ...] = ()
     lead: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
 
     Which modules have one depends on the spec; a state that no module asks for is skipped by Megatron-Core.
     """
-    found = set()
+    keys = set()
     for slab in slabs:
         module = slab.key.rpartition(".")[0]
         modules = [module]
@@ -94,5 +94,5 @@ def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
             modules.append(module.removesuffix("linear_proj") + "core_attention")
         place, lead = slab.place or (0,), slab.lead or (1,)
         shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, lead))}"
-        found |= {f"{name}{EXTRA_STATE}{shard}" for name in modules}
-    return sorted(found)
+        keys |= {f"{name}{EXTRA_STATE}{shard}" for name in modules}
+    return sorted(keys)

@@ -45,7 +45,7 @@ class DistTensor:
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
-    """(tensors by key, keys of other objects) of a checkpoint.
+    """Return (tensors by key, keys of other objects) of a checkpoint.
 
     Raises UserError when the folder is no such checkpoint or its metadata is damaged or holds anything but metadata,
     UserErrors listing every chunk whose place is wrong.
@@ -54,16 +54,16 @@ def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]
     _check_config(folder)
     try:
         if path.stat().st_size > MAX_METADATA_BYTES:
-            raise UserError(f"{path}: more than {MAX_METADATA_BYTES} bytes; this is no checkpoint's metadata")
+            raise UserError(f"{path}: more than {MAX_METADATA_BYTES} bytes; this is not a checkpoint's metadata")
         with path.open("rb") as file:
-            found = _MetadataUnpickler(file, str(path)).load()
+            metadata = _MetadataUnpickler(file, str(path)).load()
     except UserError:
         raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); is the checkpoint complete?") from error
     except Exception as error:  # a damaged pickle raises anything
         raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); save the checkpoint again") from error
-    return _tensors_of(found, folder)
+    return _tensors_of(metadata, folder)
 
 
 def _check_config(folder: Path) -> None:
@@ -177,7 +177,7 @@ def allowed(names: Mapping[tuple[str, str], Any], module: str, name: str, where:
 
 
 def _tensors_of(metadata: Any, folder: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
-    """What the unpickled metadata says, each field checked."""
+    """Return (tensors, keys of other objects) of the unpickled metadata, each field checked."""
     path = folder / METADATA_FILE
     state = getattr(metadata, "state_dict_metadata", None)
     storage = getattr(metadata, "storage_data", None)
@@ -193,7 +193,7 @@ def _tensors_of(metadata: Any, folder: Path) -> tuple[dict[str, DistTensor], tup
     sizes: dict[Path, int] = {}
     for key, entry in state.items():
         if not isinstance(key, str):
-            problems.append(f"{path}: {key!r} is no name")
+            problems.append(f"{path}: {key!r} is not a name")
         elif isinstance(entry, _Bytes):
             others.append(key)
         else:
@@ -217,12 +217,12 @@ def _tensor_of(
     dtype = _field(_field(entry, "properties"), "dtype")
     size, chunks = _field(entry, "size"), _field(entry, "chunks")
     if not isinstance(entry, _Tensor) or not isinstance(dtype, torch.dtype):
-        problems.append(f"{where}: is no tensor")
+        problems.append(f"{where}: is not a tensor")
         return None
     if not is_sizes(size) or not isinstance(chunks, list):
         problems.append(f"{where}: has no sizes or no chunks")
         return None
-    found = []
+    checked = []
     for chunk in chunks:
         fault = _chunk_fault(chunk, size)
         place = None if fault else places.get((key, tuple(chunk.offsets)))
@@ -234,8 +234,8 @@ def _tensor_of(
             problems.append(f"{where}: a chunk is wrong ({fault}); save the checkpoint again")
             return None
         file = folder / place.relative_path
-        found.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), file, place.offset, place.length))
-    return DistTensor(key, dtype, tuple(size), tuple(found))
+        checked.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), file, place.offset, place.length))
+    return DistTensor(key, dtype, tuple(size), tuple(checked))
 
 
 def _chunk_fault(chunk: Any, size: Sequence[int]) -> str:
@@ -250,11 +250,11 @@ def _chunk_fault(chunk: Any, size: Sequence[int]) -> str:
 def _place_fault(place: Any, nbytes: int, folder: Path, file_sizes: dict[Path, int]) -> str:
     name, offset, length = (_field(place, field) for field in ("relative_path", "offset", "length"))
     if not _is_inside(name):
-        return f"file {name!r} is no relative path inside the checkpoint"
+        return f"file {name!r} is not a relative path inside the checkpoint"
     if _field(place, "transform_descriptors"):
         return "it is compressed or encrypted, which is not supported"
     if not is_sizes([offset, length]):
-        return f"offset={offset!r}, length={length!r} are no sizes"
+        return f"offset={offset!r}, length={length!r} are not sizes"
     file = folder / name
     if file not in file_sizes:
         file_sizes[file] = file.stat().st_size if file.is_file() else -1
@@ -266,12 +266,12 @@ def _place_fault(place: Any, nbytes: int, folder: Path, file_sizes: dict[Path, i
 
 
 def _field(value: Any, name: str) -> Any:
-    """A field that an unpickled object may lack: its content is whatever the file says."""
+    """Return a field of an unpickled object, which may lack it."""
     return getattr(value, name, None)
 
 
 def is_sizes(value: Any) -> bool:
-    """Whether a value from a file is a sequence of whole numbers of at least 0."""
+    """Return whether a value from a file is a sequence of whole numbers of at least 0."""
     return isinstance(value, tuple | list) and all(type(v) is int and v >= 0 for v in value)
 
 

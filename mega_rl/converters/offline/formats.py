@@ -103,7 +103,7 @@ class WeightFiles:
             row += len(target)
 
     def as_hf(self, *, fused_experts: bool | None = None) -> BlockReader:
-        """The same weights as the tensors of a Hugging Face checkpoint; experts as in the source unless told."""
+        """Return the same weights as Hugging Face tensors; `fused_experts` None: experts as in the source."""
         return self if self.kind == "hf" else _AsHF(self, fused_experts)
 
 
@@ -150,14 +150,14 @@ class _AsHF:
         return result[rows[0] - low : rows[1] - low, cols[0] : cols[1]].contiguous()
 
     def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
-        """Reads rows from `row` on into `targets` one after the other."""
+        """Read rows from `row` on into `targets` one after the other."""
         for target in targets:
             target.copy_(self.read_block(name, (row, row + len(target)), cols))
             row += len(target)
 
 
 def hf_windows(sharding: Sharding) -> dict[str, tuple[ColumnRange, ...]]:
-    """How every Hugging Face tensor is put together from whole parameters."""
+    """Return for every Hugging Face tensor the copies that make it from whole parameters."""
     return invert(whole_model(sharding))
 
 
@@ -168,7 +168,7 @@ def hf_wholes(
     *,
     cast: torch.dtype | None = None,
 ) -> dict[str, ShapeAndDtype]:
-    """Shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
+    """Return shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
     wholes = {}
     for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items():
         params = {str(copy.hf_name) for window in windows[name] for copy in window.copies}
@@ -181,21 +181,21 @@ def hf_wholes(
 
 
 def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype | None = None) -> torch.dtype:
-    """The dtype of what is made of tensors of these dtypes. Raises UserError where they differ and `cast` is None."""
-    found = set(dtypes.values())
-    if cast is None and len(found) > 1:
+    """Return the dtype of a tensor made of tensors of these dtypes. Raises UserError if they differ without `cast`."""
+    distinct = set(dtypes.values())
+    if cast is None and len(distinct) > 1:
         listed = ", ".join(f"{source} is {str(dtype).removeprefix('torch.')}" for source, dtype in dtypes.items())
         raise UserError(f"{name}: {listed}; give the dtype that they shall have")
-    return cast if cast is not None else found.pop()
+    return cast if cast is not None else distinct.pop()
 
 
 def is_plain(window: ColumnRange) -> bool:
-    """Whether any rows of the window can be made without the others."""
+    """Return whether any rows of the window can be made without the others."""
     return window.step == 1 and not any(copy.transposed for copy in window.copies)
 
 
 def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
-    """The part of a plain window in rows [low, high), which become rows [0, high - low)."""
+    """Return the part of a plain window in rows [low, high), which become rows [0, high - low)."""
     copies = []
     for copy in window.copies:
         first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
@@ -209,7 +209,7 @@ def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
 
 
 def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightFiles) -> None:
-    """Writes a matrix [rows, cols] from a checkpoint; a window of stepped columns passes through a copy of its size."""
+    """Fill a matrix [rows, cols] from a checkpoint; a window of stepped columns passes through a copy of its size."""
     for window in windows:
         copies = source.stored(window.copies)
         if window.step == 1:
@@ -221,7 +221,7 @@ def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightF
 
 
 def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) -> WeightFiles:
-    """Opens a Hugging Face folder, rank files or a distributed checkpoint, and checks every name, shape and dtype.
+    """Open a Hugging Face folder, rank files or a distributed checkpoint, and check every name, shape and dtype.
 
     `reference` is a folder with the model's config.json: needed for a distributed checkpoint that was not made by a
     conversion, and taken before the checkpoint's own. Raises UserError or UserErrors.
@@ -256,13 +256,13 @@ def _open_hf(folder: Path) -> WeightFiles:
 
 
 def _open_ranks(folder: Path, sharding: Sharding, manifest: ConversionManifest) -> WeightFiles:
-    """Rank files: exactly the tensors that the manifest's layout asks for."""
-    found: dict[str, TensorInfo] = {}
+    """Open rank files, which must hold exactly the tensors of the manifest's layout."""
+    infos: dict[str, TensorInfo] = {}
     problems: list[str] = []
     expected = [t for t in rank_tensors(sharding, origin="canonical") if t.plan.canonical not in manifest.absent]
     for file in dict.fromkeys(t.file for t in expected):
         try:
-            found |= {f"{file}:{name}": info for name, info in read_header(folder / file).items()}
+            infos |= {f"{file}:{name}": info for name, info in read_header(folder / file).items()}
         except UserErrors as error:
             problems += error.problems
         except UserError as error:
@@ -270,39 +270,39 @@ def _open_ranks(folder: Path, sharding: Sharding, manifest: ConversionManifest) 
     if problems:
         raise UserErrors(problems)
     for tensor in expected:
-        info = found.get(tensor.stored)
+        info = infos.get(tensor.stored)
         where = f"{folder / tensor.file}: {tensor.name}"
         if info is None:
             problems.append(f"{where} is missing, expected shape {list(tensor.plan.shape)}")
         elif info.shape != tensor.plan.shape:
             problems.append(f"{where} has shape {list(info.shape)}, its layout asks for {list(tensor.plan.shape)}")
-    surplus = sorted(set(found) - {t.stored for t in expected})
-    problems += [f"{folder}/{name} is no part of the model of {HF_FOLDER}/config.json" for name in surplus]
+    surplus = sorted(set(infos) - {t.stored for t in expected})
+    problems += [f"{folder}/{name} is not part of the model of {HF_FOLDER}/config.json" for name in surplus]
     if problems:
         raise UserErrors(problems)
     homes = {name: there for name, there in rank_homes(sharding).items() if name not in manifest.absent}
-    return assembled(folder, "ranks", sharding, found, homes, (), manifest.absent, manifest)
+    return assembled(folder, "ranks", sharding, infos, homes, (), manifest.absent, manifest)
 
 
 def assembled(
     folder: Path,
     kind: CheckpointKind,
     sharding: Sharding,
-    found: Mapping[str, TensorInfo],
+    infos: Mapping[str, TensorInfo],
     homes: Homes,
     ignored: tuple[str, ...],
     absent: tuple[str, ...],
     manifest: ConversionManifest | None,
 ) -> WeightFiles:
-    """The checkpoint of these parts, after checking that they make up every parameter and agree in dtype."""
+    """Return the checkpoint of these parts, after checking that they make up every parameter and agree in dtype."""
     shapes = whole_shapes(sharding)
-    problems = [f"{folder}: {name} is no parameter of the model" for name in absent if name not in shapes]
+    problems = [f"{folder}: {name} is not a parameter of the model" for name in absent if name not in shapes]
     wholes = {}
     for name, shape in shapes.items():
         if name in absent:
             continue
         faults = home_faults(name, shape, homes.get(name, ()))
-        dtypes = {found[home.stored].dtype for home in homes.get(name, ())}
+        dtypes = {infos[home.stored].dtype for home in homes.get(name, ())}
         problems += [f"{folder}: {fault}" for fault in faults]
         if len(dtypes) == 1 and dtypes <= set(FLOATS):
             wholes[name] = ShapeAndDtype(shape, dtypes.pop())
@@ -310,18 +310,18 @@ def assembled(
             problems.append(f"{folder}: {name} has parts of dtype {', '.join(sorted(map(str, dtypes)))}")
     if problems:
         raise UserErrors(problems)
-    reader = CheckpointReader(folder, tensors=found)
+    reader = CheckpointReader(folder, tensors=infos)
     return WeightFiles(folder, kind, sharding, wholes, reader, homes, ignored, absent, manifest)
 
 
 def whole_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
-    """Shape of every canonical parameter of the whole model, without padding of the vocabulary."""
+    """Return the shape of every canonical parameter of the whole model, without padding of the vocabulary."""
     unpadded = replace(sharding, padded_vocab=sharding.hf.vocab_size)
     return {plan.canonical: plan.shape for plan in whole_model(unpadded, origin="canonical")}
 
 
 def _open_dist(folder: Path, config: Path, manifest: ConversionManifest | None) -> WeightFiles:
-    """A distributed checkpoint: the slabs of the model's parameters, whatever else it holds."""
+    """Open a distributed checkpoint: the slabs of the model's parameters; other content is left aside."""
     tensors, objects = read_metadata(folder)
     hf = read_hf_config(config)
     if manifest is None:
@@ -340,14 +340,14 @@ def _open_dist(folder: Path, config: Path, manifest: ConversionManifest | None) 
             problems.append(f"{folder}: {plan.canonical} is missing")
     ignored, unknown = _left_over(set(tensors) - slabs.used, objects, sharding)
     problems += slabs.problems
-    problems += [f"{folder}: {key} is no part of the {hf.family} model of {config}/config.json" for key in unknown]
+    problems += [f"{folder}: {key} is not part of the {hf.family} model of {config}/config.json" for key in unknown]
     if problems:
         raise UserErrors(problems)
-    return assembled(folder, "torch_dist", sharding, slabs.found, slabs.homes, ignored, tuple(absent), manifest)
+    return assembled(folder, "torch_dist", sharding, slabs.infos, slabs.homes, ignored, tuple(absent), manifest)
 
 
 def _guess(hf: HFConfig, tensors: Mapping[str, DistTensor]) -> Sharding:
-    """The options of a model whose checkpoint does not say them: from its head and its prediction layers."""
+    """Infer the options of a checkpoint without a manifest from its head and its prediction layers."""
     output = tensors.get(OUTPUT)
     head: Head = "value" if output is not None and output.shape == (1, hf.hidden_size) else "lm"
     if any(key.startswith("mtp.") for key in tensors):
@@ -356,7 +356,7 @@ def _guess(hf: HFConfig, tensors: Mapping[str, DistTensor]) -> Sharding:
 
 
 def _left_over(keys: set[str], objects: Sequence[str], sharding: Sharding) -> tuple[tuple[str, ...], list[str]]:
-    """(names left aside, names that belong to nothing known) of what a distributed checkpoint holds besides."""
+    """Return (names left aside, unknown names) of a distributed checkpoint's content besides the model."""
     prefixes = (*FOREIGN_PREFIXES, *(("mtp.",) if sharding.hf.mtp == "drop" else ()))
     states = [name for name in objects if EXTRA_STATE in name]
     others = [*sorted(keys), *(name for name in objects if EXTRA_STATE not in name)]

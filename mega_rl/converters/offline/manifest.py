@@ -29,7 +29,7 @@ Mtp = Literal["drop", "load"]
 
 @dataclass(frozen=True)
 class ConversionManifest:
-    """What is stored in a folder and how it is cut; a distributed checkpoint has layout one."""
+    """Content and layout of a converted checkpoint; a distributed checkpoint has the layout of one rank."""
 
     kind: Kind
     tp: int

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import NamedTuple
 
 from mega_rl.converters.plan.compose import Home, homes_of
@@ -25,31 +26,31 @@ class RankTensor(NamedTuple):
 
     @property
     def stored(self) -> str:
-        """Its name over all files."""
+        """Return its name over all files."""
         return f"{self.file}:{self.name}"
 
 
 def rank_tensors(sharding: Sharding, *, origin: Origin = "disk") -> Iterator[RankTensor]:
-    """Every tensor of every rank file, file by file."""
+    """Yield every tensor of every rank file, file by file."""
     layout = sharding.layout
     for pp_rank in range(layout.pp):
-        for tp_rank in range(layout.tp):
-            file = common_file(pp_rank, tp_rank)
-            for vp_stage in range(layout.vpp):
-                for plan in common_plan(sharding, tp_rank, pp_rank, vp_stage, origin=origin):
-                    yield RankTensor(file, f"{vp_stage}.{plan.name}", plan, tp_rank)
+        for tp_rank, vp_stage in product(range(layout.tp), range(layout.vpp)):
+            plans = common_plan(sharding, tp_rank, pp_rank, vp_stage, origin=origin)
+            yield from _of_file(common_file(pp_rank, tp_rank), vp_stage, plans, tp_rank)
         if sharding.hf.moe is None:
             continue
-        for ep_rank in range(layout.ep):
-            for etp_rank in range(layout.etp):
-                file = experts_file(pp_rank, ep_rank, etp_rank)
-                for vp_stage in range(layout.vpp):
-                    for plan in expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage, origin=origin):
-                        yield RankTensor(file, f"{vp_stage}.{plan.name}", plan, etp_rank)
+        for ep_rank, etp_rank, vp_stage in product(range(layout.ep), range(layout.etp), range(layout.vpp)):
+            plans = expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage, origin=origin)
+            yield from _of_file(experts_file(pp_rank, ep_rank, etp_rank), vp_stage, plans, etp_rank)
+
+
+def _of_file(file: str, vp_stage: int, plans: Iterable[ParamPlan], part: int) -> Iterator[RankTensor]:
+    """Yield the tensors of one virtual stage in a file."""
+    return (RankTensor(file, f"{vp_stage}.{plan.name}", plan, part) for plan in plans)
 
 
 def rank_homes(sharding: Sharding) -> dict[str, list[Home]]:
-    """Where each whole parameter is stored; of parts that several files hold, the first."""
+    """Return where each whole parameter is stored; of parts that several files hold, the first."""
     homes: dict[str, list[Home]] = {}
     for tensor in rank_tensors(sharding, origin="canonical"):
         if not tensor.plan.replica and not (tensor.plan.replicated and tensor.part):
@@ -58,10 +59,10 @@ def rank_homes(sharding: Sharding) -> dict[str, list[Home]]:
 
 
 def common_file(pp_rank: int, tp_rank: int) -> str:
-    """Name of the file of everything but experts."""
+    """Return the name of the file of everything but experts."""
     return f"common-pp{pp_rank}-tp{tp_rank}.safetensors"
 
 
 def experts_file(pp_rank: int, ep_rank: int, etp_rank: int) -> str:
-    """Name of the file of a rank's experts."""
+    """Return the name of the file of a rank's experts."""
     return f"experts-pp{pp_rank}-ep{ep_rank}-etp{etp_rank}.safetensors"

@@ -1,4 +1,4 @@
-"""Import and export of a checkpoint for a layout without a model and without writing: does every bit come back?"""
+"""Round trip of a checkpoint through import and export for a layout, in memory and without a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def round_trip(
     share: tuple[int, int] = (0, 1),
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[int, tuple[str, ...]]:
-    """(tensors that come back bit for bit, names of those that do not).
+    """Return (number of tensors that come back bit for bit, names of those that do not).
 
     Each parameter is cut as every rank of the layout would hold it, and every piece of it is compared with the place
     that export would write it to. Memory is that of one unit of the export plan, seldom more than the largest tensor,
@@ -60,7 +60,7 @@ def round_trip(
 
 
 def _filled(unit: ExportUnit, members: Members, reader: BlockReader) -> list[list[Tensor]]:
-    """Every member's part of every parameter of a unit, as a matrix, by member and position."""
+    """Return every member's part of every parameter of a unit, as a matrix, by member and position."""
     dtype = reader.tensors[unit.tensors[0][0]].dtype
     parts = []
     for plans in members:
@@ -72,7 +72,7 @@ def _filled(unit: ExportUnit, members: Members, reader: BlockReader) -> list[lis
 
 
 def _compared(reader: BlockReader, name: str, copy: Copy, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tensor on disk, parameter) block by block, over the rectangle of one piece."""
+    """Yield (tensor on disk, parameter) block by block, over the rectangle of one piece."""
     height, width = copy.src_shape
     here = part[copy.dst_row : copy.dst_row + copy.rows, copy.dst_col : copy.dst_col + copy.cols]
     here = here.T if copy.transposed else here
@@ -85,7 +85,7 @@ def _compared(reader: BlockReader, name: str, copy: Copy, part: Tensor) -> Itera
 
 
 def _members(sharding: Sharding, pp_rank: int, vp_stage: int) -> tuple[Members, Members]:
-    """What the ranks hold of one stage, by parameter name: the common part, and the experts."""
+    """Return the ranks' plans of one stage by parameter name: the common part, and the experts."""
     layout = sharding.layout
     common = [common_plan(sharding, tp_rank, pp_rank, vp_stage) for tp_rank in range(layout.tp)]
     experts = [

@@ -1,4 +1,4 @@
-"""Finds the parameters of a model in global tensors that are stored in boxes, whatever layout has written them."""
+"""Lookup of a model's parameters in global tensors that are stored in boxes, by any layout."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from mega_rl.storage.safetensors_reader import TensorInfo
 
 
 class ChunkInfo(Protocol):
-    """Where the elements of a chunk lie, as a matrix or vector; `torch_dist.chunk_info` is one."""
+    """Function that returns the place of a chunk's elements, as a matrix or vector; `torch_dist.chunk_info` is one."""
 
     def __call__(self, name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> TensorInfo: ...
 
 
 class Slabs:
-    """Finds parameters in the tensors of a distributed checkpoint."""
+    """Lookup of parameters in the tensors of a distributed checkpoint."""
 
     def __init__(
         self, folder: Path, sharding: Sharding, tensors: Mapping[str, DistTensor], *, info: ChunkInfo = chunk_info
     ) -> None:
-        """`info` says where the elements of a chunk lie, which depends on the kind of file."""
+        """`info`: returns the place of a chunk's elements, which depends on the kind of file."""
         self._folder, self._sharding, self._tensors, self._info = folder, sharding, tensors, info
         self._chunks: dict[str, Mapping[tuple[int, ...], Sequence[tuple[Chunk, int]]]] = {}
         self.used: set[str] = set()
-        self.found: dict[str, TensorInfo] = {}
+        self.infos: dict[str, TensorInfo] = {}
         self.homes: dict[str, list[Home]] = {}
         self.problems: list[str] = []
 
     def add(self, plan: ParamPlan) -> bool:
-        """Finds the chunks of one parameter; False where the checkpoint has no tensor for it."""
+        """Look up the chunks of one parameter; return False if the checkpoint has no tensor for it."""
         slabs = possible_slabs(plan, self._sharding.hf)
         slab = next((slab for slab in slabs if slab.key in self._tensors), None)
         if slab is None:
@@ -65,7 +65,7 @@ class Slabs:
         return shape == expected
 
     def _add_chunk(self, plan: ParamPlan, slab: Slab, tensor: DistTensor, chunk: Chunk, position: int) -> None:
-        """The home of the part of the parameter that a chunk holds, the chunk's `position`-th."""
+        """Add the home of the part of the parameter that a chunk holds, the chunk's `position`-th."""
         stored = f"{tensor.key}@{'.'.join(map(str, chunk.offsets))}"
         row, col = (*chunk.offsets[len(slab.lead) :], 0)[:2]
         num_rows, num_cols = (*chunk.sizes[len(slab.lead) :], 1)[:2]
@@ -73,12 +73,12 @@ class Slabs:
         rows = min(num_rows, plan.shape[0] - row)
         if rows <= 0:
             return
-        if stored not in self.found:
+        if stored not in self.infos:
             try:
                 info = self._info(stored, tensor, chunk, as_vector=len(plan.shape) == 1)
             except UserError as error:
                 self.problems.append(str(error))
                 return
-            self.found[stored] = info
+            self.infos[stored] = info
         copy = Copy(plan.canonical, row, col, position * num_rows, 0, rows, num_cols)
         self.homes.setdefault(plan.canonical, []).append(Home(stored, copy))

@@ -29,13 +29,13 @@ PIECE_BYTES = 8 << 20
 
 
 class ByteProgress(Protocol):
-    """Told how far a conversion is, on rank 0 alone, of the files that this rank writes."""
+    """Progress of a conversion, reported on rank 0 for the files that it writes."""
 
     def start(self, total_bytes: int, label: str) -> None:
-        """Before the first tensor: bytes that will be written, and what for."""
+        """Start a phase: the bytes that it will write, and its label."""
 
     def advance(self, num_bytes: int) -> None:
-        """After each piece: bytes written since the last call."""
+        """Report the bytes written since the last call."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class OutputFile(NamedTuple):
 
 
 class _Meter:
-    """Bounds the bytes in memory, and counts those that are written."""
+    """Bound on the bytes in memory, and count of those written."""
 
     def __init__(self, progress: ByteProgress | None) -> None:
         self._used, self._changed, self._progress = 0, threading.Condition(), progress
 
     @contextmanager
     def room(self, num_bytes: int) -> Iterator[None]:
-        """Waits until so many bytes fit, or nothing else is in memory."""
+        """Wait until `num_bytes` fit, or nothing else is in memory, and hold them during the block."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + num_bytes <= BUFFER_BYTES)
             self._used += num_bytes

@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed checkpoints (format torch_dist): their chunks, read and written without a model.
+"""Distributed checkpoints of Megatron-Core (format torch_dist): their chunks, read and written without a model.
 
 A checkpoint is a folder of PyTorch's distributed format: `.metadata` says in which file and byte range each chunk of
 each tensor lies, and every chunk is a file of torch.save in itself. Chunks are not unpickled as tensors: once their
@@ -48,7 +48,7 @@ CONFIG = {
 
 
 class Written(NamedTuple):
-    """Where a chunk has been written: what `.metadata` says of it."""
+    """Place of a written chunk, for `.metadata`."""
 
     key: str
     place: tuple[int, ...]  # of the parameter in the leading dimensions
@@ -58,7 +58,7 @@ class Written(NamedTuple):
 
 
 def chunk_info(name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> TensorInfo:
-    """Where the elements of a chunk lie, as a plain tensor [all but the last dimension, last dimension] or vector.
+    """Return the place of a chunk's elements, as a matrix [all but the last dimension, last dimension] or vector.
 
     Raises UserError when the bytes are no contiguous tensor of the size and type that the metadata gives.
     """
@@ -86,7 +86,7 @@ def chunk_info(name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) 
 
 
 class _Slice(io.RawIOBase):
-    """A byte range of a file as a file of its own."""
+    """A byte range of a file, as a file object."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -116,23 +116,23 @@ class _Slice(io.RawIOBase):
 
 
 def _data_start(view: _Slice, dtype: torch.dtype, sizes: tuple[int, ...], where: str) -> int:
-    """First byte of the elements in a torch.save file that holds one contiguous tensor of this type and size."""
+    """Return the first byte of the elements in a torch.save file of one contiguous tensor of this dtype and size."""
     with zipfile.ZipFile(view) as archive:
         names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if names["data.pkl"].file_size > 1 << 16:
             raise ValueError("the description is too long for one tensor")
-        found = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"])), where).load()
+        stored = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"])), where).load()
         if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
             raise ValueError("not in little-endian byte order")
-    if not isinstance(found, _Found):
+    if not isinstance(stored, _StoredTensor):
         raise ValueError("holds no tensor")
     expected = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
-    strides = [(a, b) for a, b, n in zip(found.stride, expected, sizes, strict=True) if n > 1]
-    if found.dtype != dtype or tuple(found.size) != sizes or any(a != b for a, b in strides):
-        raise ValueError(f"holds {found}, the metadata says {dtype} {list(sizes)}")
-    data = names[f"data/{found.storage}"]
+    strides = [(a, b) for a, b, n in zip(stored.stride, expected, sizes, strict=True) if n > 1]
+    if stored.dtype != dtype or tuple(stored.size) != sizes or any(a != b for a, b in strides):
+        raise ValueError(f"holds {stored}, the metadata says {dtype} {list(sizes)}")
+    data = names[f"data/{stored.storage}"]
     nbytes = prod(sizes) * dtype.itemsize
-    skipped = found.storage_offset * dtype.itemsize
+    skipped = stored.storage_offset * dtype.itemsize
     if data.compress_type != zipfile.ZIP_STORED or data.file_size < skipped + nbytes:
         raise ValueError("the elements are compressed or too few")
     view.seek(data.header_offset)
@@ -151,8 +151,8 @@ class _Storage(NamedTuple):
     key: str
 
 
-class _Found(NamedTuple):
-    """What torch.save says of a tensor."""
+class _StoredTensor(NamedTuple):
+    """Description of a tensor in a torch.save file."""
 
     dtype: torch.dtype
     storage: str
@@ -161,21 +161,21 @@ class _Found(NamedTuple):
     stride: Sequence[int]
 
 
-def _rebuild(storage: Any, storage_offset: Any, size: Any, stride: Any, *rest: Any) -> _Found:
-    """In place of torch._utils._rebuild_tensor_v2: no tensor is made."""
+def _rebuild(storage: Any, storage_offset: Any, size: Any, stride: Any, *rest: Any) -> _StoredTensor:
+    """Replace torch._utils._rebuild_tensor_v2: return the description, make no tensor."""
     if not isinstance(storage, _Storage) or not is_sizes([storage_offset]) or not is_sizes(size):
         raise ValueError("describes no plain tensor")
     if not is_sizes(stride) or len(stride) != len(size):
         raise ValueError("describes no plain tensor")
-    return _Found(storage.dtype, storage.key, storage_offset, size, stride)
+    return _StoredTensor(storage.dtype, storage.key, storage_offset, size, stride)
 
 
-def _rebuild_other(storage: Any, storage_offset: Any, size: Any, stride: Any, grad: Any, dtype: Any) -> _Found:
-    """In place of torch._utils._rebuild_tensor_v3, of types that have no storage class."""
-    found = _rebuild(storage, storage_offset, size, stride)
+def _rebuild_other(storage: Any, storage_offset: Any, size: Any, stride: Any, grad: Any, dtype: Any) -> _StoredTensor:
+    """Replace torch._utils._rebuild_tensor_v3, for dtypes without a storage class."""
+    stored = _rebuild(storage, storage_offset, size, stride)
     if not isinstance(dtype, torch.dtype):
         raise ValueError("describes no plain tensor")
-    return found._replace(dtype=dtype)
+    return stored._replace(dtype=dtype)
 
 
 _STORAGES = {
@@ -207,18 +207,18 @@ _TENSOR_NAMES: Mapping[tuple[str, str], Any] = {
 
 
 class _TensorUnpickler(SafeUnpickler):
-    """Builds the description of one tensor and nothing else; any other name is a UserError."""
+    """Unpickler of the description of one tensor; any other name is a UserError."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:
         super().__init__(file)
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of an allowed name."""
+        """Return the object of an allowed name."""
         return allowed(_TENSOR_NAMES, module, name, self._where)
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """The storage that a tensor lies in: ("storage", type, key, device, number of elements)."""
+        """Return a tensor's storage from ("storage", type, key, device, number of elements)."""
         kind, storage_type, key, _, _ = pid
         if kind != "storage" or not isinstance(storage_type, _StorageType) or not isinstance(key, str):
             raise ValueError("refers to something that is no storage")
@@ -226,7 +226,7 @@ class _TensorUnpickler(SafeUnpickler):
 
 
 class ChunkFile:
-    """Writes chunks one after the other into a file of a checkpoint."""
+    """Writer of chunks one after the other into a file of a checkpoint."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
@@ -241,13 +241,13 @@ class ChunkFile:
         self._file.close()
 
     def write(self, key: str, place: tuple[int, ...], tensor: Tensor) -> Written:
-        """Appends one parameter, to become `key`[place]; holds no second copy of it."""
+        """Append one parameter, to become `key`[place]; holds no second copy of it."""
         start = self._file.tell()
         torch.save(tensor.view((1,) * len(place) + tuple(tensor.shape)), self._file)
         return Written(key, place, self.name, start, self._file.tell() - start)
 
     def write_nothing(self) -> Written:
-        """Appends the content of an empty extra state."""
+        """Append the content of an empty extra state."""
         start = self._file.tell()
         torch.save([None], self._file)
         return Written("", (), self.name, start, self._file.tell() - start)
@@ -260,7 +260,7 @@ def write_metadata(
     extra_states: Iterable[str],
     nothing: Written,
 ) -> None:
-    """Writes what makes the files of a folder a checkpoint; `.metadata` last, which makes it complete.
+    """Write the metadata that makes the files of a folder a checkpoint; `.metadata` last, which completes it.
 
     `tensors` are (dtype, global shape) by key; `extra_states` all have the content `nothing`.
     """
@@ -292,10 +292,10 @@ def write_metadata(
 
 
 def chunks_by_slab(tensor: DistTensor, num_lead: int) -> dict[tuple[int, ...], list[tuple[Chunk, int]]]:
-    """Of every index into the leading dimensions the chunks that hold part of it, with its position among theirs."""
-    found: dict[tuple[int, ...], list[tuple[Chunk, int]]] = {}
+    """Return for every index into the leading dimensions the chunks that hold it, with its position in each."""
+    chunks: dict[tuple[int, ...], list[tuple[Chunk, int]]] = {}
     for chunk in tensor.chunks:
         ranges = [range(low, low + n) for low, n in zip(chunk.offsets, chunk.sizes, strict=True)][:num_lead]
         for position, index in enumerate(product(*ranges)):
-            found.setdefault(index, []).append((chunk, position))
-    return found
+            chunks.setdefault(index, []).append((chunk, position))
+    return chunks

@@ -1,4 +1,4 @@
-"""Comparing whole checkpoints of any kind, and checking that a conversion of one loses nothing."""
+"""Comparison of whole checkpoints of any kind, and the check that a conversion loses nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mega_rl.storage.safetensors_reader import CheckpointReader
 
 @dataclass(frozen=True)
 class Verification:
-    """What verifying a checkpoint has shown."""
+    """Result of verifying a checkpoint."""
 
     layout: str  # whose plan is proved complete
     comparison: Comparison | None = None  # with the second checkpoint
@@ -33,7 +33,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing is lost and nothing differs."""
+        """Return whether nothing is lost and nothing differs."""
         return not self.lost and (self.comparison is None or self.comparison.equal)
 
 
@@ -45,7 +45,7 @@ def verify_checkpoint(
     allow_missing: Sequence[str] = (),
     progress: ByteProgress,
 ) -> Verification:
-    """The proof for a layout, and then every bit of `first` against `second`.
+    """Prove a layout complete, then compare every bit of `first` with `second`.
 
     Without `second`: against itself after import and export for the layout, in memory. Collective under torchrun.
     Raises UserErrors when the tensors are not those that config.json asks for.
@@ -56,9 +56,9 @@ def verify_checkpoint(
         comparison = compare_checkpoints(first, second, allow_missing=allow_missing, progress=progress)
         return Verification(layout, comparison)
     with CheckpointReader(first) as reader, joined_world() as world:
-        sharding, found = describe(reader, sharding)
-        if found.problems:
-            raise UserErrors([f"{first}: {problem}" for problem in found.problems])
+        sharding, description = describe(reader, sharding)
+        if description.problems:
+            raise UserErrors([f"{first}: {problem}" for problem in description.problems])
         progress.start(sum(info.nbytes for info in reader.tensors.values()) // world.size, "round trip")
         share = (world.rank, world.size)
         parts = world.each(
@@ -73,7 +73,7 @@ def verify_checkpoint(
 def compare_checkpoints(
     first: Path, second: Path, *, allow_missing: Sequence[str] = (), progress: ByteProgress
 ) -> Comparison:
-    """What tells two checkpoints of one model apart, each of any kind, as Hugging Face tensors; collective.
+    """Compare two checkpoints of one model, each of any kind, as Hugging Face tensors; collective.
 
     Where one of them is no Hugging Face folder, tensors that conversion leaves aside by name may be absent.
     """
@@ -84,12 +84,12 @@ def compare_checkpoints(
         allowed = [*allow_missing, *_left_aside(a, b)]
         sizes = (prod(t.shape) * t.dtype.itemsize for t in a.tensors.values())
         progress.start(sum(sizes) // world.size, "comparing")
-        found = _compare_shares(a, b, allowed, world, progress)
+        comparison = _compare_shares(a, b, allowed, world, progress)
     if a.kind == b.kind == "hf":
         # 8-bit blocks leave as bfloat16, and config.json says so.
         intended = [*allow_missing, *config_changes(a.hf)]
-        found = replace(found, config=compare_configs(first, second, intended=intended))
-    return found
+        comparison = replace(comparison, config=compare_configs(first, second, intended=intended))
+    return comparison
 
 
 def _compare_shares(
@@ -107,7 +107,7 @@ def _compare_shares(
 
 
 def _left_aside(a: WeightFiles, b: WeightFiles) -> frozenset[str]:
-    """Names that one side has and a conversion does not take."""
+    """Return the names that one side has and a conversion leaves aside."""
     if a.kind == b.kind == "hf":
         return frozenset()
     converted = a if a.kind != "hf" else b

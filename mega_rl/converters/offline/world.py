@@ -20,6 +20,7 @@ from mega_rl.parallel.comm import GroupRanks, SingleRank
 
 # How long a rank waits for the others: each has its share of the files to write before they meet.
 DEADLINE = timedelta(hours=4)
+MEETING_DEADLINE = timedelta(minutes=5)  # to reach the launcher's store
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class World:
         failure: Exception | None = None
         try:
             value = work()
-        except Exception as error:  # the other ranks learn it first
+        except Exception as error:  # noqa: BLE001 - the other ranks learn it first
             failure = error
         message = None if failure is None else str(failure) or type(failure).__name__
         with self._answered(failure):
@@ -97,7 +98,8 @@ _generation = itertools.count()
 @cache
 def _store() -> Store:
     """torchrun's store, kept for the life of the process: a second one on its port would race with the first's end."""
-    store: Store = next(rendezvous("env://", timeout=DEADLINE))[0]
+    store: Store = next(rendezvous("env://", timeout=MEETING_DEADLINE))[0]
+    store.set_timeout(DEADLINE)
     return store
 
 

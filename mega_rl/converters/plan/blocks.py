@@ -1,7 +1,6 @@
-"""From a family's rule to a parameter as affine blocks, and from there to one rank's shard.
+"""Blocks and copies: a family's rule as affine blocks of a parameter, and their cut to one rank's shard.
 
-The only module that knows how tensors are stacked into parameters; see plan.py for the picture. Pure arithmetic, no
-torch.
+The only module that stacks tensors into parameters; ranks.py has the overview. Pure arithmetic, no torch.
 """
 
 from __future__ import annotations
@@ -150,14 +149,14 @@ def shard(param: GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], 
         left = width * index if param.cut == "cols" else 0
         copies = tuple(_copy(b, b.dst_row, b.dst_row + b.rows, 0, left, width) for b in param.blocks)
         return (*param.shape[:-1], width) if len(param.shape) > 1 else param.shape, copies
-    found, start, at = [], 0, 0
+    copies_of_parts, start, at = [], 0, 0
     for section in param.sections:
         part = section // parts
         low = start + index * part
         inside = (b for b in param.blocks if b.dst_row < low + part and b.dst_row + b.rows > low)
-        found += [_copy(b, low, low + part, at - low, 0, num_cols) for b in inside]
+        copies_of_parts += [_copy(b, low, low + part, at - low, 0, num_cols) for b in inside]
         start, at = start + section, at + part
-    return (at, *param.shape[1:]), tuple(found)
+    return (at, *param.shape[1:]), tuple(copies_of_parts)
 
 
 def _copy(block: Block, low: int, high: int, shift: int, left: int, width: int) -> Copy:

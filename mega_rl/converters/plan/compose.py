@@ -1,4 +1,4 @@
-"""Composition of index maps: what one plan reads, found in the places where another plan has put it.
+"""Composition of index maps: the sources of one plan, looked up where another plan has stored them.
 
 A plan's copies read sources; a source may itself be stored in parts. `compose` replaces every copy by copies of the
 parts, `invert` turns the plan of loading a checkpoint into one of writing it. Pure arithmetic, no torch.
@@ -36,29 +36,29 @@ Homes = Mapping[str, Sequence[Home]]  # by canonical parameter name
 
 
 def homes_of(stored: str, plan: ParamPlan) -> list[Home]:
-    """Homes of a rank's parameter whose plan has origin "canonical"; its padding is no part of the whole parameter."""
+    """Return the homes of a rank's parameter, without padding; its plan has origin "canonical"."""
     assert not any(copy.transposed for copy in plan.copies), plan.name
     return [Home(stored, copy) for copy in plan.copies if copy.hf_name is not None]
 
 
 def home_faults(name: str, shape: tuple[int, ...], homes: Sequence[Home]) -> list[str]:
-    """What keeps the homes of a parameter from holding every element of it exactly once, in words."""
+    """Return the gaps and overlaps of a parameter's homes, in words; empty if they hold every element exactly once."""
     rectangles = [(c.src_row, c.src_row + c.rows, c.src_col, c.src_col + c.cols) for _, c in homes]
     return [f"{name} {fault}" for fault in tiling_faults(tuple(rectangles), shape)]
 
 
 def compose(copies: Iterable[Copy], homes: Homes) -> tuple[Copy, ...]:
-    """The same copies, reading the stored tensors instead of whole parameters; zero rows stay as they are.
+    """Return the same copies, reading stored tensors instead of whole parameters; zero rows stay as they are.
 
     The homes of each parameter read must tile it.
     """
-    found: list[Copy] = []
+    composed: list[Copy] = []
     for copy in copies:
         if copy.hf_name is None:
-            found.append(copy)
+            composed.append(copy)
         else:
-            found += [part for home in homes[copy.hf_name] if (part := _from_home(copy, home)) is not None]
-    return tuple(found)
+            composed += [part for home in homes[copy.hf_name] if (part := _from_home(copy, home)) is not None]
+    return tuple(composed)
 
 
 def _from_home(copy: Copy, home: Home) -> Copy | None:
@@ -88,11 +88,11 @@ def _overlap(first: int, count: int, other: int, other_count: int) -> tuple[int,
 
 
 def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[ColumnRange, ...]]:
-    """How to write each tensor that whole parameters are made of, from those parameters.
+    """Return for each tensor that whole parameters are made of the copies that write it from those parameters.
 
     `plans` are those of one rank that holds the whole model, with origin "disk".
     """
-    found: dict[str, dict[tuple[int, int], list[Copy]]] = {}
+    inverse: dict[str, dict[tuple[int, int], list[Copy]]] = {}
     for plan in plans:
         for c in plan.copies:
             if c.hf_name is None:
@@ -109,8 +109,8 @@ def invert(plans: Iterable[ParamPlan]) -> dict[str, tuple[ColumnRange, ...]]:
                 c.rows if c.transposed else c.cols,
                 c.transposed,
             )
-            found.setdefault(c.hf_name, {}).setdefault(turn, []).append(back)
+            inverse.setdefault(c.hf_name, {}).setdefault(turn, []).append(back)
     return {
         name: tuple(ColumnRange(first, step, tuple(copies)) for (first, step), copies in sorted(turns.items()))
-        for name, turns in found.items()
+        for name, turns in inverse.items()
     }

@@ -1,11 +1,11 @@
-"""The plans of all ranks read backwards: what is gathered together, and which tensors come out of it.
+"""The plans of all ranks read backwards: parameters that are gathered together, and the tensors made of them.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -40,7 +40,7 @@ class ExportUnit:
     """Parameters that are gathered together, and the Hugging Face tensors that come out of them.
 
     The members that gather are the tensor-parallel ranks, for experts the etp x ep ranks that hold all experts between
-    them (etp fastest): each holds parameters of these names and shapes, of experts of its own.
+    them (etp fastest): each holds parameters of these names and shapes, of different experts.
     """
 
     pp_rank: int
@@ -58,7 +58,7 @@ class ExportUnit:
 
 @lru_cache(maxsize=8)
 def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
-    """The inverse over all ranks of a replica: every parameter once, layer by layer.
+    """Return the inverse over all ranks of a replica: every parameter once, layer by layer.
 
     The order depends on the model and on `ep` alone, so every rank exports the same sequence. Cached, because a run
     asks for it at each weight sync.
@@ -84,7 +84,7 @@ def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
 
 
 def _as_on_disk(unit: ExportUnit) -> ExportUnit:
-    """The unit of chunks whose parameters are the tensors themselves."""
+    """Return the unit of chunks whose parameters are the tensors themselves."""
     tensors = []
     for position, (name, shape, _) in enumerate(unit.tensors):
         rows, cols = matrix_shape(shape)
@@ -101,7 +101,7 @@ def _expert_units(
     shapes: Mapping[str, HFTensor],
     order: Mapping[tuple[str, int, int], int],
 ) -> Iterator[tuple[int, ExportUnit]]:
-    """(place in the order, unit) of a stage's experts.
+    """Yield (place in the order, unit) of a stage's experts.
 
     A unit is one expert of each expert-parallel rank, or all experts where one tensor on disk holds them all.
     """
@@ -124,7 +124,7 @@ def _expert_units(
 
 
 def _bucket_key(part: Part) -> tuple[int, str]:
-    """Consecutive parameters with one key are one unit."""
+    """Return the key of a part; consecutive parameters with one key are one unit."""
     return part.layer, part.rule.together or part.rule.param
 
 
@@ -136,23 +136,28 @@ def _unit(
     *,
     of_experts: bool,
 ) -> ExportUnit:
-    """A unit from its parameters, each as every member holds it."""
+    """Return a unit from its parameters, each as every member holds it."""
     pieces: dict[str, list[ExportPiece]] = {}
     for position, plans in enumerate(params):
-        seen: set[str] = set()
-        for member, plan in enumerate(plans):
-            # What several members hold whole is taken from the first of them.
-            if plan.replicated and plan.canonical in seen:
-                continue
-            seen.add(plan.canonical)
-            for copy in plan.copies:
-                if copy.hf_name is not None:
-                    pieces.setdefault(copy.hf_name, []).append(ExportPiece(member, position, copy))
+        for name, piece in _pieces(position, plans):
+            pieces.setdefault(name, []).append(piece)
     return ExportUnit(
         pp_rank,
         vp_stage,
         of_experts,
         params[0][0].float32,
         tuple(ExportParam(plans[0].name, plans[0].shape, plans[0].replicated) for plans in params),
-        tuple((name, shapes[name].shape, tuple(found)) for name, found in pieces.items()),
+        tuple((name, shapes[name].shape, tuple(of_one)) for name, of_one in pieces.items()),
     )
+
+
+def _pieces(position: int, plans: Sequence[ParamPlan]) -> Iterator[tuple[str, ExportPiece]]:
+    """Yield (Hugging Face name, piece) of a parameter; parts that several members hold come from the first of them."""
+    seen: set[str] = set()
+    for member, plan in enumerate(plans):
+        if plan.replicated and plan.canonical in seen:
+            continue
+        seen.add(plan.canonical)
+        for copy in plan.copies:
+            if copy.hf_name is not None:
+                yield copy.hf_name, ExportPiece(member, position, copy)

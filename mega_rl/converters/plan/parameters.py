@@ -1,6 +1,6 @@
-"""Which parameters a model is made of, in what order, and which stage holds them; which tensors on disk that takes.
+"""Parameters of a model in their order, by stage, and the tensors on disk that they need.
 
-Everything follows from the family's rules and the architecture. Imports no torch.
+Derived from the family's rules and the architecture. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Part(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What tells it from every other parameter."""
+        """Return (parameter, layer, expert), unique in the model."""
         return self.rule.param, self.layer, self.expert
 
 
 class HFTensor(NamedTuple):
-    """What the model asks of a tensor on disk."""
+    """Requirements of the model on a tensor on disk."""
 
     shape: tuple[int, ...]
     optional: bool
@@ -103,7 +103,7 @@ def mtp_tensors(hf: HFConfig) -> dict[str, HFTensor]:
 
 
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
-    """The rules in force, with the output head that the model has; a tied head has no tensor of its own."""
+    """Return the rules in force, with the output head that the model has; a tied head has no tensor."""
     rules = []
     for rule in FAMILIES[hf.family].rules:
         if not all(name in hf.switches for name in rule.when if name not in ("dense", "moe")):
@@ -118,7 +118,7 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
 
 
 def _holds(rule: Rule, hf: HFConfig, layer: int) -> bool:
-    """Whether a rule holds in a layer, by the kind of its MLP."""
+    """Return whether a rule applies to a layer, by the kind of its MLP."""
     return ("moe" not in rule.when or hf.is_moe(layer)) and ("dense" not in rule.when or not hf.is_moe(layer))
 
 
@@ -168,18 +168,18 @@ def stage_parts(sharding: Sharding, pp_rank: int, vp_stage: int) -> Iterator[Par
         if rule.scope != "model":
             continue
         if rule.param.startswith("embedding."):
-            # Multi-token prediction embeds tokens too, with a copy of the embedding where it is not at hand.
+            # Multi-token prediction embeds tokens too, with a copy of the embedding on stages without it.
             if first or (last and mtp):
                 yield Part(rule)
         elif last and (rule.sources or not (first or mtp)):
-            # Megatron-Core gives a tied model an output layer of its own only where the embedding is not at hand.
+            # Megatron-Core gives a tied model a separate output layer only on stages without the embedding.
             yield Part(rule)
     for rules, layer in _stage_layers(sharding, pp_rank, vp_stage):
         yield from _layer_parts(rules, sharding.hf, layer, experts=None)
 
 
 def stage_experts(sharding: Sharding, pp_rank: int, vp_stage: int, held: range) -> Iterator[Part]:
-    """These experts of every layer of one stage."""
+    """Yield the parameters of these experts in every layer of one stage."""
     for rules, layer in _stage_layers(sharding, pp_rank, vp_stage):
         yield from _layer_parts(rules, sharding.hf, layer, experts=held)
 

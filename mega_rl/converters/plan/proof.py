@@ -1,4 +1,4 @@
-"""The static proof that a conversion loses nothing and writes nothing twice: interval arithmetic over all ranks."""
+"""Static proof that a conversion loses nothing and writes nothing twice: interval arithmetic over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rectangle = tuple[int, int, int, int]  # row_lo, row_hi, col_lo, col_hi
 
 
 def prove_complete(sharding: Sharding) -> None:
-    """Checks, before any tensor is read, that the plans of all ranks lose nothing and write nothing twice.
+    """Check, before any tensor is read, that the plans of all ranks lose nothing and write nothing twice.
 
     Every element of every parameter of every rank is written exactly once; every element of every Hugging Face tensor
     is used exactly once, where parameters that several ranks hold whole and second homes count once. Raises UserErrors
@@ -33,7 +33,7 @@ def prove_complete(sharding: Sharding) -> None:
 
 @lru_cache(maxsize=8)
 def _faults(sharding: Sharding) -> tuple[str, ...]:
-    """Every gap and overlap, in words."""
+    """Return every gap and overlap, in words."""
     tensors = hf_tensors(sharding.hf, head=sharding.head)
     ledger = _Ledger({name: matrix_shape(tensor.shape)[1] for name, tensor in tensors.items()})
     for where, plan, index in _plans(sharding):
@@ -43,7 +43,7 @@ def _faults(sharding: Sharding) -> tuple[str, ...]:
 
 
 def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int]]:
-    """(where, plan, index among the ranks that cut its parameters) of everything that all ranks hold, each once."""
+    """Yield (where, plan, index among the ranks that cut its parameters) of every distinct plan of all ranks."""
     layout = sharding.layout
     for pp_rank, vp_stage in layout.stages():
         stage = f"pp_rank={pp_rank} vp_stage={vp_stage}"
@@ -59,7 +59,7 @@ def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int
 
 @dataclass
 class _Ledger:
-    """What has been written and read so far."""
+    """Ledger of the rectangles written and read so far."""
 
     columns: Mapping[str, int]  # of every tensor on disk
     problems: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Ledger:
     whole: dict[tuple[str, str], tuple[Copy, ...]] = field(default_factory=dict)
 
     def add(self, where: str, plan: tuple[ParamPlan, ...], index: int) -> None:
-        """Enters one rank's plan."""
+        """Enter one rank's plan."""
         names = Counter(param.name for param in plan)
         self.problems += [f"{where}: {name} is planned {n} times" for name, n in names.items() if n > 1]
         stage = where.partition(" pp_rank")[2]
@@ -89,7 +89,7 @@ class _Ledger:
 
 
 def source_rectangle(copy: Copy, columns: int) -> Rectangle:
-    """What a copy takes of a source with so many columns.
+    """Return the rectangle that a copy reads of a source with `columns` columns.
 
     Where columns are taken in turns, those of one turn count as neighbours: first all even ones, then all odd ones.
     """
@@ -100,21 +100,21 @@ def source_rectangle(copy: Copy, columns: int) -> Rectangle:
 
 @lru_cache(maxsize=4096)
 def tiling_faults(rectangles: tuple[Rectangle, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
-    """What keeps rectangles (row_lo, row_hi, col_lo, col_hi) from tiling a tensor exactly once, in words.
+    """Return the gaps and overlaps of rectangles (row_lo, row_hi, col_lo, col_hi) in a tensor, in words.
 
     Cuts the columns at every edge of a rectangle; within such a strip the rectangles are plain row intervals. Cached:
     the layers and experts of a model ask the same questions.
     """
-    found = sorted(rectangles)
+    ordered = sorted(rectangles)
     num_rows, num_cols = matrix_shape(shape)
-    if found == [(0, num_rows, 0, num_cols)]:
+    if ordered == [(0, num_rows, 0, num_cols)]:
         return ()
-    edges = sorted({0, num_cols}.union(*((lo, hi) for _, _, lo, hi in found)))
+    edges = sorted({0, num_cols}.union(*((lo, hi) for _, _, lo, hi in ordered)))
     faults = []
     for left, right in pairwise(edges):
         columns = "" if (left, right) == (0, num_cols) else f" columns {left}..{right}"
         at = 0
-        for row_lo, row_hi, col_lo, col_hi in found:
+        for row_lo, row_hi, col_lo, col_hi in ordered:
             if col_lo >= right or col_hi <= left:
                 continue
             if row_lo > at:
@@ -134,8 +134,8 @@ def _source_faults(
     used: Mapping[str, list[Rectangle]],
     again: Mapping[tuple[str, str], list[Rectangle]],
 ) -> list[str]:
-    """Gaps and overlaps on the Hugging Face side."""
-    problems = [f"{name} is read but is no tensor of this model" for name in used if name not in tensors]
+    """Return the gaps and overlaps on the Hugging Face side, in words."""
+    problems = [f"{name} is read but is not a tensor of this model" for name in used if name not in tensors]
     for name, tensor in tensors.items():
         problems += [f"{name} {fault}" for fault in tiling_faults(tuple(used.get(name, ())), tensor.shape)]
     for (name, param), rectangles in again.items():

@@ -10,7 +10,7 @@ a few numbers per tensor; nothing here touches an element, and nothing imports t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
@@ -20,13 +20,13 @@ from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT, Part, stage_ex
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
-# What a parameter's copies read: tensors of a Hugging Face checkpoint, or whole parameters under canonical names.
+# Source of a parameter's copies: tensors of a Hugging Face checkpoint, or whole parameters under canonical names.
 Origin = Literal["disk", "canonical"]
 
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """How one rank fills one parameter."""
+    """The copies by which one rank fills one parameter."""
 
     name: str  # in the live model chunk: under its spec, layers and experts numbered within the chunk
     canonical: str
@@ -42,7 +42,7 @@ class ParamPlan:
 def build_plan(
     sharding: Sharding, at: RankCoordinates, *, vp_stage: int = 0, origin: Origin = "disk"
 ) -> tuple[ParamPlan, ...]:
-    """How one rank fills each parameter of one of its model chunks: the common part and its experts.
+    """Return how one rank fills each parameter of one of its model chunks: the common part and its experts.
 
     Raises UserErrors when the model cannot be cut this way.
     """
@@ -53,7 +53,7 @@ def build_plan(
 def common_plan(
     sharding: Sharding, tp_rank: int, pp_rank: int, vp_stage: int = 0, *, origin: Origin = "disk"
 ) -> tuple[ParamPlan, ...]:
-    """The part of a chunk that is cut over tensor parallelism: everything but experts."""
+    """Return the part of a chunk that is cut over tensor parallelism: everything but experts."""
     cut = _Cutter(sharding, sharding.layout.tp, tp_rank, origin)
     layers = sharding.layout.layers_of(pp_rank, sharding.hf.num_layers, vp_stage)
     first_stage = (pp_rank, vp_stage) == (0, 0)
@@ -69,7 +69,7 @@ def common_plan(
 def expert_plan(
     sharding: Sharding, ep_rank: int, etp_rank: int, pp_rank: int, vp_stage: int = 0, *, origin: Origin = "disk"
 ) -> tuple[ParamPlan, ...]:
-    """The experts of a chunk that one expert-parallel rank holds, cut over the experts' tensor parallelism."""
+    """Return the experts of a chunk on one expert-parallel rank, cut over the experts' tensor parallelism."""
     cut = _Cutter(sharding, sharding.layout.etp, etp_rank, origin)
     layers = sharding.layout.layers_of(pp_rank, sharding.hf.num_layers, vp_stage)
     held = experts_of(sharding.hf, sharding.layout, ep_rank)
@@ -79,6 +79,23 @@ def expert_plan(
         expert = part.expert - held.start
         plans.append(cut.plan(part, param_name(part.rule, sharding.hf, layer=local, expert=expert, spec=sharding.spec)))
     return tuple(plans)
+
+
+class _CutKey(NamedTuple):
+    """Parameters of one key are cut alike."""
+
+    param: str
+    when: tuple[str, ...]
+    expert: int  # -1: any; else its place in the tensor that holds all experts
+
+
+class _Cut(NamedTuple):
+    """A parameter cut for one rank, under the names of the first layer and expert that asked for it."""
+
+    param: GlobalParam
+    names: list[str]  # of the tensors that its copies read
+    shape: tuple[int, ...]
+    copies: tuple[Copy, ...]
 
 
 class _Cutter:
@@ -91,22 +108,20 @@ class _Cutter:
     def __init__(self, sharding: Sharding, parts: int, index: int, origin: Origin) -> None:
         sharding.check()
         self._sharding, self._parts, self._index, self._origin = sharding, parts, index, origin
-        self._done: dict[
-            tuple[str, tuple[str, ...], int], tuple[GlobalParam, list[str], tuple[int, ...], tuple[Copy, ...]]
-        ] = {}
+        self._cuts: dict[_CutKey, _Cut] = {}
 
     def plan(self, part: Part, name: str, replica: bool = False) -> ParamPlan:
-        """How this rank fills a parameter that its chunk knows as `name`."""
+        """Return how this rank fills a parameter that its chunk knows as `name`."""
         rule = part.rule
         stacked = any(source.stacked for source in rule.sources)
-        key = rule.param, rule.when, part.expert if stacked else -1
+        key = _CutKey(rule.param, rule.when, part.expert if stacked else -1)
         names = _origin_names(part, self._sharding.hf, self._origin)
-        if key not in self._done:
+        if key not in self._cuts:
             param = _parameter(part, self._sharding.hf, self._sharding.vocab, self._origin, replica=replica)
-            self._done[key] = (param, names, *shard(param, self._parts, self._index))
-        param, like, shape, copies = self._done[key]
-        if like != names:
-            renamed = dict(zip(like, names, strict=True))
+            self._cuts[key] = _Cut(param, names, *shard(param, self._parts, self._index))
+        param, first_names, shape, copies = self._cuts[key]
+        if first_names != names:
+            renamed = dict(zip(first_names, names, strict=True))
             copies = tuple([Copy(renamed[c[0]], *c[1:]) for c in copies])  # type: ignore[index]
         canonical = param_name(rule, self._sharding.hf, layer=part.layer, expert=part.expert)
         whole = param.cut == "none"
@@ -116,20 +131,20 @@ class _Cutter:
 
 
 def _origin_names(part: Part, hf: HFConfig, origin: Origin) -> list[str]:
-    """Names of the tensors that a part's copies read."""
+    """Return the names of the tensors that a part's copies read."""
     if origin == "canonical":
         return [param_name(part.rule, hf, layer=part.layer, expert=part.expert)]
     return [source.name.format(layer=part.layer, expert=part.expert) for source in part.rule.sources]
 
 
 def experts_of(hf: HFConfig, layout: ParallelLayout, ep_rank: int) -> range:
-    """Global indices of the experts that an expert-parallel rank holds."""
+    """Return the global indices of the experts that an expert-parallel rank holds."""
     count = hf.moe.num_experts // layout.ep if hf.moe is not None else 0
     return range(ep_rank * count, (ep_rank + 1) * count)
 
 
 def _parameter(part: Part, hf: HFConfig, vocab: int, origin: Origin, *, replica: bool = False) -> GlobalParam:
-    """The whole parameter, made of tensors on disk or, with origin "canonical", of itself."""
+    """Return the whole parameter, made of tensors on disk or, with origin "canonical", of itself."""
     rule = part.rule
     if rule.param == OUTPUT and not rule.sources:
         rule = replace(rule, sources=(_embedding_source(hf),))

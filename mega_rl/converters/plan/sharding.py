@@ -22,7 +22,7 @@ class Sharding:
     """A model and how it is cut: everything that a plan depends on but the rank."""
 
     hf: HFConfig
-    layout: ParallelLayout = ParallelLayout()  # noqa: RUF009  immutable
+    layout: ParallelLayout = ParallelLayout()  # noqa: RUF009 - immutable
     spec: Spec = "local"  # whose parameter names the live chunks have
     head: Head = "lm"
     padded_vocab: int | None = None  # rows of the embedding; None: the smallest multiple of tp

@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")
 
 
 def attention_name(choice: str) -> str:
-    """What a model must be built with as `attn_implementation` to run `choice`, "eager" and the like.
+    """Return the `attn_implementation` with which a model must be built to run `choice`, "eager" and the like.
 
     Raises:
         KeyError: not one that Hugging Face's models run.
@@ -32,7 +32,7 @@ def attention_name(choice: str) -> str:
 
 
 def attention_arguments(choice: str, cu_seqlens: Tensor | None, max_seqlen: int) -> dict[str, Any]:
-    """What the forward of a model that runs `choice` must be given beside its tokens, for every micro-batch.
+    """Return the arguments that a model with attention `choice` needs in each forward besides its tokens.
 
     cu_seqlens: [n+1] int32, where packed sequences begin, from 0 to T, on the model's device; None if padded.
     max_seqlen: tokens of the longest sequence.
@@ -79,7 +79,7 @@ def _attention(
     if unknown:
         raise RunError(
             f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which attn_implementation={kernel} "
-            "of engine=fsdp does not compute; use engine=megatron"
+            "of engine.backend=fsdp does not compute; use engine.backend=megatron"
         )
     attend = partial(
         KERNELS[kernel],

@@ -1,20 +1,17 @@
-"""From a Hugging Face checkpoint directory to an FSDPEngine."""
+"""Building of an FSDPEngine from a Hugging Face checkpoint directory."""
 
 from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
-from mega_rl.config.attention import Role
-from mega_rl.config.schema import Config
-from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.engines.base import EngineSettings, ModelRequest
 from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.fsdp.model import freeze, shard, sharded_parameters, skeleton
 from mega_rl.engines.fsdp.optimizer import build_adam
@@ -27,62 +24,50 @@ log = logging.getLogger(__name__)
 
 
 def build_fsdp_engine(
-    name: Role,
-    *,
-    path: Path,
-    head: Head,
-    trainable: bool,
-    config: Config,
-    groups: Groups,
-    accelerator: Accelerator,
-    attention: str,
-    batching: Batching,
+    request: ModelRequest, *, settings: EngineSettings, groups: Groups, accelerator: Accelerator, batching: Batching
 ) -> FSDPEngine:
-    """The model of checkpoint `path`, this rank's share of it, with its weights loaded; collective.
-
-    `head` is "lm" or "value"; a trainable engine has an optimizer. `attention`: the kernel that runs.
-    """
-    hf = read_hf_config(path)
-    device, dtype = accelerator.device, DTYPES[config.model.dtype]
-    model, transformers_model = skeleton(path, head=head, attention=attention)
-    if trainable:
-        freeze(model, config.model.frozen)
+    """Return this rank's share of the model, with its weights loaded; collective."""
+    fsdp = settings.engine.fsdp
+    device, dtype = accelerator.device, DTYPES[settings.model.dtype]
+    model, transformers_model = skeleton(request.path, head=request.head, attention=request.attention)
+    if request.trainable:
+        freeze(model, settings.model.frozen)
     else:
         model.requires_grad_(False)
     scratch = shard(
         model,
         transformers_model,
-        mesh=_mesh(groups, config.fsdp.shard_ranks, device.type, timeout_s=config.trainer.timeout_s),
+        mesh=_mesh(groups, fsdp.shard_ranks, device.type, timeout_s=settings.timeout_s),
         device=device,
         dtype=dtype,
-        settings=config.fsdp,
-        recompute=trainable and config.model.recompute == "full",
+        settings=fsdp,
+        recompute=request.trainable and settings.model.recompute == "full",
     )
-    sharding = Sharding(hf, groups.layout, spec="hf", head=head)
-    with progress.phase(f"{name}: reading the weights"):
-        report = load(model, path, sharding=sharding)
-    log.info("%s: read %s", name, report)
+    sharding = Sharding(request.hf, groups.layout, spec="hf", head=request.head)
+    with progress.phase(f"{request.name}: reading the weights"):
+        report = load(model, request.path, sharding=sharding)
+    log.info("%s: read %s", request.name, report)
     return FSDPEngine(
-        name=name,
+        name=request.name,
         model=model,
-        optimizer=build_adam(sharded_parameters(model).values(), config.optim) if trainable else None,
+        optimizer=build_adam(sharded_parameters(model).values(), settings.optim) if request.trainable else None,
         sharding=sharding,
         groups=groups,
         batching=batching,
         device=device,
         dtype=dtype,
-        attention=attention,
+        attention=request.attention,
         scratch=scratch,
-        clip_grad=config.optim.clip_grad,
-        reduce_every_microbatch=config.fsdp.reduce_every_microbatch,
-        keep_gathered=not config.fsdp.reshard_after_forward,
-        temperature=config.rollout.temperature,
-        export_bucket_bytes=config.rollout.bucket_mib << 20,
+        clip_grad=settings.optim.clip_grad,
+        reduce_every_microbatch=fsdp.reduce_every_microbatch,
+        keep_gathered=not fsdp.reshard_after_forward,
+        temperature=settings.temperature,
+        export_bucket_bytes=settings.export_bucket_bytes,
     )
 
 
 def _mesh(groups: Groups, shard_ranks: int, device_type: str, *, timeout_s: float) -> DeviceMesh:
-    """All ranks; with `shard_ranks` (0: all) replicas of that many ranks."""
+    """Return all ranks as a mesh; with `shard_ranks` (0: all) replicas of that many ranks."""
     world = groups.dp.size()
     if shard_ranks in (0, world):
         return DeviceMesh.from_group(groups.dp, device_type)

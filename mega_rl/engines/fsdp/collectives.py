@@ -1,4 +1,4 @@
-"""The two collectives of FSDP2 on gloo, whose own ones move bytes several times more slowly.
+"""All-gather and reduce-scatter of FSDP2 on gloo, several times faster than gloo's own.
 
 Source of the comparison: benchmarks/ddp.py and benchmarks/engines.py.
 """
@@ -26,12 +26,12 @@ class _Memory:
 
 
 class BroadcastAllGather(_Memory):
-    """An all-gather as one broadcast of each rank's part."""
+    """All-gather as one broadcast of each rank's part."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Works | None:
-        """output_tensor [ranks * n], of which `input_tensor` [n] is this rank's part; a handle when `async_op`."""
+        """Gather each rank's `input_tensor` [n] into `output_tensor` [ranks * n]; return a handle when `async_op`."""
         parts = output_tensor.chunk(group.size())
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
@@ -44,7 +44,7 @@ class BroadcastAllGather(_Memory):
 
 
 class Fp32ReduceScatter(_Memory):
-    """A reduce-scatter that adds in FP32 whatever travels, in rank order."""
+    """Reduce-scatter that adds messages of any dtype in FP32 and rank order."""
 
     def __init__(self, largest: int) -> None:
         """largest: bytes of the largest input."""
@@ -58,14 +58,14 @@ class Fp32ReduceScatter(_Memory):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> Reduction | None:
-        """output_tensor [n] gets this rank's part of the sum of all ranks' `input_tensor` [ranks * n]."""
+        """Write this rank's part of the sum of all ranks' `input_tensor` [ranks * n] to `output_tensor` [n]."""
         return reduce_scatter_fp32(
             output_tensor, input_tensor, group=group, op=op, async_op=async_op, scratch=self.scratch
         )
 
 
 def use_host_collectives(modules: Iterable[FSDPModule], group: ProcessGroup, *, largest: int) -> Scratch | None:
-    """Let these modules gather and scatter over `group` so, if it is one of gloo; the memory of messages under way.
+    """Use these collectives in the modules if `group` is of gloo; return the memory of pending messages, else None.
 
     largest: bytes of the gradients of the largest module.
     """

@@ -1,4 +1,4 @@
-"""A Hugging Face model whose parameters are sharded over ranks by PyTorch FSDP2, built one layer at a time."""
+"""Building of a Hugging Face model sharded by PyTorch FSDP2, one layer at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mega_rl.errors import UserError
 
 
 class TokenClassifier(nn.Module):
-    """A backbone with one number per token: transformers' token classification of one label.
+    """Backbone with one number per token: transformers' token classification of one label.
 
     The head `score` has no bias, so that a critic or reward model has the same parameters in every engine, is float32
     in a bf16 model too, and starts at zero: a fresh critic predicts 0 everywhere.
@@ -40,12 +40,12 @@ class TokenClassifier(nn.Module):
         self.score = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """[b, S, 1] float32 of tokens [b, S] int64."""
+        """Return [b, S, 1] float32 of tokens [b, S] int64."""
         return self.score(self.model(tokens, **arguments).last_hidden_state)
 
 
 def skeleton(path: Path, *, head: Head, attention: str) -> tuple[nn.Module, PreTrainedModel]:
-    """(the model of a checkpoint's config.json with its head, transformers' part of it), without memory, float32.
+    """Return (model of a checkpoint's config.json with its head, transformers' part of it), without memory, float32.
 
     Raises:
         UserError: transformers does not know the model.
@@ -132,24 +132,24 @@ def shard(
 
 
 def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:
-    """The modules that are gathered one at a time: layers, and what is not tied of embedding and head."""
-    found = layers(hf)
+    """Return the modules that are gathered one at a time: layers, and untied embedding and head."""
+    decoder = layers(hf)
     if isinstance(model, TokenClassifier):
-        return [*found, hf.get_input_embeddings(), model.score]
+        return [*decoder, hf.get_input_embeddings(), model.score]
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     # What both ends read is the root's, which stays gathered from the forward to the end of the backward.
-    return found if head.weight is embedding.weight else [*found, embedding, head]
+    return decoder if head.weight is embedding.weight else [*decoder, embedding, head]
 
 
 def layers(hf: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder's layers."""
-    found = hf.get_decoder().layers if hasattr(hf, "lm_head") else hf.layers
-    assert isinstance(found, nn.ModuleList), f"{type(hf).__name__} has no list of layers"
-    return list(found)
+    decoder = hf.get_decoder().layers if hasattr(hf, "lm_head") else hf.layers
+    assert isinstance(decoder, nn.ModuleList), f"{type(hf).__name__} has no list of layers"
+    return list(decoder)
 
 
 def _materialise(unit: nn.Module, hf: PreTrainedModel, device: torch.device) -> None:
-    """Memory for what a unit has on the meta device: parameters unset, buffers outside checkpoints computed."""
+    """Allocate a unit's tensors on the meta device: parameters unset, buffers outside checkpoints computed."""
     for module in unit.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
@@ -164,18 +164,18 @@ def _materialise(unit: nn.Module, hf: PreTrainedModel, device: torch.device) -> 
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The units and the root."""
+    """Return the units and the root."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
-    """Every parameter by transformers' name, a tied one once; rows are cut as `torch.chunk` does.
+    """Return every parameter by transformers' name, a tied one once; rows are cut as `torch.chunk` does.
 
     What a forward without a backward has left gathered is freed first.
     """
     for module in fsdp_modules(model):
         module.reshard()
-    found = dict(model.named_parameters())
-    for name, parameter in found.items():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor), name
-    return found  # type: ignore[return-value]
+    return parameters  # type: ignore[return-value]

@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_adam(parameters: Iterable[DTensor], optim: OptimConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW, its state there from the start, as zeros.
+    """Build torch's fused AdamW with its state created as zeros.
 
     Weight decay is decoupled and spares tensors of one dimension: norms and biases.
     """
@@ -47,13 +47,13 @@ def count_steps(optimizer: torch.optim.AdamW) -> int:
 
 
 def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
-    """Go on as if so many had been made."""
+    """Set the number of steps done."""
     for state in optimizer.state.values():
         state["step"].fill_(steps)
 
 
 def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:
-    """L2 norm of all gradients, float64 where squares are added up; `ranks` are all of them; collective."""
+    """Return the L2 norm of all gradients, squares summed in float64; `ranks` are all of them; collective."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in parameters:
         gradient = parameter.grad

@@ -1,4 +1,4 @@
-"""Weights of a sharded Hugging Face model: in from a checkpoint, every rank its own rows; out again, whole."""
+"""Loading of a sharded Hugging Face model, every rank its rows, and export of whole tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOAT32 = (".e_score_correction_bias", TokenClassifier.HEAD)
 
 
 def rows_here(parameter: DTensor) -> Box:
-    """Where in the whole this rank's rows are; empty where there are more ranks than rows."""
+    """Return where in the whole this rank's rows are; empty where there are more ranks than rows."""
     mesh = parameter.device_mesh
     dimension = next(i for i, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
     local = tuple(parameter.to_local().shape)
@@ -39,7 +39,7 @@ def rows_here(parameter: DTensor) -> Box:
 
 
 def is_first_copy(parameter: DTensor) -> bool:
-    """Whether this rank's rows are the first of their copies, which several groups of ranks hold."""
+    """Return whether this rank's rows are the first of their copies, which several groups of ranks hold."""
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
     return all(
@@ -48,13 +48,14 @@ def is_first_copy(parameter: DTensor) -> bool:
 
 
 def disk_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that checkpoints hold, by transformers' name; whole on every rank."""
+    """Return the buffers that checkpoints hold, by transformers' name; whole on every rank."""
     kept = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
+@torch.no_grad()
 def load(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
-    """Copy this rank's rows of a checkpoint into the shards; returns what it did. No collectives.
+    """Copy this rank's rows of a checkpoint into the shards, and return a report. No collectives.
 
     A head that the checkpoint does not have starts at zero.
 
@@ -71,21 +72,19 @@ def load(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
         ignored, absent = check_tensors(reader, hf, sharding.head)
         renamed = {TokenClassifier.HEAD: hf.value_head}
         jobs: list[tuple[Tensor, list[Copy]]] = []
-        with torch.no_grad():
-            for name, parameter in sharded_parameters(model).items():
-                local = parameter.to_local()
-                disk = [
-                    t._replace(name=renamed.get(t.name, t.name))
-                    for t in disk_tensors(model_type, name, parameter.shape)
-                ]
-                if any(tensor.name in absent for tensor in disk):
-                    local.zero_()
-                    kept.append(name)
-                elif local.numel():
-                    jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
-            for name, buffer in disk_buffers(model).items():
-                disk = list(disk_tensors(model_type, name, tuple(buffer.shape)))
-                jobs.append((buffer, list(_copies(disk, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer.shape))))
+        for name, parameter in sharded_parameters(model).items():
+            local = parameter.to_local()
+            disk = [
+                t._replace(name=renamed.get(t.name, t.name)) for t in disk_tensors(model_type, name, parameter.shape)
+            ]
+            if any(tensor.name in absent for tensor in disk):
+                local.zero_()
+                kept.append(name)
+            elif local.numel():
+                jobs.append((local, list(_copies(disk, rows_here(parameter), parameter.shape))))
+        for name, buffer in disk_buffers(model).items():
+            disk = list(disk_tensors(model_type, name, tuple(buffer.shape)))
+            jobs.append((buffer, list(_copies(disk, Box((0,) * buffer.dim(), tuple(buffer.shape)), buffer.shape))))
         written = fill_all(jobs, reader)
         expected = sum(target.numel() for target, _ in jobs)
         assert written == expected, f"{written} elements were written, the shards have {expected}"
@@ -94,7 +93,7 @@ def load(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
 
 
 def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Iterator[Copy]:
-    """How the rows of `box` of a parameter of this shape are made of tensors on disk."""
+    """Yield the copies that make the rows of `box` of a parameter of this shape from tensors on disk."""
     per_row = prod(shape[1:-1])  # of the matrix
     low = box.offset[0] * per_row
     high = low + matrix_shape(box.shape)[0]
@@ -113,7 +112,7 @@ def _copies(disk: Iterable[DiskTensor], box: Box, shape: tuple[int, ...]) -> Ite
 
 
 class WholeModel(nn.Module):
-    """A sharded model as exporters see it: the tensors of its checkpoint, whole, one after the other; collective."""
+    """A sharded model for exporters: the tensors of its checkpoint, gathered one by one; collective."""
 
     def __init__(self, model: nn.Module, *, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
         """dtype: of the tensors that are not float32 in every model."""
@@ -130,18 +129,18 @@ class WholeModel(nn.Module):
                 self._tensors[on_disk] = Whole(disk.shape, kind, device, read)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """(name on disk, whole tensor)."""
+        """Yield (name on disk, whole tensor)."""
         yield from self._tensors.items()
 
 
 class _Gatherer:
-    """Gathers parameters, and keeps the last ones of which experts are cut out one by one."""
+    """Gatherer of parameters that keeps the last ones, out of which experts are cut one by one."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
 
     def reader(self, name: str, source: Tensor, disk: DiskTensor, *, dtype: torch.dtype, device: torch.device) -> Any:
-        """Gives one tensor of the checkpoint out of a parameter."""
+        """Return a function that gives one tensor of the checkpoint out of a parameter."""
         if tuple(source.shape) == disk.shape:
             return lambda: _whole(source, dtype, device)
 
@@ -157,7 +156,7 @@ class _Gatherer:
 
 
 def _whole(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new tensor; collective for a parameter."""
+    """Return a new whole tensor; collective for a parameter."""
     if not isinstance(source, DTensor):
         return source.detach().to(device=device, dtype=dtype, copy=True)
     # Cast before it travels, and not as a DTensor: what torch remembers of such casts may name a group of the past.

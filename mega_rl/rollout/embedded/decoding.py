@@ -28,7 +28,7 @@ class Decoded:
 
 
 class DecodingLoop:
-    """Reads each prompt of a batch once, then samples the rows that continue it.
+    """Decoding of one batch: each prompt is read once, then the rows that continue it are sampled.
 
     Of transformers it needs the forward of a model and the cache that the caller made (`make_cache`): tokens, mask and
     positions are its own, because `generate` changes with the releases. That loop also draws V random numbers per row

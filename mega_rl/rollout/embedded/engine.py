@@ -21,14 +21,14 @@ from mega_rl.rollout.embedded.kv_cache import ATTENTION, make_cache
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Metrics, Prompt, Rollout, response_mask
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of a rollout to be made."""
+    """Place of one row of a rollout."""
 
     number: int  # place in the result
     prompt: int  # place in the caller's prompts
@@ -36,7 +36,7 @@ class _Row:
 
 
 class HFRolloutEngine:
-    """Samples responses with a Hugging Face model that holds its own copy of the policy's weights.
+    """Rollout engine over a Hugging Face model that holds its own copy of the policy's weights.
 
     The model is built from config.json alone; every weight comes through `load_weights`.
     """
@@ -47,20 +47,16 @@ class HFRolloutEngine:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        temperature: float,
-        top_p: float,
-        top_k: int,
+        sampler: Sampler,
         max_new_tokens: int,
         stop_token_ids: Sequence[int],
         batch_size: int,
-        pad_token_id: int = 0,
     ) -> None:
         """Raises UserError for a directory without a config.json that transformers knows."""
-        self._sampler = Sampler(temperature=temperature, top_p=top_p, top_k=top_k)
+        self._sampler = sampler
         self._device = torch.device(device)
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
-        self._pad_token_id = pad_token_id
         config = read_model_config(Path(model_path))
         self._model = _build_model(config, dtype=dtype, device=self._device)
         self._max_positions: int = config.max_position_embeddings
@@ -86,7 +82,7 @@ class HFRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Rollout:
-        """n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`.
+        """Return n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`.
 
         prompt_index: [number of prompts], enters the random stream of each sample and the result. Responses hold their
         stop token, on the loss mask. Raises UserError for prompts that are empty or leave no room for a response in the
@@ -112,7 +108,7 @@ class HFRolloutEngine:
         return rollout
 
     def metrics(self) -> Metrics:
-        """None: what it does is timed with the trainer's own phases."""
+        """Return nothing: the trainer's own phases time this engine."""
         return {}
 
     def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
@@ -137,7 +133,7 @@ class HFRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool,
     ) -> Decoded:
-        """Responses of `rows`; each distinct prompt among them is read once."""
+        """Return responses of `rows`; each distinct prompt among them is read once."""
         distinct = list(dict.fromkeys(row.prompt for row in rows))
         place = {prompt: i for i, prompt in enumerate(distinct)}
         indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
@@ -152,7 +148,7 @@ class HFRolloutEngine:
             cache=make_cache(self._model.config),
         )
         token_ids = [prompts[prompt].token_ids for prompt in distinct]
-        input_ids, attention_mask = _left_padded(token_ids, self._pad_token_id, self._device)
+        input_ids, attention_mask = _left_padded(token_ids, self._device)
         return loop.run(self._model, input_ids, attention_mask)
 
     def _assemble(
@@ -162,7 +158,7 @@ class HFRolloutEngine:
         prompts: Sequence[Prompt],
         prompt_index: Sequence[int],
     ) -> Rollout:
-        """The rows in the caller's order, prompt and response joined and right-padded, on the host."""
+        """Return the rows in the caller's order, prompt and response joined and right-padded, on the host."""
         num_rows = len(rows)
 
         def integers(values: Iterable[int]) -> Tensor:
@@ -172,18 +168,17 @@ class HFRolloutEngine:
         prompt_lengths = integers(len(prompts[row.prompt].token_ids) for row in rows)
         responses = _joined(decoded)
         lengths = prompt_lengths + responses.lengths
-        columns = torch.arange(int(lengths.max()) if num_rows else 0)
-        prompt_mask = columns < prompt_lengths[:, None]
-        loss_mask = (columns < lengths[:, None]) & ~prompt_mask
+        width = int(lengths.max()) if num_rows else 0
+        prompt_mask = torch.arange(width) < prompt_lengths[:, None]
+        loss_mask = response_mask(prompt_lengths, lengths, width=width)
         in_response = torch.arange(responses.tokens.shape[1]) < responses.lengths[:, None]
-        tokens = torch.full(loss_mask.shape, self._pad_token_id, dtype=torch.int64)
+        tokens = torch.zeros(loss_mask.shape, dtype=torch.int64)
         tokens[prompt_mask] = integers(token for row in rows for token in prompts[row.prompt].token_ids)
         tokens[loss_mask] = responses.tokens[in_response]
         logprobs = torch.zeros(loss_mask.shape, dtype=torch.float32)
         logprobs[loss_mask] = responses.logprobs[in_response]
-        return Rollout(
-            tokens=tokens[back],
-            loss_mask=loss_mask[back],
+        return Rollout.from_rows(
+            tokens[back],
             prompt_lengths=prompt_lengths[back],
             lengths=lengths[back],
             rollout_logprobs=logprobs[back],
@@ -191,7 +186,6 @@ class HFRolloutEngine:
             prompt_index=integers(prompt_index[row.prompt] for row in rows)[back],
             sample_index=integers(row.sample for row in rows)[back],
             weight_version=integers([self._weight_version or 0] * num_rows),
-            batch_size=[num_rows],  # type: ignore[call-arg]
         )
 
     def _check_finite(self, rollout: Rollout) -> None:
@@ -208,7 +202,7 @@ class HFRolloutEngine:
 
     @torch.no_grad()
     def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite the named weights; see `protocols.RolloutEngine`.
+        """Overwrite the named weights; see `protocols.EmbeddedEngine`.
 
         Raises ValueError that lists every unknown name and every wrong shape of the bucket; then nothing is written.
         """
@@ -221,7 +215,7 @@ class HFRolloutEngine:
             self._written.add(self._weights[name].data_ptr())
 
     def _mismatch(self, name: str, shape: torch.Size) -> str | None:
-        """What is wrong with a weight, in words; None if nothing is."""
+        """Return why the model cannot take a weight, or None."""
         if name not in self._weights:
             return f"{name}: the model has no such weight"
         if self._weights[name].shape != shape:
@@ -229,11 +223,11 @@ class HFRolloutEngine:
         return None
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
-        """Checksum of each named weight as the model holds it; KeyError for a name it has not."""
+        """Return the checksum of each named weight as the model holds it; KeyError for a name it has not."""
         return {name: checksum(self._weights[name], self._weights[name].dtype) for name in names}
 
     def finish_update(self, version: int) -> None:
-        """Later rollouts carry `version`. Raises RuntimeError naming the weights not written since the last call."""
+        """Let later rollouts carry `version`. Raises RuntimeError naming weights not written since the last call."""
         missing = [name for name, tensor in self._weights.items() if tensor.data_ptr() not in self._written]
         if missing:
             raise RuntimeError(f"weights not written by the update to version {version}: {', '.join(missing)}")
@@ -242,7 +236,7 @@ class HFRolloutEngine:
 
 
 def read_model_config(model_path: Path) -> PreTrainedConfig:
-    """The checkpoint's config, from a local directory only."""
+    """Return the checkpoint's config, from a local directory only."""
     if not (model_path / "config.json").is_file():
         raise UserError(f"model.path={model_path}: no config.json there; give a Hugging Face checkpoint directory")
     try:
@@ -252,7 +246,7 @@ def read_model_config(model_path: Path) -> PreTrainedConfig:
 
 
 def _build_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model with unset weights and true buffers (the rotary frequencies are computed from the config)."""
+    """Return the model with unset weights and true buffers (the rotary frequencies are computed from the config)."""
     with no_init_weights(), torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
@@ -261,16 +255,16 @@ def _build_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.
     return model.eval().requires_grad_(False)
 
 
-def _left_padded(sequences: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(tokens [P, L] int64, mask [P, L] int64 with 0 on padding), padded on the left to the longest."""
+def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (tokens [P, L] int64, mask [P, L] int64), both 0 on padding, padded on the left to the longest."""
     longest = max(len(sequence) for sequence in sequences)
-    padded = [[pad_token_id] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
+    padded = [[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
     mask = [[0] * (longest - len(sequence)) + [1] * len(sequence) for sequence in sequences]
     return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
 
 
 def _joined(parts: Sequence[Decoded]) -> Decoded:
-    """The batches one after the other, on the host."""
+    """Return the batches one after the other, on the host."""
     if not parts:
         none = torch.zeros(0, dtype=torch.int64)
         return Decoded(tokens=none[:, None], logprobs=none[:, None].float(), lengths=none, finished=none.bool())

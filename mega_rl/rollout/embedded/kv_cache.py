@@ -1,4 +1,4 @@
-"""Key-value cache and attention of generation: what costs time when a batch grows by one token at a time."""
+"""Key-value cache and attention for generation, where a batch grows by one token at a time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: int) -> Tensor:
-    """`buffer`, or a larger one with the same first `num_held` tokens, that has room for `num_needed`."""
+    """Return `buffer`, or a larger one with the same first `num_held` tokens, that has room for `num_needed`."""
     if buffer is not None and buffer.shape[2] >= num_needed:
         return buffer
     batch_size, num_heads, _, head_size = like.shape
@@ -87,7 +87,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """(attention output [B, queries, heads, head size], None) of grouped-query attention.
 
-    With one query per row, the query heads that share a key head are passed to SDPA as so many queries of that head:
+    With one query per row, the query heads that share a key head are passed to SDPA as queries of that head:
     nothing is copied. transformers' own function writes every key and value once per query head when there is a mask.
     query: [B, heads, queries, head size]; key, value: [B, kv heads, tokens, head size]; attention_mask: [B, 1, queries,
     tokens] bool or additive, or None.

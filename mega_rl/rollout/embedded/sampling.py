@@ -16,7 +16,7 @@ _NUCLEUS_CANDIDATES = 512
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a token is chosen. Ties at the cut of top-k or top-p are all kept."""
+    """Choice of a token by temperature, top-k and top-p. Ties at the cut of top-k or top-p are all kept."""
 
     temperature: float
     top_p: float = 1.0
@@ -96,7 +96,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """[B] int64, the first index whose running sum exceeds the target.
 
     cumulative: [B, N] float64, not decreasing, last above zero; target: [B] float64, at least 0. A target that rounding
-    has put at the end is taken just below it, so the element found always has a positive weight of its own.
+    has put at the end is taken just below it, so the chosen element always has a positive weight.
     """
     end = cumulative[:, -1]
     below_end = torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))

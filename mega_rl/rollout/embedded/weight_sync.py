@@ -1,4 +1,4 @@
-"""Sending the policy's weights to a rollout engine in the same process, with proof that they arrived."""
+"""Weight sync to a rollout engine in the same process, with proof that the weights arrived."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _dtype_of(receiver_sum: str) -> torch.dtype:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Runs of weights of at most `max_bytes` together; a larger single weight is a bucket of its own."""
+    """Yield runs of weights of at most `max_bytes` together; a larger single weight has a bucket to itself."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:

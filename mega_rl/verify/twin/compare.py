@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,11 @@ from mega_rl.verify.twin.shrink import Twin, write_twin
 
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
 TIMEOUT_S = 600.0
-# Families that transformers has no class for, and the one whose code computes the same.
-STAND_INS = {"kimi_k2": "deepseek_v3"}
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What comparing logits has shown."""
+    """Result of comparing logits."""
 
     good: bool  # within the gate, or beyond it for a fault of the reference that is known
     max_abs: float
@@ -34,7 +31,7 @@ class Parity:
 
 
 def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int = 0) -> Parity:
-    """Logits of `num_tokens` random tokens: `reference` by transformers, `converted` by Megatron-Core.
+    """Compare logits of `num_tokens` random tokens: `reference` by transformers, `converted` by Megatron-Core.
 
     Both are Hugging Face folders, of one model; each is cut down to a twin in a temporary folder first. Must be called
     before anything else imports Megatron-Core, for one process.
@@ -50,23 +47,22 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
         sides = [Path(folder) / name for name in ("reference", "converted")]
         twin = write_twin(reference, sides[0])
         write_twin(converted, sides[1])
-        _stand_in(sides[0], twin)
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(0, twin.hf.vocab_size, (1, num_tokens), generator=generator)
         expected = hf_logits(sides[0], tokens, layer_outputs=True)
         groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
         try:
-            found = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator, layer_outputs=True)
+            outputs = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator, layer_outputs=True)
         finally:
             process_groups.destroy()
-    assert found is not None
-    hidden = [(a, b.cpu()) for a, b in zip(expected.hidden, found.hidden, strict=True)]
-    return judge(twin, expected.logits, found.logits.cpu(), hidden)
+    assert outputs is not None
+    hidden = [(a, b.cpu()) for a, b in zip(expected.hidden, outputs.hidden, strict=True)]
+    return judge(twin, expected.logits, outputs.logits.cpu(), hidden)
 
 
-def judge(twin: Twin, expected: Tensor, found: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> Parity:
-    """The verdict on logits [B, S, V] and on the layers' outputs, pairs of [B, S, H]."""
-    gap = float((expected - found).abs().max())
+def judge(twin: Twin, expected: Tensor, converted: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> Parity:
+    """Judge logits [B, S, V] and the layers' outputs, pairs of [B, S, H]."""
+    gap = float((expected - converted).abs().max())
     layers = ", ".join(map(str, twin.layers))
     deviation = float(expected.std())
     figures = f"max |difference| {gap:.2e}, gate {GATE:.0e}, logits' deviation {deviation:.2g} (layers {layers})"
@@ -88,30 +84,23 @@ def judge(twin: Twin, expected: Tensor, found: Tensor, hidden: list[tuple[Tensor
 
 
 def suspects(hf: HFConfig, layer: int) -> str:
-    """What is special about a layer that no earlier one shares, in the order in which it tends to be wrong."""
+    """Return the features of a layer that no earlier layer has, likely causes first, in words."""
     earlier = range(layer)
-    found = []
+    features = []
     if hf.is_moe(layer) and not any(hf.is_moe(i) for i in earlier):
-        found.append("the router (order of softmax and top-k, groups, bias, scaling) and the experts, shared ones too")
+        features.append(
+            "the router (order of softmax and top-k, groups, bias, scaling) and the experts, shared ones too"
+        )
     if hf.window is not None and hf.window.layers[layer] and not any(hf.window.layers[i] for i in earlier):
-        found.append(f"the sliding window of {hf.window.size} tokens and the RoPE base of such layers")
+        features.append(f"the sliding window of {hf.window.size} tokens and the RoPE base of such layers")
     if layer == 0:
         rows = (
             "the latent projections"
             if hf.mla is not None
             else "the order of rows of q, k and v, their biases and norms"
         )
-        found.append(f"RoPE ({hf.rope.kind}, base {hf.rope.theta:g}), {rows}, the embedding")
-    return "; ".join(found) or "the weights of that layer (mega-rl convert diff)"
-
-
-def _stand_in(folder: Path, twin: Twin) -> None:
-    """Lets transformers take the code of the family that computes the same."""
-    stand_in = STAND_INS.get(twin.hf.family)
-    if stand_in is not None:
-        raw = {**twin.raw, "model_type": stand_in}
-        raw.pop("architectures", None)
-        (folder / "config.json").write_text(json.dumps(raw))
+        features.append(f"RoPE ({hf.rope.kind}, base {hf.rope.theta:g}), {rows}, the embedding")
+    return "; ".join(features) or "the weights of that layer (mega-rl convert diff)"
 
 
 def _cosine(a: Tensor, b: Tensor) -> float:
@@ -119,5 +108,5 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:
-    """Whether outputs differ by more than rounding: by the gate, relative to their size where that is above 1."""
+    """Return whether outputs differ by more than the gate, relative to their size where that is above 1."""
     return not float((a - b).abs().max()) <= GATE * max(1.0, float(a.abs().max()))

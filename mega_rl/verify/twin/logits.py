@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
-from mega_rl.config.schema import Config, ModelConfig
+from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Sharding, Spec
-from mega_rl.models.build import build_chunks, transformer_config
+from mega_rl.models.build import ModelSettings, build_chunks, transformer_config
 from mega_rl.parallel.groups import Groups
 from mega_rl.verify.twin.reference import Outputs, hf_logits, recorded
 
@@ -41,42 +41,50 @@ class LoadedModel:
         Collective over a replica. Stages run one after the other: each broadcasts its output to all pipeline ranks. S
         is a multiple of tp under sequence parallelism. `hidden` asks for the layers' outputs: one rank only.
         """
-        layout, at = self.groups.layout, self.groups.coordinates
+        layout = self.groups.layout
         assert self.sharding.hf.mtp == "drop", "Megatron-Core evaluates multi-token prediction layers only with labels"
         assert not hidden or layout.world_size == 1, "hidden states are whole on a single rank only"
-        tokens = tokens.to(self.device)
+        states: list[Tensor] = []
+        layers = [layer for chunk in self.chunks for layer in chunk.decoder.layers] if hidden else []
+        with recorded(layers, lambda output: states.append(output[0].detach().transpose(0, 1))):
+            output = self._through_stages(tokens.to(self.device))
+        if self.groups.coordinates.pp_rank != layout.pp - 1:
+            return None
+        return Outputs(self._whole_vocabulary(output.detach()).float(), tuple(states))
+
+    def _through_stages(self, tokens: Tensor) -> Tensor:
+        """Return the output of this rank's last chunk on `tokens` [B, S], a forward of the pipeline; collective.
+
+        On the last pipeline rank that is logits [B, S, padded vocab / tp].
+        """
+        layout, at = self.groups.layout, self.groups.coordinates
         batch, length = tokens.shape
         positions = torch.arange(length, device=self.device).expand(batch, -1)
         rows = length // layout.tp if layout.sequence_parallel else length
         passed = torch.empty(rows, batch, self.sharding.hf.hidden_size, dtype=self._dtype, device=self.device)
-        found: list[Tensor] = []
         output: Tensor | None = None
-        layers = [layer for chunk in self.chunks for layer in chunk.decoder.layers] if hidden else []
-        with recorded(layers, lambda output: found.append(output[0].detach().transpose(0, 1))):
-            for pp_rank, vp_stage in layout.stages():
-                if pp_rank == at.pp_rank:
-                    chunk = self.chunks[vp_stage]
-                    if (pp_rank, vp_stage) != (0, 0):
-                        chunk.set_input_tensor(passed)
-                    output = chunk(tokens, positions, attention_mask=None)
-                if (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1):
-                    break
-                if pp_rank == at.pp_rank:
-                    assert output is not None
-                    passed = output.contiguous()
-                if layout.pp > 1:
-                    dist.broadcast(passed, group=self.groups.pp, group_src=pp_rank)
-        if at.pp_rank != layout.pp - 1:
-            return None
-        assert output is not None
-        return Outputs(self._whole_vocabulary(output.detach()).float(), tuple(found))
+        for pp_rank, vp_stage in layout.stages():
+            if pp_rank == at.pp_rank:
+                chunk = self.chunks[vp_stage]
+                if (pp_rank, vp_stage) != (0, 0):
+                    chunk.set_input_tensor(passed)
+                output = chunk(tokens, positions, attention_mask=None)
+            if (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1):
+                break
+            if pp_rank == at.pp_rank:
+                assert output is not None
+                passed = output.contiguous()
+            if layout.pp > 1:
+                dist.broadcast(passed, group=self.groups.pp, group_src=pp_rank)
+        assert output is not None, "a pipeline rank without a stage"
+        return output
 
     @property
     def _dtype(self) -> torch.dtype:
         return next(self.chunks[0].parameters()).dtype
 
     def _whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """[B, S, vocab] from every rank's [B, S, padded vocab / tp]."""
+        """Return [B, S, vocab] gathered from every rank's [B, S, padded vocab / tp]."""
         tp = self.groups.layout.tp
         parts = [torch.empty_like(logits) for _ in range(tp)]
         if tp > 1:
@@ -95,7 +103,7 @@ def load_model(
     dtype: str = "fp32",
     mtp: Literal["drop", "load"] = "drop",
 ) -> LoadedModel:
-    """The checkpoint in directory `path` as this rank's part of a Megatron-Core model of `groups.layout`.
+    """Load the checkpoint in directory `path` into this rank's part of a Megatron-Core model of `groups.layout`.
 
     `dtype` is "fp32" or "bf16"; `mtp` says whether multi-token prediction layers are part of the model. Raises
     UserError and UserErrors as `read_hf_config`, `transformer_config` and `load_hf` do.
@@ -104,7 +112,7 @@ def load_model(
     config = transformer_config(
         hf,
         layout=groups.layout,
-        settings=Config(model=ModelConfig(dtype=dtype)),
+        settings=ModelSettings(ModelConfig(dtype=dtype), MegatronConfig(), deterministic=False),
         attention="sdpa" if impl == "local" else "te: auto",
         device_overrides=accelerator.transformer_config_overrides(),
     )
@@ -134,7 +142,7 @@ def megatron_logits(
     dtype: str = "fp32",
     layer_outputs: bool = False,
 ) -> Outputs | None:
-    """What the checkpoint says of `tokens` [B, S] int64 as a Megatron-Core model of `groups.layout`.
+    """Return the logits of `tokens` [B, S] int64 by the checkpoint as a Megatron-Core model of `groups.layout`.
 
     None on ranks before the last pipeline stage. `layer_outputs` asks for hidden states, on a single rank.
     """

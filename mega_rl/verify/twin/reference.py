@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_rl.converters.families import FAMILIES
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Families that transformers knows only by code that comes with their checkpoints, and its class that is the same.
-CLASS_OF = {"kimi_k2": "deepseek_v3"}
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model says of a batch."""
+    """Logits and hidden states of a model on a batch."""
 
     logits: Tensor  # [B, S, vocab] float32, without padding of the vocabulary
     hidden: tuple[Tensor, ...] = field(default=())  # of each layer, [B, S, H]; empty unless asked for
@@ -27,7 +27,7 @@ class Outputs:
 
 @torch.no_grad()
 def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False) -> Outputs:
-    """What the checkpoint in directory `path` says of `tokens` [B, S] int64 in transformers, on the CPU.
+    """Return the logits of `tokens` [B, S] int64 by the checkpoint in directory `path` in transformers, on the CPU.
 
     Attention is transformers' own plain one, and no code of the checkpoint is run. `dtype` is "fp32" or "bf16".
     `layer_outputs` asks for the hidden states too.
@@ -36,7 +36,8 @@ def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_ou
 
     raw = json.loads((Path(path) / "config.json").read_bytes())
     model_type = raw.pop("model_type")
-    config = AutoConfig.for_model(CLASS_OF.get(model_type, model_type), **raw)
+    family = FAMILIES.get(model_type)
+    config = AutoConfig.for_model(family.transformers_type if family else model_type, **raw)
     model = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
@@ -45,14 +46,14 @@ def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_ou
         trust_remote_code=False,
         local_files_only=True,
     ).eval()
-    found: list[Tensor] = []
+    states: list[Tensor] = []
 
     def keep(output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
+        states.append(output[0] if isinstance(output, tuple) else output)
 
     with recorded(list(model.model.layers) if layer_outputs else [], keep):
         logits = model(tokens, use_cache=False).logits
-    return Outputs(logits.float(), tuple(found))
+    return Outputs(logits.float(), tuple(states))
 
 
 @contextmanager

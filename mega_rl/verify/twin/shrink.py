@@ -51,7 +51,7 @@ class Twin:
 
 
 def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narrow: bool = False) -> Twin:
-    """At most `MAX_LAYERS` layers, just enough experts for the router to choose among, `MAX_VOCAB` tokens.
+    """Return a small twin of a model: at most `MAX_LAYERS` layers, `MAX_VOCAB` tokens, and few experts.
 
     `multiple`: the number of layers must be one of it, and be above `MAX_LAYERS` where that takes more. `narrow` halves
     widths too, as only a twin with random weights may.
@@ -144,13 +144,13 @@ def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
         windowed = hf.window is not None and hf.window.layers[layer]
         kinds.setdefault((hf.is_moe(layer), windowed), layer)
     chosen = {0, hf.num_layers - 1, *list(kinds.values())[: MAX_LAYERS - 1]}
-    wanted = -(-len(chosen) // multiple) * multiple
-    if wanted > hf.num_layers:
+    num_layers = -(-len(chosen) // multiple) * multiple
+    if num_layers > hf.num_layers:
         raise UserError(
-            f"{where}: a twin that {multiple} pipeline stages split evenly needs {wanted} layers, "
+            f"{where}: a twin that {multiple} pipeline stages split evenly needs {num_layers} layers, "
             f"num_hidden_layers={hf.num_layers}; ask for fewer stages"
         )
-    while len(chosen) < wanted:  # from the middle of the widest gap
+    while len(chosen) < num_layers:  # from the middle of the widest gap
         inside = sorted(chosen)
         low, high = max(pairwise(inside), key=lambda gap: gap[1] - gap[0])
         chosen.add((low + high + 1) // 2)
@@ -195,7 +195,7 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
 
 
 def _same_kinds(hf: HFConfig, twin: Twin) -> bool:
-    """Whether the twin's config gives each chosen layer the kind that it has in the model."""
+    """Return whether the twin's config gives each chosen layer the kind that it has in the model."""
     small = twin.hf
     same_mlp = all(small.is_moe(i) == hf.is_moe(layer) for i, layer in enumerate(twin.layers))
     of_twin = [small.window is not None and small.window.layers[i] for i in range(small.num_layers)]

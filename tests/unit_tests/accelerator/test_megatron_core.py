@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
 import sys
 import tomllib
 from functools import partial
@@ -126,3 +127,13 @@ def test_the_versions_are_described() -> None:
     text = (ROOT / "docs" / "megatron_versions.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (0\.\d+) \| ([\d., ]+) \| (3\.\d+) \|", text, re.MULTILINE)
     assert rows == [(r.series, ", ".join(r.compared), ".".join(map(str, r.python))) for r in RELEASES]
+
+
+def test_ranks_do_not_import_a_tracker() -> None:
+    """Megatron-Core's inference imports W&B where it is installed; who wants it gets it afterwards."""
+    program = (
+        "import sys; from mega_rl.accelerator import prepare; prepare('auto'); import megatron.core;"
+        "print('wandb' in sys.modules); import wandb; print(callable(wandb.init))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

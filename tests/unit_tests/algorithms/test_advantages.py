@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages import gae, grpo, token_rewards
+from mega_rl.algorithms.gae import GAEAdvantages, gae, token_rewards
+from mega_rl.algorithms.grpo import grpo
+from mega_rl.algorithms.kl import k1
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -169,3 +174,23 @@ def test_a_rank_without_rows() -> None:
     assert grpo(none, none.long(), mask).shape == (0, 4)
     assert gae(empty, empty, mask, gamma=1.0, lam=1.0)[0].shape == (0, 4)
     assert token_rewards(none, mask).shape == (0, 4)
+
+
+def test_whitening_is_over_the_tokens_of_all_ranks() -> None:
+    estimator = GAEAdvantages(gamma=0.9, gae_lambda=0.8, whiten=True, kl=None, kl_estimator=k1)
+
+    def rows(part: slice) -> Any:
+        mask = mask_of([".xxx", "..xx"])
+        return SimpleNamespace(loss_mask=mask[part], values=torch.tensor([[0.0, 1, 2, 3], [0, 0, 8, 5]])[part])
+
+    rewards = torch.tensor([1.0, -4.0])
+    sums: list[Tensor] = []
+
+    def recorded(own: Tensor) -> Tensor:
+        sums.append(own)
+        return own
+
+    whole, _ = estimator(rows(slice(2)), rewards, recorded)
+    of_all = iter(sums)
+    first, _ = estimator(rows(slice(1)), rewards[:1], lambda own: next(of_all))
+    assert torch.equal(first, whole[:1])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.importance import importance_metrics, truncated_importance_weights
-from mega_rl.algorithms.kl import FixedKL
+from mega_rl.algorithms.kl import FixedKL, k2
+from mega_rl.algorithms.policy_loss import PolicyLossSettings
 from mega_rl.protocols import LossOutput
 from mega_rl.types import TokenOutputs
 from mega_rl.workers.models import PolicyLoss
@@ -44,10 +45,8 @@ def tokens_of(seed: int, *, spread: float = 0.7) -> dict[str, Tensor]:
 
 
 def loss_of(fields: dict[str, Tensor], logprobs: Tensor, **settings: float) -> LossOutput:
-    loss = PolicyLoss(
-        clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=DUAL_CLIP, entropy_coef=ENTROPY_COEF, kl=FixedKL(KL_COEF),
-        kl_estimator="k2", **settings,
-    )  # fmt: skip
+    bounds = PolicyLossSettings(CLIP_LOW, CLIP_HIGH, dual_clip=DUAL_CLIP, entropy_coef=ENTROPY_COEF)
+    loss = PolicyLoss(bounds, kl=FixedKL(KL_COEF), kl_estimator=k2, **settings)
     return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields)
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.policy_loss import ppo_policy_loss
+from mega_rl.algorithms.kl import k1, k3
+from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.protocols import LossOutput
 
 QUARTER = torch.full((4,), 0.25)
 
 
 def loss_of(ratios: list[float], advantages: list[float], **changed: Any) -> LossOutput:
-    """Loss of tokens with these ratios, all weights 1 / n unless given."""
+    """Loss of tokens with these ratios, all weights 1 / n unless given; `changed` may also hold settings."""
     logprobs = torch.tensor([math.log(ratio) for ratio in ratios]) - 1.0
     weights = torch.full((len(ratios),), 1.0 / len(ratios))
     arguments: dict[str, Any] = {
@@ -24,11 +25,11 @@ def loss_of(ratios: list[float], advantages: list[float], **changed: Any) -> Los
         "advantages": torch.tensor(advantages),
         "loss_weights": weights,
         "token_weights": weights,
-        "clip_low": 0.2,
-        "clip_high": 0.3,
         "entropy": None,
     } | changed
-    return ppo_policy_loss(logprobs, arguments.pop("entropy"), **arguments)
+    bounds = {name: arguments.pop(name, 0.0) for name in ("dual_clip", "entropy_coef")}
+    settings = PolicyLossSettings(clip_low=0.2, clip_high=0.3, **bounds)
+    return ppo_policy_loss(logprobs, arguments.pop("entropy"), settings=settings, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +71,7 @@ def test_entropy_and_reference_terms_by_hand() -> None:
         [1.0, 3.0],
         entropy=torch.tensor([0.5, 1.5]),
         entropy_coef=0.1,
-        ref_logprobs=torch.tensor([-1.0, -1.0 + math.log(2)]),
-        kl_coef=0.5,
-        kl_estimator="k3",
+        kl=KLTerm(torch.tensor([-1.0, -1.0 + math.log(2)]), 0.5, k3),
     )
     # policy -(1 + 3) / 2; entropy mean 1; k3 of q/p = 1 and 2: 0 and 2 - 1 - log 2 = 0.3068528, mean 0.1534264
     assert out.sums["actor/policy_loss"].item() == pytest.approx(-2.0)
@@ -89,9 +88,7 @@ def test_loss_weights_weigh_the_loss_and_token_weights_the_metrics() -> None:
         [1.0, 3.0],
         entropy=torch.tensor([0.5, 1.5]),
         entropy_coef=0.1,
-        ref_logprobs=torch.tensor([-1.0, -1.5]),
-        kl_coef=0.2,
-        kl_estimator="k1",
+        kl=KLTerm(torch.tensor([-1.0, -1.5]), 0.2, k1),
         loss_weights=torch.tensor([1.0, 2.0]),
     )
     # policy -(1 + 2 * 3); entropy 0.5 + 2 * 1.5 = 3.5; kl 0 + 2 * 0.5 = 1
@@ -110,8 +107,7 @@ def test_gradient_by_hand() -> None:
         advantages=torch.tensor([1.0, -2.0, 1.0, 1.0]),
         loss_weights=QUARTER,
         token_weights=QUARTER,
-        clip_low=0.2,
-        clip_high=0.2,
+        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2),
     )
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
     torch.testing.assert_close(gradient, torch.tensor([-0.25, 0.55, 0.0, -0.125]))
@@ -130,12 +126,8 @@ def test_gradient_equals_finite_differences() -> None:
             advantages=advantages,
             loss_weights=weights,
             token_weights=torch.full_like(weights, 1 / 15),
-            clip_low=0.2,
-            clip_high=0.3,
-            dual_clip=2.0,
-            entropy_coef=0.3,
-            ref_logprobs=ref,
-            kl_coef=0.2,
+            settings=PolicyLossSettings(clip_low=0.2, clip_high=0.3, dual_clip=2.0, entropy_coef=0.3),
+            kl=KLTerm(ref, 0.2, k3),
         ).loss
 
     logprobs = (old + 0.5 * entropy_shift).requires_grad_()
@@ -154,12 +146,8 @@ def test_what_is_off_the_mask_touches_nothing() -> None:
         advantages=torch.tensor([2.0, 1.0, nan, inf]),
         loss_weights=weights,
         token_weights=weights,
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=3.0,
-        entropy_coef=0.1,
-        ref_logprobs=torch.tensor([-1.0, nan, 0.0, -inf]),
-        kl_coef=0.1,
+        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2, dual_clip=3.0, entropy_coef=0.1),
+        kl=KLTerm(torch.tensor([-1.0, nan, 0.0, -inf]), 0.1, k3),
     )
     out.loss.backward()
     assert out.loss.item() == pytest.approx(-2.05)
@@ -173,7 +161,7 @@ def test_an_exploding_ratio_stays_finite() -> None:
     one = torch.ones(1)
     out = ppo_policy_loss(
         logprobs, None, old_logprobs=torch.tensor([-200.0]), advantages=-one, loss_weights=one, token_weights=one,
-        clip_low=0.2, clip_high=0.2,
+        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2),
     )  # fmt: skip
     out.loss.backward()
     assert out.loss.item() == pytest.approx(math.exp(20), rel=1e-6)
@@ -195,11 +183,8 @@ def test_shares_add_up() -> None:
             advantages=advantages[chosen],
             loss_weights=weights[chosen],
             token_weights=weights[chosen],
-            clip_low=0.2,
-            clip_high=0.2,
-            entropy_coef=0.1,
-            ref_logprobs=old[chosen] - 0.3,
-            kl_coef=0.1,
+            settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2, entropy_coef=0.1),
+            kl=KLTerm(old[chosen] - 0.3, 0.1, k3),
         )
 
     whole = part(slice(0, 20))

@@ -21,7 +21,7 @@ from tests.unit_tests.assemble.run_cases import run_all
 from tests.unit_tests.workers.reward_model_cases import transformers_scores, write_other_tokenizer, write_reward_model
 from tests.unit_tests.workers.test_reward_http import Answer, Post, scores, serving
 
-ENGINES = {"megatron": "parallel.tp=2", "fsdp": "fsdp.reshard_after_forward=false"}
+ENGINES = {"megatron": "engine.megatron.tp=2", "fsdp": "engine.fsdp.reshard_after_forward=false"}
 SOURCES = ("own tokens", "conversation", "plain text", "service")
 STEPS, PROMPTS, SAMPLES = 2, 4, 2
 TOLERANCE = 1e-5  # fp32: sums in another order
@@ -58,10 +58,15 @@ def answer(_: int, post: Post) -> Answer:
 
 def settings_of(root: Path, engine: str, source: str, url: str) -> list[str]:
     """Of one run."""
-    service = ["reward.source=http", f"reward.url={url}", f"reward.key_file={root / 'key'}", "reward.batch_size=3"]
-    model = ["reward.source=model", f"reward.model_path={root / source}", "reward.attn_implementation=eager"]
+    service = [
+        "reward.source=http",
+        f"reward.http.url={url}",
+        f"reward.http.key_file={root / 'key'}",
+        "reward.http.batch_size=3",
+    ]
+    model = ["reward.source=model", f"reward.model.path={root / source}", "reward.model.attn_implementation=eager"]
     return [
-        *(f"engine={engine}", ENGINES[engine], *(service if source == "service" else model)),
+        *(f"engine.backend={engine}", ENGINES[engine], *(service if source == "service" else model)),
         *(f"model.path={root / 'actor'}", "model.dtype=fp32", "optim.lr=1e-3", "algorithm.advantage=grpo"),
         *(f"data.train_files=[{root / 'train.jsonl'}]", "data.max_prompt_tokens=8"),
         *(
@@ -71,7 +76,7 @@ def settings_of(root: Path, engine: str, source: str, url: str) -> list[str]:
             "metrics.tensorboard=false",
         ),
         *(f"trainer.steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", f"trainer.minibatch_size={PROMPTS}"),
-        *("trainer.max_tokens_per_microbatch=64", "trainer.timeout_s=90", "trainer.device=cpu"),
+        *("trainer.microbatch.max_tokens=64", "trainer.timeout_s=90", "trainer.device=cpu"),
         f"trainer.run_dir={root / f'{engine} {source}'}",
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
-from mega_rl.config.schema import DdpConfig, OptimConfig, ParallelConfig
+from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig
 from mega_rl.types import Piece
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
@@ -27,9 +27,7 @@ class Case:
     """A way to run a model over four ranks (or fewer)."""
 
     model: str = "routed"
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
-    ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
-    optim: OptimConfig = dataclasses.field(default_factory=lambda: OptimConfig(lr=1e-2))
+    megatron: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)
     dtype: str = "fp32"
     head: str = "lm"
     frozen: tuple[str, ...] = ()
@@ -37,9 +35,9 @@ class Case:
     @contextmanager
     def engine(self, root: Path) -> Iterator[Any]:
         """A fresh engine of this case; models stand in a folder beside `root`."""
-        config = make_config(root.parent / "models" / self.model, dtype=self.dtype, optim=self.optim, ddp=self.ddp)
+        folder = root.parent / "models" / self.model
+        config = make_config(folder, dtype=self.dtype, optim=OptimConfig(lr=1e-2), megatron=self.megatron)
         config = replaced(config, "model", frozen=list(self.frozen))
-        config = dataclasses.replace(config, parallel=self.parallel)
         with running_engine(config, head=self.head) as engine:
             yield engine
 
@@ -51,14 +49,14 @@ def _case(
     head: str = "lm",
     frozen: tuple[str, ...] = (),
     ddp: dict[str, Any] | None = None,
-    optim: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Case:
     return Case(
         model=model,
-        parallel=ParallelConfig(**parallel),
-        ddp=DdpConfig(**(ddp or {})),
-        optim=OptimConfig(lr=1e-2, **(optim or {})),
+        megatron=MegatronConfig(
+            **parallel, ddp=DdpConfig(**(ddp or {})), optimizer=MegatronOptimizerConfig(**(optimizer or {}))
+        ),
         dtype=dtype,
         head=head,
         frozen=frozen,
@@ -84,10 +82,10 @@ CIRCLES: dict[str, dict[str, Case]] = {
     "tied": {
         "dp4": _case(model="tied"),
         "pp2": _case(model="tied", pp=2),
-        "uneven": _case(model="tied", pp=2, tp=2, first_stage_layers=1),
+        "uneven": _case(model="tied", pp=2, tp=2, pipeline="Et|tttL"),
         "two instances": _case(model="tied", ddp={"optimizer_instances": 2}),
-        "not sharded": _case(model="tied", tp=2, optim={"distributed_optimizer": False}),
-        "on the host": _case(model="tied", optim={"cpu_offload": 0.5}),
+        "not sharded": _case(model="tied", tp=2, optimizer={"distributed": False}),
+        "on the host": _case(model="tied", optimizer={"cpu_offload": 0.5}),
         "torch_fsdp2": _case(model="tied", ddp={"implementation": "torch_fsdp2"}),
         "overlap": _case(
             model="tied", ddp={"overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": 5000}
@@ -100,7 +98,7 @@ CIRCLES: dict[str, dict[str, Case]] = {
     "bf16": {
         "dp4": _case(model="tied", dtype="bf16"),
         "tp2-pp2": _case(model="tied", dtype="bf16", tp=2, pp=2),
-        "not sharded": _case(model="tied", dtype="bf16", optim={"distributed_optimizer": False}),
+        "not sharded": _case(model="tied", dtype="bf16", optimizer={"distributed": False}),
         "megatron_fsdp": _case(model="tied", dtype="bf16", ddp=_MEGATRON),
     },
     "bf16 fsdp2": {

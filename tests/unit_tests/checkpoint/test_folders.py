@@ -109,6 +109,34 @@ def save_and_retire(root: Path, step: int) -> None:
     retire(root, newest_step=step, keep=1, keep_interval=0, keep_best="")
 
 
+def test_names_in_a_checkpoint_are_on_the_disk_before_it_gets_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, whole = folders.begin(root, 10), tensors()
+    manifest = manifest_of(10, whole, write_shards(work, whole))
+    done: list[tuple[str, str]] = []
+
+    def recording(name: str) -> Any:
+        real = getattr(disk, name)
+
+        def call(path: Path, *rest: Any) -> None:
+            done.append((name, path.name))
+            real(path, *rest)
+
+        return call
+
+    for name in ("write_text", "sync_folder", "rename"):
+        monkeypatch.setattr(disk, name, recording(name))
+    folders.publish(root, 10, manifest)
+    assert done[:5] == [
+        ("write_text", "manifest.json"),
+        ("write_text", "COMMIT"),
+        ("sync_folder", work.name),
+        ("rename", work.name),
+        ("sync_folder", root.name),
+    ]
+
+
 @pytest.mark.parametrize("second", [20, 10], ids=["next step", "same step"])
 def test_a_kill_anywhere_leaves_a_whole_checkpoint(
     second: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,9 +208,9 @@ def test_what_is_torn_is_told_with_its_reason(root: Path) -> None:
     assert steps(root) == [10]
     assert found.pop("step_000020").startswith("has no COMMIT")
     assert "manifest.json" in found.pop("step_000030")
-    assert "is no folder" in found.pop("step_000040")
-    assert "is no folder" in found.pop("step_000080")
-    assert "under way" in found.pop(".step_000050.tmp")
+    assert "is not a folder" in found.pop("step_000040")
+    assert "is not a folder" in found.pop("step_000080")
+    assert "pending" in found.pop(".step_000050.tmp")
     assert "removed" in found.pop(".step_000060.removed")
     assert "step_000040, which is not there or not complete" in found.pop("latest")
     assert found == {}

@@ -13,7 +13,19 @@ from safetensors.torch import load_file, save_file
 
 from mega_rl.checkpoint.changes import changes, in_words
 from mega_rl.checkpoint.identity import differences, file_records, model_identity
+from mega_rl.config.loader import load
+from mega_rl.config.origins import as_record
 from tests.helpers.inputs import qwen3_config
+
+ENGINE_SETTINGS = (
+    "engine.megatron.tp=2",
+    "engine.megatron.ddp.bucket_size=9",
+    "engine.megatron.moe.aux_loss_coef=0.5",
+    "engine.megatron.optimizer.distributed=false",
+    "engine.megatron.optimizer.moment_dtype=bf16",
+    "engine.fsdp.shard_ranks=2",
+    "trainer.microbatch.size=2",
+)
 
 
 @pytest.fixture
@@ -99,8 +111,16 @@ def test_data_that_differ(change: str, message: str, tmp_path: Path, monkeypatch
 
 
 def test_which_changes_matter() -> None:
-    old = {"engine": "fsdp", "optim": {"lr": 1e-3, "schedule": "constant"}, "trainer": {"steps": 4, "run_dir": "a"}}
-    new = {"engine": "fsdp", "optim": {"lr": 5e-4, "schedule": "constant"}, "trainer": {"steps": 8, "run_dir": "a"}}
+    old = {
+        "engine": {"backend": "fsdp"},
+        "optim": {"lr": 1e-3, "schedule": "constant"},
+        "trainer": {"steps": 4, "run_dir": "a"},
+    }
+    new = {
+        "engine": {"backend": "fsdp"},
+        "optim": {"lr": 5e-4, "schedule": "constant"},
+        "trainer": {"steps": 8, "run_dir": "a"},
+    }
     found = changes(old, {**new, "new section": {"x": 1}})
     assert in_words(found) == "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8"
     assert [change.matters for change in found] == [True, False]
@@ -108,3 +128,14 @@ def test_which_changes_matter() -> None:
     assert {change.key for change in changes(old, new) if change.matters} == {
         *("optim.lr", "optim.schedule", "trainer.steps")
     }
+
+
+def test_of_the_engines_settings_only_those_that_change_numbers_matter() -> None:
+    before, now = as_record(load(None, [])), as_record(load(None, ENGINE_SETTINGS))
+    found = {change.key: change.matters for change in changes(before, now)}
+    assert found == {setting.partition("=")[0]: "moe" in setting or "dtype" in setting for setting in ENGINE_SETTINGS}
+
+
+def test_a_record_with_earlier_names_says_nothing_of_todays() -> None:
+    earlier = {"engine": "megatron", "parallel": {"tp": 2}, "trainer": {"packing": False, "steps": 100}}
+    assert changes(earlier, as_record(load(None, ["engine.megatron.tp=4"]))) == []

@@ -4,12 +4,11 @@ Eight layouts of a mixture of experts on four ranks, in pairs; and, in circles, 
 of data parallelism. The state is compared under Hugging Face's names as the exporter gives it, weights and optimizer's
 tensors alike, so an error that saving and loading have in common shows. Memory holds other numbers before a load.
 
-All 56 pairs of layouts; of the circles all with MEGA_RL_CAMPAIGN=1, some without.
+`make test-full` and `make campaign-checkpoint` take all 56 pairs and all circles, `make test` some of them.
 """
 
 from __future__ import annotations
 
-import os
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from mega_rl.cli import app as cli
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.selection import FULL, covering
 from tests.unit_tests.checkpoint.layout_cases import (
     CIRCLES,
     LAYOUTS,
@@ -34,9 +34,8 @@ from tests.unit_tests.checkpoint.layout_cases import (
 
 pytestmark = pytest.mark.timeout(600)
 
-CAMPAIGN = os.environ.get("MEGA_RL_CAMPAIGN") == "1"
-PAIRS = list(permutations(LAYOUTS, 2))
-# Which cases of which circles a run without the campaign goes through.
+PAIRS = covering(permutations(LAYOUTS, 2), times=3)
+# Cases of the circles in `make test`.
 FEW = {
     "tied": ("dp4", "uneven", "two instances", "not sharded", "torch_fsdp2", "megatron_fsdp"),
     "bf16": ("dp4", "tp2-pp2"),
@@ -44,7 +43,7 @@ FEW = {
     "odd vocabulary": ("dp4", "tp2-pp2"),
     "latent": ("dp4", "mixed"),
 }
-CHOSEN = CIRCLES if CAMPAIGN else {name: {each: CIRCLES[name][each] for each in few} for name, few in FEW.items()}
+CHOSEN = CIRCLES if FULL else {name: {each: CIRCLES[name][each] for each in few} for name, few in FEW.items()}
 FAMILIES = {"routed": "qwen3_moe", "tied": "qwen3", "latent": "deepseek_v3", "sinks": "gpt_oss", "shared": "qwen2_moe"}
 NORM_TOLERANCE = 1e-5  # fp32 gradients of the same bits: sums are in another order
 

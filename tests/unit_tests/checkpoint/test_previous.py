@@ -86,7 +86,7 @@ def test_going_back_keeps_the_later_checkpoints(run: Path) -> None:
     assert (steps(run), steps(run / "previous" / "001")) == ([8], [9])
     assert (run / "metrics.jsonl").exists()
     assert folders.torn(run / "checkpoints") == [
-        (run / "checkpoints" / ".step_000010.tmp", "a save under way, or one that was cut short")
+        (run / "checkpoints" / ".step_000010.tmp", "a pending save, or one that was cut short")
     ]
 
 

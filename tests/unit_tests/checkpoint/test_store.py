@@ -94,7 +94,8 @@ def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path, caplog: pytest.Lo
     assert found.restore().step == 2  # type: ignore[union-attr]
     assert values(found) == [2, 0]
     assert (
-        ".step_000009.tmp is no checkpoint and is ignored: a save under way, or one that was cut short" in caplog.text
+        ".step_000009.tmp is not a complete checkpoint and is ignored: a pending save, or one that was cut short"
+        in caplog.text
     )
     found.save(3, {})
     assert ".step_000009.tmp" not in names(tmp_path)

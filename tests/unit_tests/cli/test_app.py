@@ -60,7 +60,7 @@ BAD_CONFIGS: list[tuple[str, str]] = [
     ("optim.learning_rate=1", "optim.learning_rate: unknown key; did you mean optim.lr?"),
     ("rolout.n=1", "rolout.n: unknown key; did you mean rollout.n?"),
     ("optim.lr=fast", "optim.lr='fast': needs a finite number, above 0"),
-    ("parallel.tp=0", "parallel.tp=0: must be at least 1 (ranks)"),
+    ("engine.megatron.tp=0", "engine.megatron.tp=0: must be at least 1 (ranks)"),
     ("model.dtype=fp16", "model.dtype='fp16': must be one of bf16, fp32"),
     ("nonsense", "override 'nonsense': needs the form section.key=value"),
     (
@@ -78,26 +78,26 @@ BAD_CONFIGS: list[tuple[str, str]] = [
         "model.path='${oc.env:HOME}': only ${section.key} references are allowed; write the value",
     ),
     (
-        "parallel.tp=2",
-        "world size 1 is not a multiple of parallel.tp*pp*cp=2*1*1=2; "
+        "engine.megatron.tp=2",
+        "world size 1 is not a multiple of engine.megatron.tp*pp*cp=2*1*1=2; "
         "start a multiple of 2 ranks (--nproc-per-node 2), or choose sizes whose product divides 1",
     ),
     (
-        "parallel.sequence_parallel=true",
-        "parallel.sequence_parallel=true has no effect: it needs parallel.tp above 1; set that or leave it out (on a "
-        "command line: parallel.sequence_parallel=null)",
+        "engine.megatron.sequence_parallel=true",
+        "engine.megatron.sequence_parallel=true has no effect: it needs engine.megatron.tp above 1; set that or leave "
+        "it out (on a command line: engine.megatron.sequence_parallel=null)",
     ),
     (
         "trainer.minibatch_size=48",
         "trainer.minibatch_size=48 does not divide trainer.prompts_per_step=64; legal: 1, 2, 4, 8, 16, 32, 64",
     ),
     (
-        "trainer.max_tokens_per_microbatch=100",
-        "trainer.max_tokens_per_microbatch=100 cannot hold one sequence of "
+        "trainer.microbatch.max_tokens=100",
+        "trainer.microbatch.max_tokens=100 cannot hold one sequence of "
         "data.max_prompt_tokens+rollout.max_new_tokens=1280; make it at least 1280",
     ),
     (
-        "trainer.max_tokens_per_microbatch=99999 data.max_prompt_tokens=40900",
+        "trainer.microbatch.max_tokens=99999 data.max_prompt_tokens=40900",
         "data.max_prompt_tokens+rollout.max_new_tokens=41156 is above the 40960 positions of model.path; "
         "make them shorter",
     ),
@@ -106,11 +106,11 @@ BAD_CONFIGS: list[tuple[str, str]] = [
         "rollout.n=1: algorithm.advantage=grpo compares samples of a prompt; legal: at least 2",
     ),
     (
-        "algorithm.kl_control=adaptive",
-        "algorithm.kl_control=adaptive has no effect: it needs algorithm.kl_placement=reward or loss; "
-        "set that or leave it out (on a command line: algorithm.kl_control=null)",
+        "algorithm.kl.control=adaptive",
+        "algorithm.kl.control=adaptive has no effect: it needs algorithm.kl.placement=reward or loss; "
+        "set that or leave it out (on a command line: algorithm.kl.control=null)",
     ),
-    ("algorithm.dual_clip=0.5", "algorithm.dual_clip=0.5: legal: 0 (off) or above 1"),
+    ("algorithm.clip.dual=0.5", "algorithm.clip.dual=0.5: legal: 0 (off) or above 1"),
     (
         "optim.warmup_steps=500",
         "optim.warmup_steps=500 does not end within the run: it needs trainer.steps above it; set that or leave it "
@@ -168,7 +168,7 @@ def test_bad_configs_of_a_whole_process(program: Sequence[str], case: int) -> No
 
 
 def test_mistakes_are_shown_together(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "parallel.tp=3", "algorithm.dual_clip=1"]) == 2
+    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.clip.dual=1"]) == 2
     lines = capfd.readouterr().err.splitlines()
     lines = [line for line in lines if not LOGGED.match(line)]
     assert len(lines) == 4
@@ -226,7 +226,7 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_print_config_marks_differences(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--print-config", "optim.lr=2e-6", "parallel.tp=7"]) == 0
+    assert cli.main(["train", "--print-config", "optim.lr=2e-6", "engine.megatron.tp=7"]) == 0
     out = capfd.readouterr().out
     assert "  lr: 2.0e-06  # default: 1.0e-06\n" in out
     assert "  tp: 7  # default: 1\n" in out
@@ -250,18 +250,18 @@ def test_more_ranks_become_torchrun(runs: list[Config], monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "execve", execve)
     Path("r.yaml").write_text("trainer:\n  steps: 3\n")
     with pytest.raises(SystemExit):
-        cli.main(["train", "--config", "r.yaml", "--nproc-per-node", "2", *GOOD, "parallel.tp=2"])
+        cli.main(["train", "--config", "r.yaml", "--nproc-per-node", "2", *GOOD, "engine.megatron.tp=2"])
     ((path, arguments, _),) = started
     assert path == sys.executable
     assert arguments[1:] == [
         *("-m", "mega_rl.cli.torchrun", "2", "mega_rl.cli"),
-        *("train", "--config", "r.yaml", *GOOD, "parallel.tp=2"),
+        *("train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
     ]
     assert not runs
 
 
 def test_mistakes_are_found_before_torchrun_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    code = cli.main(["train", "--nproc-per-node", "3", *GOOD, "parallel.tp=2"])
+    code = cli.main(["train", "--nproc-per-node", "3", *GOOD, "engine.megatron.tp=2"])
     assert code == 2
     assert "error: world size 3 is not a multiple" in capfd.readouterr().err
 
@@ -439,9 +439,9 @@ def test_doctor_tells_found_from_missing(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "apex_of_someone_else").mkdir()
     (tmp_path / "apex_of_someone_else/__init__.py").write_text("raise AttributeError('not for this Python')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not doctor.found("apex_of_someone_else.optimizers")
-    assert not doctor.found("no_such_package.optimizers")
-    assert doctor.found("importlib.metadata")
+    assert not doctor.is_importable("apex_of_someone_else.optimizers")
+    assert not doctor.is_importable("no_such_package.optimizers")
+    assert doctor.is_importable("importlib.metadata")
     assert versions.installed_version("no-such-distribution") is None
 
 

@@ -72,7 +72,7 @@ def test_recipes_name_the_files_that_it_writes() -> None:
         data = load(packaged.file_of(name), []).data
         if "gsm8k" in name:
             assert (data.train_files, data.val_files) == (["data/gsm8k/train.jsonl"], ["data/gsm8k/test.jsonl"])
-            assert data.chat_template
+            assert data.chat.template
 
 
 def test_math_from_files_and_nothing_is_written_when_a_row_is_bad(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_list_gives_each_recipe_a_line_with_its_summary(capfd: pytest.CaptureFixture[str]) -> None:
+def test_list_gives_each_recipe_a_line_with_its_summary(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # no terminal: no line is wrapped
     for arguments in (["recipes"], ["recipes", "list"]):
         assert cli.main(arguments) == 0
         rows = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()]

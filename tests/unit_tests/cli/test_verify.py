@@ -135,7 +135,7 @@ def test_mistakes_of_engines(model: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "unknown layout": (["--layouts", "tp2,zp3"], "'zp3' is no layout"),
+    "unknown layout": (["--layouts", "tp2,zp3"], "'zp3' is not a layout"),
     "no experts": (["--layouts", "ep2"], "ep2 is not possible: ep=2: model_type=qwen3 has no experts"),
     "heads": (["--layouts", "tp8"], "tp=8 does not divide num_attention_heads=4"),
     "layers": (["--layouts", "pp8"], "does not divide num_hidden_layers=4"),

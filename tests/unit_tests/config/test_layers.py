@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from mega_rl.config.keys import flat
 from mega_rl.config.loader import load
-from mega_rl.config.needs import flat, unmet
+from mega_rl.config.needs import unmet
+from mega_rl.config.recipe import parse_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 
@@ -18,15 +23,13 @@ DEFAULTS = flat(Config())
 def recipe(tmp_path: Path, *settings: str) -> Path:
     """A recipe of `section.key=value` settings."""
     path = tmp_path / "recipe.yaml"
-    sections: dict[str, list[str]] = {}
+    content: dict[str, Any] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        section, _, name = key.rpartition(".")
-        sections.setdefault(section, []).append(f"{name}: {value}")
-    lines = sections.pop("", [])
-    for section, entries in sections.items():
-        lines += [f"{section}:", *(f"  {entry}" for entry in entries)]
-    path.write_text("\n".join(lines) + "\n")
+        *sections, name = key.split(".")
+        area = reduce(lambda outer, section: outer.setdefault(section, {}), sections, content)
+        area[name] = parse_yaml(value)
+    path.write_text(yaml.safe_dump(content))
     return path
 
 
@@ -34,18 +37,25 @@ SWITCHED_OFF = {
     "trainer.val_interval=0": ("trainer.val_interval=5", "data.val_files=[a.jsonl]"),
     "data.val_files=null": ("data.val_files=[a.jsonl]", "trainer.val_interval=5"),
     "data.val_files=[b.jsonl]": ("trainer.val_interval=5", "data.val_size=4"),
-    "engine=fsdp": ("parallel.tp=2", "parallel.sequence_parallel=true", "ddp.overlap_grad_reduce=true"),
-    "parallel.tp=1": ("parallel.tp=2", "parallel.sequence_parallel=true"),
-    "parallel.pp=1": ("parallel.pp=2", "parallel.vpp=2", "parallel.overlap_p2p=true"),
-    "reward.source=http reward.url=http://localhost:1/": ("reward.function=math_verify",),
+    "engine.backend=fsdp": (
+        "engine.megatron.tp=2", "engine.megatron.sequence_parallel=true",
+        "engine.megatron.ddp.overlap_grad_reduce=true",
+    ),
+    "engine.megatron.tp=1": ("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
+    "engine.megatron.pp=1": ("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
+    "reward.source=http reward.http.url=http://localhost:1/": ("reward.function=math_verify",),
     "algorithm.advantage=grpo rollout.n=2": (
         "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
     ),
-    "algorithm.kl_placement=none": (
-        "algorithm.kl_placement=loss", "algorithm.kl_control=adaptive", "algorithm.kl_target=0.3",
+    "algorithm.kl.placement=none": (
+        "algorithm.kl.placement=loss", "algorithm.kl.control=adaptive", "algorithm.kl.target=0.3",
     ),
-    "sglang.urls=http://localhost:1 sglang.keys_file=k": ("rollout.backend=sglang", "sglang.max_total_tokens=20000"),
-    "rollout.backend=hf": ("rollout.backend=sglang", "trainer.async_steps=1", "algorithm.tis_cap=2", "sglang.tp=1"),
+    "rollout.sglang.urls=http://localhost:1 rollout.sglang.keys_file=k": (
+        "rollout.backend=sglang", "rollout.sglang.server.max_total_tokens=20000",
+    ),
+    "rollout.backend=hf": (
+        "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.tis_cap=2", "rollout.sglang.server.tp=1",
+    ),
     "trainer.steps=1": ("optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
 }  # fmt: skip
 
@@ -70,10 +80,12 @@ def test_an_argument_may_switch_off_what_the_recipe_sets(
 
 def test_the_line_names_each_setting_and_its_condition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
-        load(recipe(tmp_path, "parallel.tp=2", "optim.warmup_steps=2"), ["engine=fsdp", "trainer.steps=1"])
+        load(
+            recipe(tmp_path, "engine.megatron.tp=2", "optim.warmup_steps=2"), ["engine.backend=fsdp", "trainer.steps=1"]
+        )
     assert caplog.messages == [
         "the arguments leave these settings of the recipe without effect, which take their defaults: "
-        "parallel.tp=2 (needs engine=megatron), optim.warmup_steps=2 (needs trainer.steps above it)"
+        "engine.megatron.tp=2 (needs engine.backend=megatron), optim.warmup_steps=2 (needs trainer.steps above it)"
     ]
 
 
@@ -89,12 +101,12 @@ def test_an_argument_without_effect_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_never_had_an_effect_stays_an_error(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "algorithm.kl_coef=0.5", "parallel.tp=2")
-    for arguments in ([], ["trainer.seed=3"], ["engine=fsdp"]):
+    path = recipe(tmp_path, "algorithm.kl.coef=0.5", "engine.megatron.tp=2")
+    for arguments in ([], ["trainer.seed=3"], ["engine.backend=fsdp"]):
         config = load(path, arguments)
-        assert config.algorithm.kl_coef == 0.5
-        assert any("algorithm.kl_coef=0.5 has no effect" in line for line in check(config, world_size=2))
-    assert config.parallel.tp == 1
+        assert config.algorithm.kl.coef == 0.5
+        assert any("algorithm.kl.coef=0.5 has no effect" in line for line in check(config, world_size=2))
+    assert config.engine.megatron.tp == 1
 
 
 def test_nothing_is_dropped_without_arguments(tmp_path: Path) -> None:
@@ -105,7 +117,7 @@ def test_nothing_is_dropped_without_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spelling", ["optim.lr=null", "~optim.lr"])
 def test_a_setting_is_unset_by_null(tmp_path: Path, spelling: str) -> None:
-    path = recipe(tmp_path, "optim.lr=0.5", "model.ref_path=old", "algorithm.kl_placement=loss")
+    path = recipe(tmp_path, "optim.lr=0.5", "model.ref_path=old", "algorithm.kl.placement=loss")
     assert load(path, [spelling]).optim.lr == DEFAULTS["optim.lr"]
     assert load(path, ["optim.lr=0.25", spelling]).optim.lr == DEFAULTS["optim.lr"]
     assert load(path, [spelling, "optim.lr=0.25"]).optim.lr == 0.25
@@ -114,8 +126,8 @@ def test_a_setting_is_unset_by_null(tmp_path: Path, spelling: str) -> None:
 
 
 def test_a_value_that_refers_to_a_dropped_one_follows_it(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "parallel.tp=2", "trainer.minibatch_size=${parallel.tp}")
-    assert load(path, ["engine=fsdp"]).trainer.minibatch_size == 1
+    path = recipe(tmp_path, "engine.megatron.tp=2", "trainer.minibatch_size=${engine.megatron.tp}")
+    assert load(path, ["engine.backend=fsdp"]).trainer.minibatch_size == 1
 
 
 def test_a_list_of_one_needs_no_brackets(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Settings that are mappings: data.chat_template_kwargs."""
+"""Settings that are mappings: data.chat.template_kwargs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mega_rl.config.loader import load
 from mega_rl.config.render import resolved_yaml
 from mega_rl.errors import UserError
 
-KEY = "data.chat_template_kwargs"
-RECIPE = "data:\n  chat_template: true\n  chat_template_kwargs:\n    enable_thinking: false\n    depth: 2\n"
+KEY = "data.chat.template_kwargs"
+RECIPE = "data:\n  chat:\n    template: true\n    template_kwargs:\n      enable_thinking: false\n      depth: 2\n"
 
 
 def mapping(*overrides: str, recipe: bool = False) -> dict[str, Any]:
     if recipe:
         Path("recipe.yaml").write_text(RECIPE)
-    return load(Path("recipe.yaml") if recipe else None, overrides).data.chat_template_kwargs
+    return load(Path("recipe.yaml") if recipe else None, overrides).data.chat.template_kwargs
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_a_recipe_and_arguments_make_one_mapping() -> None:
 
 def test_the_recorded_config_reads_back() -> None:
     config = load(
-        None, ["data.chat_template=true", f"{KEY}={{a: [1, {{b: 'no'}}], c: 1.5}}", "data.system_prompt=a: b"]
+        None, ["data.chat.template=true", f"{KEY}={{a: [1, {{b: 'no'}}], c: 1.5}}", "data.chat.system_prompt=a: b"]
     )
     Path("resolved.yaml").write_text(resolved_yaml(config))
     assert load(Path("resolved.yaml")) == config

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.config.loader import FIELDS, load
+from mega_rl.config.keys import FIELDS
+from mega_rl.config.loader import load
 from mega_rl.config.render import config_markdown, print_config, resolved_yaml
 
 ROOT = Path(__file__).parents[3]
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[3]
     "run_dir", ["runs/a b", "1e5", "2026-01-01", "null", "x: # y", "'quoted'", "ends in \\", "line\nbreak", "ünï", ""]
 )
 def test_resolved_yaml_reads_back_equal(tmp_path: Path, run_dir: str) -> None:
-    config = load(None, ["data.train_files=['1e5', b.jsonl]", "optim.lr=1.25e-7", "parallel.tp=2"])
+    config = load(None, ["data.train_files=['1e5', b.jsonl]", "optim.lr=1.25e-7", "engine.megatron.tp=2"])
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=run_dir))
     path = tmp_path / "config.yaml"
     path.write_text(resolved_yaml(config))
@@ -26,7 +27,7 @@ def test_resolved_yaml_reads_back_equal(tmp_path: Path, run_dir: str) -> None:
 
 def test_print_config_marks_what_differs(tmp_path: Path) -> None:
     written = io.StringIO()
-    print_config(load(None, ["optim.lr=2e-6", "data.train_files=[a.jsonl]", "parallel.tp=1"]), written)
+    print_config(load(None, ["optim.lr=2e-6", "data.train_files=[a.jsonl]", "engine.megatron.tp=1"]), written)
     marked = [line.strip() for line in written.getvalue().splitlines() if "# default" in line]
     assert marked == ["lr: 2.0e-06  # default: 1.0e-06", "train_files: [a.jsonl]  # default: []"]
     path = tmp_path / "config.yaml"

@@ -16,7 +16,7 @@ FACTS = ModelFacts(
     max_position_embeddings=4096,
 )
 SGLANG = "rollout.backend=sglang"
-JOINED = ("sglang.urls=[http://127.0.0.1:30000]", "sglang.keys_file=keys.json")
+JOINED = ("rollout.sglang.urls=[http://127.0.0.1:30000]", "rollout.sglang.keys_file=keys.json")
 
 
 def broken(*overrides: str) -> list[str]:
@@ -27,13 +27,13 @@ def broken(*overrides: str) -> list[str]:
     "overrides",
     [
         (SGLANG,),
-        (SGLANG, "sglang.tp=6", "sglang.servers=2"),
-        (SGLANG, "trainer.async_steps=1", "sglang.partial_rollout=true", "algorithm.tis_cap=2"),
-        (SGLANG, "sglang.placement=colocated"),
-        (SGLANG, "sglang.failed_samples=mask", "sglang.max_failed_share=0.5"),
+        (SGLANG, "rollout.sglang.server.tp=6", "rollout.sglang.server.count=2"),
+        (SGLANG, "trainer.async_steps=1", "rollout.sglang.partial_rollout=true", "algorithm.tis_cap=2"),
+        (SGLANG, "rollout.sglang.placement=colocated"),
+        (SGLANG, "rollout.sglang.failed_samples=mask", "rollout.sglang.max_failed_share=0.5"),
         (SGLANG, *JOINED),
-        (SGLANG, *JOINED, "sglang.transport=shared_memory"),
-        (SGLANG, "sglang.urls=[http://node1:30000,https://node2:30000]", "sglang.keys_file=keys.json"),
+        (SGLANG, *JOINED, "rollout.sglang.sync.transport=shared_memory"),
+        (SGLANG, "rollout.sglang.urls=[http://node1:30000,https://node2:30000]", "rollout.sglang.keys_file=keys.json"),
         ("algorithm.tis_cap=2",),  # the embedded engine's log-probs differ from the trainer's too
     ],
 )
@@ -44,33 +44,59 @@ def test_runs(overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("sglang.tp=2",), "sglang.tp=2 has no effect: it needs rollout.backend=sglang"),
-        ((SGLANG, "rollout.batch_size=8"), "rollout.batch_size=8 has no effect: it needs rollout.backend=hf"),
+        (("rollout.sglang.server.tp=2",), "rollout.sglang.server.tp=2 has no effect: it needs rollout.backend=sglang"),
+        ((SGLANG, "rollout.hf.batch_size=8"), "rollout.hf.batch_size=8 has no effect: it needs rollout.backend=hf"),
         (
             ("trainer.async_steps=1", "algorithm.tis_cap=2"),
             "cannot run ahead: it needs rollout.backend=sglang",
         ),
         ((SGLANG, "trainer.async_steps=1"), "with algorithm.tis_cap=0: samples of old weights would pass for"),
-        ((SGLANG, "sglang.tp=5"), "sglang.tp=5 does not divide the 12 attention heads of model.path; legal: 1, 2, 3"),
-        ((SGLANG, "sglang.urls=[http://a:1]"), "sglang.keys_file is empty with sglang.urls"),
-        ((SGLANG, "sglang.keys_file=k"), "sglang.keys_file=k has no effect: it needs sglang.urls"),
-        ((SGLANG, *JOINED, "sglang.tp=2"), "sglang.tp=2 has no effect: it needs servers that the run starts"),
-        ((SGLANG, *JOINED, "sglang.placement=colocated"), "joined servers have devices of their own; set separate"),
         (
-            (SGLANG, "sglang.urls=[http://10.0.0.1:1]", "sglang.keys_file=k", "sglang.transport=shared_memory"),
-            "sglang.transport=shared_memory with sglang.urls=['http://10.0.0.1:1']: memory is shared on one host alone",
+            (SGLANG, "rollout.sglang.server.tp=5"),
+            "rollout.sglang.server.tp=5 does not divide the 12 attention heads of model.path; legal: 1, 2, 3",
+        ),
+        ((SGLANG, "rollout.sglang.urls=[http://a:1]"), "rollout.sglang.keys_file is empty with rollout.sglang.urls"),
+        (
+            (SGLANG, "rollout.sglang.keys_file=k"),
+            "rollout.sglang.keys_file=k has no effect: it needs rollout.sglang.urls",
         ),
         (
-            (SGLANG, "sglang.placement=colocated", "trainer.async_steps=1", "algorithm.tis_cap=2"),
-            "sglang.placement=colocated with trainer.async_steps=1: servers that share the trainer's devices cannot",
+            (SGLANG, *JOINED, "rollout.sglang.server.tp=2"),
+            "rollout.sglang.server.tp=2 has no effect: it needs servers that the run starts",
         ),
         (
-            (SGLANG, "sglang.sync_timeout_s=600"),
-            "sglang.sync_timeout_s=600 must be below trainer.timeout_s=600",
+            (SGLANG, *JOINED, "rollout.sglang.placement=colocated"),
+            "joined servers have devices of their own; set separate",
         ),
-        ((SGLANG, "sglang.partial_rollout=true"), "it needs trainer.async_steps=1"),
-        ((SGLANG, "sglang.max_failed_share=0.5"), "it needs sglang.failed_samples=mask"),
-        ((SGLANG, "sglang.probe_tokens=0", "sglang.probe_limit=1"), "it needs sglang.probe_tokens above 0"),
+        (
+            (
+                SGLANG,
+                "rollout.sglang.urls=[http://10.0.0.1:1]",
+                "rollout.sglang.keys_file=k",
+                "rollout.sglang.sync.transport=shared_memory",
+            ),
+            (
+                "rollout.sglang.sync.transport=shared_memory with rollout.sglang.urls=['http://10.0.0.1:1']: memory is "
+                "shared on one host alone"
+            ),
+        ),
+        (
+            (SGLANG, "rollout.sglang.placement=colocated", "trainer.async_steps=1", "algorithm.tis_cap=2"),
+            (
+                "rollout.sglang.placement=colocated with trainer.async_steps=1: servers that share the trainer's "
+                "devices cannot"
+            ),
+        ),
+        (
+            (SGLANG, "rollout.sglang.sync.timeout_s=600"),
+            "rollout.sglang.sync.timeout_s=600 must be below trainer.timeout_s=600",
+        ),
+        ((SGLANG, "rollout.sglang.partial_rollout=true"), "it needs trainer.async_steps=1"),
+        ((SGLANG, "rollout.sglang.max_failed_share=0.5"), "it needs rollout.sglang.failed_samples=mask"),
+        (
+            (SGLANG, "rollout.sglang.sync.probe_tokens=0", "rollout.sglang.sync.probe_limit=1"),
+            "it needs rollout.sglang.sync.probe_tokens above 0",
+        ),
     ],
 )
 def test_broken_rules_are_named(overrides: tuple[str, ...], words: str) -> None:
@@ -83,24 +109,24 @@ def test_broken_rules_are_named(overrides: tuple[str, ...], words: str) -> None:
     "url", ["127.0.0.1:30000", "http://127.0.0.1", "http://a:70000", "ftp://a:1", "http://a:1/v1", "http://:1"]
 )
 def test_what_is_no_address(url: str) -> None:
-    found = broken(SGLANG, f"sglang.urls=['{url}']", "sglang.keys_file=k")
-    assert any(f"sglang.urls: {url!r} is no server's address" in line for line in found)
+    found = broken(SGLANG, f"rollout.sglang.urls=['{url}']", "rollout.sglang.keys_file=k")
+    assert any(f"rollout.sglang.urls: {url!r} is no server's address" in line for line in found)
 
 
 def test_a_server_is_named_once() -> None:
-    found = broken(SGLANG, "sglang.urls=[http://a:1,http://a:1]", "sglang.keys_file=k")
-    assert found == ["sglang.urls=['http://a:1', 'http://a:1']: a server is named twice; name each once"]
+    found = broken(SGLANG, "rollout.sglang.urls=[http://a:1,http://a:1]", "rollout.sglang.keys_file=k")
+    assert found == ["rollout.sglang.urls=['http://a:1', 'http://a:1']: a server is named twice; name each once"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_no_server_listens_on_all_interfaces(host: str) -> None:
-    found = broken(SGLANG, f"sglang.host='{host}'")
+    found = broken(SGLANG, f"rollout.sglang.server.host='{host}'")
     assert len(found) == 1
     assert "listens on one interface, not on all" in found[0]
 
 
 def test_off_policy_samples_need_old_logprobs() -> None:
-    single = ("trainer.prompts_per_step=8", "trainer.minibatch_size=8", "algorithm.kl_placement=none")
+    single = ("trainer.prompts_per_step=8", "trainer.minibatch_size=8", "algorithm.kl.placement=none")
     assert is_on_policy(load(None, single))
     assert not is_on_policy(load(None, [*single, "algorithm.tis_cap=2"]))
     assert not is_on_policy(load(None, [*single, SGLANG, "trainer.async_steps=1"]))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.config.facts import ModelFacts, leave_out
-from mega_rl.config.loader import FIELDS, load
-from mega_rl.config.needs import flat
+from mega_rl.config.keys import FIELDS, flat
+from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 
@@ -26,28 +26,41 @@ def broken(*overrides: str, world_size: int = 1, facts: ModelFacts = FACTS) -> l
     ("world_size", "overrides"),
     [
         (1, ()),
-        (8, ("parallel.tp=4", "parallel.sequence_parallel=true")),
-        (8, ("parallel.pp=4",)),
-        (4, ("parallel.pp=4", "parallel.vpp=3")),
-        (2, ("parallel.pp=2", "parallel.vpp=2", "parallel.overlap_p2p=true")),
-        (2, ("parallel.cp=2",)),
-        (5, ("parallel.pp=5", "parallel.pipeline=Ett|tttt|tt|tt|ttL", "trainer.prompts_per_step=64")),
-        (8, ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true", "ddp.bucket_size=1000")),
-        (8, ("ddp.optimizer_instances=4",)),
-        (8, ("ddp.reduce_scatter_fp32_accumulation=true", "ddp.grad_reduce_in_fp32=false")),
+        (8, ("engine.megatron.tp=4", "engine.megatron.sequence_parallel=true")),
+        (8, ("engine.megatron.pp=4",)),
+        (4, ("engine.megatron.pp=4", "engine.megatron.vpp=3")),
+        (2, ("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true")),
+        (2, ("engine.megatron.cp=2",)),
+        (5, ("engine.megatron.pp=5", "engine.megatron.pipeline=Ett|tttt|tt|tt|ttL", "trainer.prompts_per_step=64")),
+        (
+            8,
+            (
+                "engine.megatron.ddp.overlap_grad_reduce=true",
+                "engine.megatron.ddp.overlap_param_gather=true",
+                "engine.megatron.ddp.bucket_size=1000",
+            ),
+        ),
+        (8, ("engine.megatron.ddp.optimizer_instances=4",)),
+        (
+            8,
+            (
+                "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true",
+                "engine.megatron.ddp.grad_reduce_in_fp32=false",
+            ),
+        ),
         (1, ("model.recompute=selective", "model.recompute_modules=[mlp,layernorm]")),
         (1, ("model.recompute=full", "model.recompute_layers=2")),
-        (16, ("parallel.tp=16",)),  # more ranks than key-value heads: each is held twice
+        (16, ("engine.megatron.tp=16",)),  # more ranks than key-value heads: each is held twice
         (64, ()),
         (64, ("trainer.minibatch_size=16", "rollout.n=4")),  # one sequence for each rank
-        (1, ("algorithm.advantage=grpo", "rollout.n=2", "algorithm.kl_placement=loss", "algorithm.kl_coef=0.1")),
-        (1, ("algorithm.kl_placement=reward", "algorithm.kl_control=adaptive", "algorithm.kl_target=0.2")),
-        (1, ("algorithm.dual_clip=3",)),
+        (1, ("algorithm.advantage=grpo", "rollout.n=2", "algorithm.kl.placement=loss", "algorithm.kl.coef=0.1")),
+        (1, ("algorithm.kl.placement=reward", "algorithm.kl.control=adaptive", "algorithm.kl.target=0.2")),
+        (1, ("algorithm.clip.dual=3",)),
         (1, ("optim.schedule=cosine", "optim.min_lr_ratio=0.1", "optim.warmup_steps=99")),
-        (1, ("trainer.packing=false", "trainer.micro_batch_size=2")),
+        (1, ("trainer.microbatch.packing=false", "trainer.microbatch.size=2")),
         (1, ("trainer.val_interval=5", "data.val_size=8")),
         (1, ("rollout.stop_token_ids=[0,999]",)),
-        (1, ("trainer.max_tokens_per_microbatch=1280",)),
+        (1, ("trainer.microbatch.max_tokens=1280",)),
         (1, ("data.max_prompt_tokens=3840",)),
     ],
 )
@@ -58,32 +71,32 @@ def test_configs_that_can_run(world_size: int, overrides: tuple[str, ...]) -> No
 RULES = [
     (
         3,
-        "parallel.tp=2",
-        "world size 3 is not a multiple of parallel.tp*pp*cp=2*1*1=2; "
+        "engine.megatron.tp=2",
+        "world size 3 is not a multiple of engine.megatron.tp*pp*cp=2*1*1=2; "
         "start a multiple of 2 ranks (--nproc-per-node 2), or choose sizes whose product divides 3",
     ),
     (
         1,
-        "parallel.sequence_parallel=true",
-        "parallel.sequence_parallel=true has no effect: it needs parallel.tp above 1; set that or leave it out (on a "
-        "command line: parallel.sequence_parallel=null)",
+        "engine.megatron.sequence_parallel=true",
+        "engine.megatron.sequence_parallel=true has no effect: it needs engine.megatron.tp above 1; set that or leave "
+        "it out (on a command line: engine.megatron.sequence_parallel=null)",
     ),
     (
         1,
-        "parallel.vpp=2",
-        "parallel.vpp=2 has no effect: it needs parallel.pp above 1; set that or leave it out (on a command line: "
-        "parallel.vpp=null)",
+        "engine.megatron.vpp=2",
+        "engine.megatron.vpp=2 has no effect: it needs engine.megatron.pp above 1; set that or leave it out (on a "
+        "command line: engine.megatron.vpp=null)",
     ),
     (
         2,
-        "parallel.pp=2 parallel.vpp=3",
-        "parallel.vpp=3 with pp=2 needs parallel.overlap_p2p=true; without it gradients are wrong",
+        "engine.megatron.pp=2 engine.megatron.vpp=3",
+        "engine.megatron.vpp=3 with pp=2 needs engine.megatron.overlap_p2p=true; without it gradients are wrong",
     ),
     (
         4,
-        "parallel.pp=4 parallel.overlap_p2p=true",
-        "parallel.overlap_p2p=true has no effect: it needs parallel.vpp above 1; set that or leave it out (on a "
-        "command line: parallel.overlap_p2p=null)",
+        "engine.megatron.pp=4 engine.megatron.overlap_p2p=true",
+        "engine.megatron.overlap_p2p=true has no effect: it needs engine.megatron.vpp above 1; set that or leave it "
+        "out (on a command line: engine.megatron.overlap_p2p=null)",
     ),
     (
         1,
@@ -104,15 +117,9 @@ RULES = [
     ),
     (
         1,
-        "trainer.max_tokens_per_microbatch=1279",
-        "trainer.max_tokens_per_microbatch=1279 cannot hold one sequence of "
+        "trainer.microbatch.max_tokens=1279",
+        "trainer.microbatch.max_tokens=1279 cannot hold one sequence of "
         "data.max_prompt_tokens+rollout.max_new_tokens=1280; make it at least 1280",
-    ),
-    (
-        2,
-        "parallel.pp=2 parallel.pipeline=Ett|ttL parallel.first_stage_layers=2",
-        "parallel.pipeline=Ett|ttL says how many layers each stage has; "
-        "leave them out (on a command line: parallel.first_stage_layers=null parallel.last_stage_layers=null)",
     ),
     (
         1,
@@ -122,43 +129,52 @@ RULES = [
     ),
     (
         2,
-        "ddp.overlap_param_gather=true",
-        "ddp.overlap_param_gather=true cannot work: it needs ddp.overlap_grad_reduce=true and "
-        "optim.distributed_optimizer=true, whose updates are gathered; set that or leave it out (on a command line: "
-        "ddp.overlap_param_gather=null)",
+        "engine.megatron.ddp.overlap_param_gather=true",
+        "engine.megatron.ddp.overlap_param_gather=true cannot work: it needs "
+        "engine.megatron.ddp.overlap_grad_reduce=true and engine.megatron.optimizer.distributed=true, whose updates "
+        "are gathered; set that or leave it out (on a command line: engine.megatron.ddp.overlap_param_gather=null)",
     ),
     (
         2,
-        "ddp.reduce_scatter_fp32_accumulation=true",
-        "ddp.reduce_scatter_fp32_accumulation=true with ddp.grad_reduce_in_fp32=true and model.dtype=bf16: it sends "
-        "bf16 gradients; set grad_reduce_in_fp32=false, dtype=bf16",
+        "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true",
+        "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true with grad_reduce_in_fp32=true "
+        "and model.dtype=bf16: it sends bf16 gradients; set grad_reduce_in_fp32=false, dtype=bf16",
     ),
     (
         2,
-        "ddp.reduce_scatter_fp32_accumulation=true ddp.grad_reduce_in_fp32=false optim.distributed_optimizer=false",
-        "ddp.reduce_scatter_fp32_accumulation=true needs optim.distributed_optimizer=true: nothing is scattered",
+        (
+            "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true engine.megatron.ddp.grad_reduce_in_fp32=false "
+            "engine.megatron.optimizer.distributed=false"
+        ),
+        (
+            "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true needs "
+            "engine.megatron.optimizer.distributed=true: nothing is scattered"
+        ),
     ),
     (
         8,
-        "ddp.optimizer_instances=3",
-        "ddp.optimizer_instances=3 does not divide the 8 ranks that hold the same part of the model (dp*cp); "
-        "legal: 1, 2, 4, 8",
+        "engine.megatron.ddp.optimizer_instances=3",
+        "engine.megatron.ddp.optimizer_instances=3 does not divide the 8 ranks that hold the same part of the model "
+        "(dp*cp); legal: 1, 2, 4, 8",
     ),
     (
         2,
-        "parallel.cp=2 rollout.max_new_tokens=255 trainer.max_tokens_per_microbatch=1279",
-        "trainer.max_tokens_per_microbatch=1279 cannot hold one sequence of "
+        "engine.megatron.cp=2 rollout.max_new_tokens=255 trainer.microbatch.max_tokens=1279",
+        "trainer.microbatch.max_tokens=1279 cannot hold one sequence of "
         "data.max_prompt_tokens+rollout.max_new_tokens=1279, rounded up to a multiple of 2*cp=4; make it at least 1280",
     ),
     (
         1,
-        "optim.precision_aware=true optim.distributed_optimizer=false",
-        "optim.precision_aware=true needs optim.distributed_optimizer=true",
+        "engine.megatron.optimizer.precision_aware=true engine.megatron.optimizer.distributed=false",
+        "engine.megatron.optimizer.precision_aware=true needs engine.megatron.optimizer.distributed=true",
     ),
     (
         1,
-        "optim.precision_aware=true optim.cpu_offload=1",
-        "optim.cpu_offload=1 with optim.precision_aware=true: the host's Adam has FP32 moments; use one of the two",
+        "engine.megatron.optimizer.precision_aware=true engine.megatron.optimizer.cpu_offload=1",
+        (
+            "engine.megatron.optimizer.cpu_offload=1 with precision_aware=true: the host's "
+            "Adam has FP32 moments; use one of the two"
+        ),
     ),
     (
         1,
@@ -185,21 +201,21 @@ RULES = [
     ),
     (
         1,
-        "algorithm.advantage=grpo rollout.n=4 algorithm.kl_placement=reward",
-        "algorithm.kl_placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per token "
+        "algorithm.advantage=grpo rollout.n=4 algorithm.kl.placement=reward",
+        "algorithm.kl.placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per token "
         "has no place in it; legal: none, loss",
     ),
-    (1, "algorithm.dual_clip=1", "algorithm.dual_clip=1: legal: 0 (off) or above 1"),
+    (1, "algorithm.clip.dual=1", "algorithm.clip.dual=1: legal: 0 (off) or above 1"),
     (
         3,
-        "parallel.tp=3 trainer.prompts_per_step=66 trainer.minibatch_size=66",
-        "parallel.tp=3 does not divide the 16 attention heads of model.path; legal: 1, 2, 4, 8, 16",
+        "engine.megatron.tp=3 trainer.prompts_per_step=66 trainer.minibatch_size=66",
+        "engine.megatron.tp=3 does not divide the 16 attention heads of model.path; legal: 1, 2, 4, 8, 16",
     ),
     (
         5,
-        "parallel.pp=5",
-        "parallel.pp*vpp=5*1=5 does not divide the 12 layers of model.path; legal products: 1, 2, 3, 4, 6, 12, "
-        "or uneven stages: parallel.pipeline",
+        "engine.megatron.pp=5",
+        "engine.megatron.pp*vpp=5*1=5 does not divide the 12 layers of model.path; legal products: 1, 2, 3, 4, 6, 12, "
+        "or uneven stages: engine.megatron.pipeline",
     ),
     (
         1,
@@ -222,7 +238,7 @@ def test_broken_rules(world_size: int, overrides: str, line: str) -> None:
 
 def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> None:
     more = {index for index, (world, text, _) in enumerate(RULES) if len(broken(*text.split(), world_size=world)) > 1}
-    assert more == {24}  # tp=3 breaks two rules of the heads
+    assert more == {23}  # tp=3 breaks two rules of the heads
 
 
 @pytest.mark.parametrize(
@@ -244,23 +260,35 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "algorithm.grpo_std_normalization",
             "algorithm.advantage=grpo",
         ),
-        ("algorithm.kl_coef=0.1", "algorithm.kl_coef", "algorithm.kl_placement=reward or loss"),
-        ("model.ref_path=x", "model.ref_path", "algorithm.kl_placement=reward or loss"),
-        ("algorithm.kl_control=adaptive", "algorithm.kl_control", "algorithm.kl_placement=reward or loss"),
-        ("algorithm.kl_placement=loss algorithm.kl_horizon=5", "algorithm.kl_horizon", "algorithm.kl_control=adaptive"),
+        ("algorithm.kl.coef=0.1", "algorithm.kl.coef", "algorithm.kl.placement=reward or loss"),
+        ("model.ref_path=x", "model.ref_path", "algorithm.kl.placement=reward or loss"),
+        ("algorithm.kl.control=adaptive", "algorithm.kl.control", "algorithm.kl.placement=reward or loss"),
+        ("algorithm.kl.placement=loss algorithm.kl.horizon=5", "algorithm.kl.horizon", "algorithm.kl.control=adaptive"),
         ("optim.min_lr_ratio=0.5", "optim.min_lr_ratio", "optim.schedule=linear or cosine"),
-        ("trainer.micro_batch_size=1", "trainer.micro_batch_size", "trainer.packing=false"),
+        ("trainer.microbatch.size=1", "trainer.microbatch.size", "trainer.microbatch.packing=false"),
         (
-            "trainer.packing=false trainer.max_tokens_per_microbatch=64",
-            "trainer.max_tokens_per_microbatch",
-            "trainer.packing=true",
+            "trainer.microbatch.packing=false trainer.microbatch.max_tokens=64",
+            "trainer.microbatch.max_tokens",
+            "trainer.microbatch.packing=true",
         ),
         ("data.val_size=4", "data.val_size", "trainer.val_interval above 0"),
-        ("parallel.first_stage_layers=3", "parallel.first_stage_layers", "parallel.pp above 1"),
+        ("engine.megatron.pipeline=EttL", "engine.megatron.pipeline", "engine.megatron.pp above 1"),
         ("model.recompute_layers=2", "model.recompute_layers", "model.recompute=full"),
-        ("ddp.fsdp_sharding=optim", "ddp.fsdp_sharding", "ddp.implementation=megatron_fsdp"),
-        ("ddp.bucket_size=9", "ddp.bucket_size", "ddp.overlap_grad_reduce=true"),
-        ("optim.moment_dtype=bf16", "optim.moment_dtype", "optim.precision_aware=true"),
+        (
+            "engine.megatron.ddp.fsdp_sharding=optim",
+            "engine.megatron.ddp.fsdp_sharding",
+            "engine.megatron.ddp.implementation=megatron_fsdp",
+        ),
+        (
+            "engine.megatron.ddp.bucket_size=9",
+            "engine.megatron.ddp.bucket_size",
+            "engine.megatron.ddp.overlap_grad_reduce=true",
+        ),
+        (
+            "engine.megatron.optimizer.moment_dtype=bf16",
+            "engine.megatron.optimizer.moment_dtype",
+            "engine.megatron.optimizer.precision_aware=true",
+        ),
         ("trainer.val_interval=1 data.val_files=[a] data.val_size=4", "data.val_size", "no data.val_files"),
     ],
 )
@@ -274,67 +302,71 @@ def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> No
 
 def test_kv_heads_may_divide_tp_or_the_other_way_round_but_not_neither() -> None:
     facts = ModelFacts(**{**vars(FACTS), "num_heads": 24, "num_kv_heads": 6})
-    assert broken("parallel.tp=3", world_size=3, facts=facts)[1:] == []  # only prompts_per_step % dp is left
-    assert broken("parallel.tp=12", world_size=12, facts=facts) == []
-    assert broken("parallel.tp=4", world_size=4, facts=facts) == [
-        "parallel.tp=4 neither divides nor is a multiple of the 6 key-value heads of model.path; "
+    assert broken("engine.megatron.tp=3", world_size=3, facts=facts)[1:] == []  # only prompts_per_step % dp is left
+    assert broken("engine.megatron.tp=12", world_size=12, facts=facts) == []
+    assert broken("engine.megatron.tp=4", world_size=4, facts=facts) == [
+        "engine.megatron.tp=4 neither divides nor is a multiple of the 6 key-value heads of model.path; "
         "legal: 1, 2, 3, 6, 12, 24"
     ]
 
 
 def test_feed_forward_size_limits_tp() -> None:
     facts = ModelFacts(**{**vars(FACTS), "ffn_hidden_size": 100})
-    assert broken("parallel.tp=8", world_size=8, facts=facts) == [
-        "parallel.tp=8 does not divide the feed-forward size 100 of model.path; legal: 1, 2, 4"
+    assert broken("engine.megatron.tp=8", world_size=8, facts=facts) == [
+        "engine.megatron.tp=8 does not divide the feed-forward size 100 of model.path; legal: 1, 2, 4"
     ]
 
 
 def test_latent_attention_with_tp_needs_sequence_parallel() -> None:
     facts = ModelFacts(**{**vars(FACTS), "multi_latent_attention": True})
-    assert broken("parallel.tp=2", world_size=2, facts=facts) == [
-        "model.path has multi-latent attention: parallel.tp=2 needs parallel.sequence_parallel=true"
+    assert broken("engine.megatron.tp=2", world_size=2, facts=facts) == [
+        "model.path has multi-latent attention: engine.megatron.tp=2 needs engine.megatron.sequence_parallel=true"
     ]
-    assert broken("parallel.tp=2", "parallel.sequence_parallel=true", world_size=2, facts=facts) == []
+    assert broken("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true", world_size=2, facts=facts) == []
     assert broken(facts=facts) == []
 
 
-FSDP = "ddp.implementation=megatron_fsdp"
+FSDP = "engine.megatron.ddp.implementation=megatron_fsdp"
 
 
 @pytest.mark.parametrize(
     ("world_size", "overrides", "refused"),
     [
-        (4, (FSDP, "ddp.average_in_collective=true"), "ddp.average_in_collective=true"),
-        (4, (FSDP, "optim.cpu_offload=0.5"), "optim.cpu_offload=0.5"),
-        (4, (FSDP, "parallel.pp=2"), "parallel.pp=2"),
+        (4, (FSDP, "engine.megatron.ddp.average_in_collective=true"), "engine.megatron.ddp.average_in_collective=true"),
+        (4, (FSDP, "engine.megatron.optimizer.cpu_offload=0.5"), "engine.megatron.optimizer.cpu_offload=0.5"),
+        (4, (FSDP, "engine.megatron.pp=2"), "engine.megatron.pp=2"),
         (4, (FSDP, "model.frozen=[embedding.*]"), "model.frozen"),
-        (2, (FSDP, "parallel.tp=2"), "one data-parallel rank (dp*cp=1)"),
+        (2, (FSDP, "engine.megatron.tp=2"), "one data-parallel rank (dp*cp=1)"),
         (
             4,
-            (FSDP, "ddp.fsdp_sharding=optim", "ddp.overlap_grad_reduce=true"),
-            "ddp.fsdp_sharding=optim and ddp.overlap_grad_reduce=true",
+            (FSDP, "engine.megatron.ddp.fsdp_sharding=optim", "engine.megatron.ddp.overlap_grad_reduce=true"),
+            "engine.megatron.ddp.fsdp_sharding=optim and overlap_grad_reduce=true",
         ),
         (
             4,
-            (FSDP, "ddp.fsdp_sharding=optim", "ddp.optimizer_instances=2"),
-            "ddp.fsdp_sharding=optim and ddp.optimizer_instances=2",
+            (FSDP, "engine.megatron.ddp.fsdp_sharding=optim", "engine.megatron.ddp.optimizer_instances=2"),
+            "engine.megatron.ddp.fsdp_sharding=optim and optimizer_instances=2",
         ),
-        (4, ("ddp.implementation=torch_fsdp2", "ddp.optimizer_instances=2"), "ddp.optimizer_instances=2"),
+        (
+            4,
+            ("engine.megatron.ddp.implementation=torch_fsdp2", "engine.megatron.ddp.optimizer_instances=2"),
+            "engine.megatron.ddp.optimizer_instances=2",
+        ),
     ],
 )
 def test_what_fsdp_is_not_combined_with(world_size: int, overrides: tuple[str, ...], refused: str) -> None:
     name = overrides[0]
     assert broken(*overrides, world_size=world_size) == [
-        f"{name} with {refused}: not supported; change that, or set ddp.implementation=ddp"
+        f"{name} with {refused}: not supported; change that, or set engine.megatron.ddp.implementation=ddp"
     ]
 
 
 def test_fsdp_that_can_run() -> None:
-    assert broken(FSDP, "ddp.overlap_grad_reduce=true", "checkpoint.hf_final=true", world_size=4) == []
+    assert broken(FSDP, "engine.megatron.ddp.overlap_grad_reduce=true", "checkpoint.hf_final=true", world_size=4) == []
     assert (
         broken(
-            "ddp.implementation=torch_fsdp2",
-            "parallel.pp=2",
+            "engine.megatron.ddp.implementation=torch_fsdp2",
+            "engine.megatron.pp=2",
             "model.frozen=[embedding.*]",
             "checkpoint.hf_interval=3",
             world_size=4,
@@ -351,24 +383,24 @@ EXPERTS = ModelFacts(**{**vars(FACTS), "num_experts": 8, "expert_ffn_hidden_size
     [
         (
             2,
-            "parallel.tp=2",
-            "model.path has experts: parallel.tp=2 needs parallel.sequence_parallel=true",
+            "engine.megatron.tp=2",
+            "model.path has experts: engine.megatron.tp=2 needs engine.megatron.sequence_parallel=true",
         ),
         (
             3,
-            "parallel.ep=3 trainer.prompts_per_step=63 trainer.minibatch_size=63",
-            "parallel.ep=3 does not divide the 8 experts of model.path; legal: 1, 2, 4, 8",
+            "engine.megatron.ep=3 trainer.prompts_per_step=63 trainer.minibatch_size=63",
+            "engine.megatron.ep=3 does not divide the 8 experts of model.path; legal: 1, 2, 4, 8",
         ),
         (
             4,
-            "parallel.ep=8",
-            "parallel.ep*etp=8*1=8 does not divide the 4 ranks of a pipeline stage (world size 4 / pp 1); "
+            "engine.megatron.ep=8",
+            "engine.megatron.ep*etp=8*1=8 does not divide the 4 ranks of a pipeline stage (world size 4 / pp 1); "
             "legal products: 1, 2, 4",
         ),
         (
             32,
-            "parallel.etp=32",
-            "parallel.etp=32 does not divide the feed-forward size 48 of an expert of model.path; "
+            "engine.megatron.etp=32",
+            "engine.megatron.etp=32 does not divide the feed-forward size 48 of an expert of model.path; "
             "legal: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48",
         ),
     ],
@@ -379,37 +411,42 @@ def test_experts_set_limits(world_size: int, overrides: str, line: str) -> None:
 
 def test_experts_with_biases_are_not_cut() -> None:
     facts = ModelFacts(**{**vars(EXPERTS), "expert_biases": True})
-    cut = ("parallel.tp=2", "parallel.sequence_parallel=true")
+    cut = ("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true")
     assert broken(*cut, world_size=2, facts=facts) == [
-        "parallel.etp=2: the experts of model.path have biases, which Megatron-Core does not cut; set parallel.etp=1"
+        "engine.megatron.etp=2: the experts of model.path have biases, which Megatron-Core does not cut; set "
+        "engine.megatron.etp=1"
     ]
-    assert broken(*cut, "parallel.etp=1", world_size=2, facts=facts) == []
+    assert broken(*cut, "engine.megatron.etp=1", world_size=2, facts=facts) == []
 
 
 def test_settings_of_experts_have_no_effect_on_a_dense_model() -> None:
-    assert broken("parallel.ep=2", "moe.dispatcher=allgather", world_size=2) == [
-        "parallel.ep=2: model.path has no experts; leave it out (on a command line: parallel.ep=null)",
-        "moe.dispatcher has no effect: model.path has no experts; leave it out (on a command line: "
-        "moe.dispatcher=null)",
+    assert broken("engine.megatron.ep=2", "engine.megatron.moe.dispatcher=allgather", world_size=2) == [
+        "engine.megatron.ep=2: model.path has no experts; leave it out (on a command line: engine.megatron.ep=null)",
+        "engine.megatron.moe.dispatcher has no effect: model.path has no experts; leave it out (on a command line: "
+        "engine.megatron.moe.dispatcher=null)",
     ]
 
 
 def test_routing_is_replayed_where_a_pass_before_the_update_records_it() -> None:
-    (line,) = broken("moe.routing_replay=true", facts=EXPERTS)
-    assert line.startswith("moe.routing_replay=true has no effect: it needs a pass that computes old log-probs")
+    (line,) = broken("engine.megatron.moe.routing_replay=true", facts=EXPERTS)
+    assert line.startswith(
+        "engine.megatron.moe.routing_replay=true has no effect: it needs a pass that computes old log-probs"
+    )
     for recorded in ("algorithm.old_logprobs=recompute", "algorithm.epochs=2", "trainer.minibatch_size=32"):
-        assert broken("moe.routing_replay=true", recorded, facts=EXPERTS) == []
+        assert broken("engine.megatron.moe.routing_replay=true", recorded, facts=EXPERTS) == []
 
 
 def test_every_model_is_checked_and_named() -> None:
     critic = ModelFacts(**{**vars(FACTS), "num_layers": 9})
-    config = load(None, ["parallel.pp=2"])
+    config = load(None, ["engine.megatron.pp=2"])
     (line,) = check(config, world_size=2, models={"model.path": FACTS, "model.critic_path": critic})
     assert "the 9 layers of model.critic_path" in line
 
 
 def test_rules_without_a_model_and_all_at_once() -> None:
-    config = load(None, ["parallel.tp=3", "algorithm.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"])
+    config = load(
+        None, ["engine.megatron.tp=3", "algorithm.clip.dual=0.5", "optim.warmup_steps=200", "data.val_size=1"]
+    )
     assert len(check(config, world_size=4)) == 4
 
 
@@ -422,5 +459,5 @@ def test_the_largest_batch_is_answered_at_once() -> None:
 def test_flat_lists_every_key_once() -> None:
     values = flat(Config())
     assert values["optim.lr"] == 1e-6
-    assert values["engine"] == "megatron"
+    assert values["engine.backend"] == "megatron"
     assert set(values) == set(FIELDS)

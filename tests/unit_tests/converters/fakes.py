@@ -149,7 +149,7 @@ def moe_params(hf: HFConfig, hf_layer: State) -> State:
         out |= gated_mlp(hf_layer, f"block_sparse_moe.experts.{expert}", target, ("w1", "w3", "w2"))
         if "mlp.experts.gate_up_proj" in hf_layer:
             gate_up, down = hf_layer["mlp.experts.gate_up_proj"][expert], hf_layer["mlp.experts.down_proj"][expert]
-            if hf.family == "gpt_oss":
+            if hf.linear_bias:  # GPT-OSS
                 turns, shift = hf_layer["mlp.experts.gate_up_proj_bias"][expert], gate_up.T
                 gate_up, down = torch.cat([shift[0::2], shift[1::2]]), down.T
                 out[f"{target}.linear_fc1.bias"] = torch.cat([turns[0::2], turns[1::2]])
@@ -164,7 +164,7 @@ def layer_params(hf: HFConfig, state: State, layer: int) -> State:
     hf_layer = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
     norms = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"}
     norms |= {name: name for name in ("post_self_attn_layernorm", "post_mlp_layernorm")}
-    if hf.family == "gemma3_text":
+    if hf.zero_centered_norm:  # Gemma 3
         norms |= {"post_attention_layernorm": "post_self_attn_layernorm"}
         norms |= {"pre_feedforward_layernorm": "pre_mlp_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
     out = {f"{to}.weight": hf_layer[f"{name}.weight"] for name, to in norms.items() if f"{name}.weight" in hf_layer}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mega_rl.converters.offline import convert as offline
-from mega_rl.converters.offline.convert import export_checkpoint, import_hf
+from mega_rl.converters.offline import conversion
+from mega_rl.converters.offline.convert import ExportOptions, ImportOptions, export_checkpoint, import_hf
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -15,23 +15,27 @@ def convert_all(rank: int, root: str) -> list[int]:
     folder = Path(root)
     layout = ParallelLayout(world_size=4, tp=2, ep=2, etp=2)
     reports = [
-        import_hf(folder / "hf", folder / "two-ranks", layout=layout, format="ranks", mtp="load"),
-        import_hf(folder / "hf", folder / "two-dist", layout=layout, format="torch_dist", mtp="load"),
-        export_checkpoint(folder / "two-ranks", folder / "two-hf", shard_bytes=60_000),
+        import_hf(
+            folder / "hf", folder / "two-ranks", layout=layout, format="ranks", options=ImportOptions(mtp="load")
+        ),
+        import_hf(
+            folder / "hf", folder / "two-dist", layout=layout, format="torch_dist", options=ImportOptions(mtp="load")
+        ),
+        export_checkpoint(folder / "two-ranks", folder / "two-hf", options=ExportOptions(shard_bytes=60_000)),
     ]
     return [number for report in reports for number in (report.num_tensors, report.num_files)]
 
 
 def fail_on_rank_1(rank: int, source: str, target: str) -> str:
     """The message with which a conversion ends whose second rank cannot write."""
-    write = offline.write_files
+    write = conversion.write_files
 
     def unlucky(*arguments: object, **options: object) -> object:
         if rank == 1:
             raise UserError("out of luck")
         return write(*arguments, **options)  # type: ignore[arg-type]
 
-    offline.write_files = unlucky  # type: ignore[assignment]
+    conversion.write_files = unlucky  # type: ignore[assignment]
     try:
         import_hf(source, target, layout=ParallelLayout(world_size=2, tp=2), format="ranks")
     except UserError as error:

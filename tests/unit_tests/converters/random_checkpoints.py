@@ -35,18 +35,15 @@ MOE_LAYOUTS = {
     "ep2-tp2": ParallelLayout(world_size=4, tp=2, ep=2),
     "ep2-etp2": ParallelLayout(world_size=4, tp=2, ep=2, etp=2),
 }
-MOE_FAMILIES = frozenset(
-    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight", "glm4_moe"}
-    | {"gpt_oss"}
-)
 
 
 def layouts_of(family: str) -> dict[str, ParallelLayout]:
     """The layouts on which a family of TINY can be stored."""
-    if family not in MOE_FAMILIES:
+    hf = parse_hf_config(TINY[family])
+    if hf.moe is None:
         return DENSE_LAYOUTS
     return DENSE_LAYOUTS | {
-        name: layout for name, layout in MOE_LAYOUTS.items() if family != "gpt_oss" or layout.etp == 1
+        name: layout for name, layout in MOE_LAYOUTS.items() if not hf.linear_bias or layout.etp == 1
     }
 
 
@@ -88,7 +85,7 @@ def random_state(
     hf: HFConfig, *, dtype: torch.dtype, head: Head, fused_experts: bool | None, seed: int
 ) -> dict[str, Tensor]:
     """Every tensor of a model by name on disk."""
-    fused = hf.family == "gpt_oss" if fused_experts is None else fused_experts
+    fused = hf.fused_experts if fused_experts is None else fused_experts
     hf = replace(hf, mtp="load", fused_experts=fused)
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.live.export import assemble_bucket, buckets, export_hf
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.live.model_config import gpt_model_kwargs, transformer_config_kwargs
-from mega_rl.converters.live.save import save_hf
+from mega_rl.converters.live.place import ModelPlace
+from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserError
@@ -87,7 +88,7 @@ def test_tensors_that_an_engine_fuses_are_in_one_bucket() -> None:
 
 def one_rank(hf: HFConfig, state: State, *, head: Head = "lm") -> tuple[list[nn.Module], State]:
     chunks = chunks_of_rank(hf, state, LAYOUTS["one"], FIRST, fill=None)
-    return chunks, dict(export_hf(chunks, sharding=Sharding(hf, head=head), coordinates=FIRST))
+    return chunks, dict(export_hf(chunks, ModelPlace(Sharding(hf, head=head))))
 
 
 def test_tensors_belong_to_the_consumer() -> None:
@@ -107,7 +108,7 @@ def test_te_names_and_dtype() -> None:
     hf, layout = small_config(), LAYOUTS["one"]
     state = hf_state(hf)
     chunks = chunks_of_rank(hf, state, layout, FIRST, spec="te", fill=None)
-    exported = dict(export_hf(chunks, sharding=Sharding(hf, spec="te"), coordinates=FIRST, dtype=torch.bfloat16))
+    exported = dict(export_hf(chunks, ModelPlace(Sharding(hf, spec="te")), dtype=torch.bfloat16))
     assert all(torch.equal(exported[name], state[name].bfloat16()) for name in state)
 
 
@@ -119,11 +120,34 @@ def test_value_head() -> None:
     assert torch.equal(exported["score.weight"], state["score.weight"])
 
 
+class FakeGroup:
+    """A process group of which only rank and size are asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
 def test_missing_groups_are_found() -> None:
-    with pytest.raises(AssertionError, match="tp_group"):
-        next(export_hf([], sharding=Sharding(small_config(), LAYOUTS["tp2"]), coordinates=FIRST))
-    with pytest.raises(AssertionError, match="pp_group"):
-        next(export_hf([], sharding=Sharding(small_config(), LAYOUTS["pp2"]), coordinates=FIRST))
+    with pytest.raises(AssertionError, match="tp_group is missing"):
+        ModelPlace(Sharding(small_config(), LAYOUTS["tp2"]))
+    with pytest.raises(AssertionError, match="pp_group is missing"):
+        ModelPlace(Sharding(small_config(), LAYOUTS["pp2"]))
+
+
+def test_swapped_groups_are_found() -> None:
+    """Of one size, they differ in this rank's position."""
+    layout = LAYOUTS["tp2-pp2"]
+    tp, pp = FakeGroup(1, 2), FakeGroup(0, 2)
+    sharding, at = Sharding(small_config(), layout), layout.coordinates(1)
+    ModelPlace(sharding, at, tp_group=tp, pp_group=pp)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="tp_group has rank 0 of 2 here, the layout says 1 of 2"):
+        ModelPlace(sharding, at, tp_group=pp, pp_group=tp)  # type: ignore[arg-type]
 
 
 # Checkpoints as transformers writes them.
@@ -160,8 +184,8 @@ def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool
 
     one = chunks_of_rank(hf, empty, LAYOUTS["one"], FIRST)
     load_hf(one, source, sharding=Sharding(hf), coordinates=FIRST)
-    settings: dict[str, Any] = {"sharding": Sharding(hf), "coordinates": FIRST, "source": source}
-    save_hf(one, tmp_path / "out", shard_bytes=20_000, **settings)
+    place = ModelPlace(Sharding(hf))
+    save_hf(one, tmp_path / "out", source=source, place=place, options=SaveOptions(shard_bytes=20_000))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).state_dict()
     assert all(same(again[name], t) for name, t in original.state_dict().items())
     assert again.keys() == original.state_dict().keys()
@@ -169,7 +193,7 @@ def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
     with pytest.raises(UserError, match="not empty"):
-        save_hf(one, tmp_path / "out", **settings)
+        save_hf(one, tmp_path / "out", source=source, place=place)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -180,8 +204,8 @@ def test_only_the_first_replica_writes(tmp_path: Path) -> None:
     layout = ParallelLayout(world_size=2)
     hf = small_config()
     chunks = chunks_of_rank(hf, hf_state(hf), layout, FIRST)
-    settings: dict[str, Any] = {"sharding": Sharding(hf, layout), "source": tmp_path}
-    save_hf(chunks, tmp_path / "out", coordinates=layout.coordinates(1), **settings)
+    place = ModelPlace(Sharding(hf, layout), layout.coordinates(1))
+    save_hf(chunks, tmp_path / "out", source=tmp_path, place=place)
     assert not (tmp_path / "out").exists()
 
 
@@ -263,15 +287,15 @@ def export_on_four_ranks(rank: int, folder: str) -> list[str]:
         state = hf_state(hf, dtype=dtype)
         at = layout.coordinates(rank)
         chunks = chunks_of_rank(hf, state, layout, at, fill=None)
-        common: dict[str, Any] = {"sharding": Sharding(hf, layout), "coordinates": at, **made[name]}
+        place = ModelPlace(Sharding(hf, layout), at, **made[name])
         for bucket_bytes in (500, 1 << 20):
-            stream = list(export_hf(chunks, bucket_bytes=bucket_bytes, **common))
+            stream = list(export_hf(chunks, replace(place, bucket_bytes=bucket_bytes)))
             exported = dict(stream)
             if [n for n, _ in stream] != list(state):
                 faults.append(f"{name} tied={tied}: names")
             faults += [f"{name} tied={tied}: {n}" for n, t in state.items() if not same(exported[n], t)]
         out = Path(folder) / f"{name}-{tied}"
-        save_hf(chunks, out, source=folder, **common)
+        save_hf(chunks, out, source=folder, place=place)
         dist.barrier()
         if not (out / "model.safetensors").is_file():
             faults.append(f"{name} tied={tied}: nothing written")

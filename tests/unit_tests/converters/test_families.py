@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.storage.safetensors_reader import CheckpointReader
@@ -18,8 +19,8 @@ from tests.unit_tests.converters.tiny_configs import TINY
 
 
 def transformers_model(config: dict[str, Any]) -> PreTrainedModel:
-    """A model of transformers with this config.json; Kimi K2 is DeepSeek-V3 under a name that transformers lacks."""
-    model_type = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+    """A model of transformers with this config.json, or of the class that stands in where it lacks one."""
+    model_type = FAMILIES[config["model_type"]].transformers_type
     known = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **known))
@@ -41,14 +42,27 @@ def test_tensors_are_those_that_transformers_saves(name: str, fused: bool, tmp_p
     config = parse_hf_config(TINY[name])
     transformers_model(TINY[name]).save_pretrained(tmp_path, save_original_format=not fused)
     on_disk = shapes_on_disk(tmp_path)
-    assert as_on_disk(config, on_disk).fused_experts == (fused or name == "gpt_oss")
+    assert as_on_disk(config, on_disk).fused_experts == (fused or config.fused_experts)
     expected = {n: t.shape for n, t in hf_tensors(as_on_disk(config, on_disk), head="lm").items()}
     assert on_disk.keys() - expected.keys() == set()
     assert expected.keys() - on_disk.keys() == set()
     assert expected == on_disk
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name != "kimi_k2"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_absent_keys_have_the_values_of_the_class(name: str) -> None:
+    """A file with nothing but sizes means what the class of transformers makes of them; token ids are the file's."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 56}
+    sizes |= {"vocab_size": 99, "max_position_embeddings": 131072}
+    if FAMILIES[name].mla is not None:
+        sizes |= {"num_key_value_heads": 32, "num_experts_per_tok": 8}
+    whole = CONFIG_MAPPING[FAMILIES[name].transformers_type](**sizes).to_dict()
+    expected = parse_hf_config(whole | {"model_type": name})
+    ids = {"eos_token_ids": expected.eos_token_ids, "pad_token_id": expected.pad_token_id}
+    assert replace(parse_hf_config(sizes | {"model_type": name}), **ids) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, config in TINY.items() if not FAMILIES[config["model_type"]].stand_in])
 def test_spelling_of_transformers_5_reads_the_same(name: str, tmp_path: Path) -> None:
     """The file that transformers 5 writes for a model means what the file of transformers 4 means."""
     old = parse_hf_config(TINY[name])

@@ -16,7 +16,16 @@ from mega_rl.converters.live import copying as fill
 from mega_rl.converters.offline import convert as offline
 from mega_rl.converters.offline import streaming
 from mega_rl.converters.offline.compare import compare
-from mega_rl.converters.offline.convert import Format, export_checkpoint, import_hf, open_checkpoint, reshard
+from mega_rl.converters.offline.convert import (
+    ExportOptions,
+    Format,
+    ImportOptions,
+    WriteOptions,
+    export_checkpoint,
+    import_hf,
+    open_checkpoint,
+    reshard,
+)
 from mega_rl.converters.offline.manifest import parse_manifest
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
@@ -44,10 +53,12 @@ def test_every_family_and_layout_comes_back_bit_for_bit(family: str, tmp_path: P
     for name, layout in layouts_of(family).items():
         for spec in ("te", "local") if name == "tp2-pp2" else ("local",):
             stored = tmp_path / f"{name}-{spec}"
-            report = import_hf(source, stored, layout=layout, format="ranks", spec=spec, mtp="load")
+            report = import_hf(
+                source, stored, layout=layout, format="ranks", options=ImportOptions(spec=spec, mtp="load")
+            )
             assert not report.absent
             back = tmp_path / f"{name}-{spec}-hf"
-            export_checkpoint(stored, back, shard_bytes=60_000)
+            export_checkpoint(stored, back, options=ExportOptions(shard_bytes=60_000))
             assert_same_weights(source, back)
 
 
@@ -55,8 +66,8 @@ def test_every_family_and_layout_comes_back_bit_for_bit(family: str, tmp_path: P
 def test_distributed_checkpoints_come_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", family)
     stored, back = tmp_path / "dist", tmp_path / "back"
-    import_hf(source, stored, layout=layouts_of(family)["tp2"], format="torch_dist", mtp="load")
-    export_checkpoint(stored, back, shard_bytes=60_000)
+    import_hf(source, stored, layout=layouts_of(family)["tp2"], format="torch_dist", options=ImportOptions(mtp="load"))
+    export_checkpoint(stored, back, options=ExportOptions(shard_bytes=60_000))
     assert_same_weights(source, back)
 
 
@@ -66,8 +77,20 @@ def test_resharding_is_importing_with_the_other_layout(family: str, tmp_path: Pa
     source = write_random(tmp_path / "hf", family)
     layouts = list(layouts_of(family).items())
     for i, (name, layout) in enumerate(layouts):
-        import_hf(source, tmp_path / name, layout=layout, format="ranks", spec=("te", "local")[i % 2], mtp="load")
-    import_hf(source, tmp_path / "dist", layout=layouts[0][1], format="torch_dist", spec="te", mtp="load")
+        import_hf(
+            source,
+            tmp_path / name,
+            layout=layout,
+            format="ranks",
+            options=ImportOptions(spec=("te", "local")[i % 2], mtp="load"),
+        )
+    import_hf(
+        source,
+        tmp_path / "dist",
+        layout=layouts[0][1],
+        format="torch_dist",
+        options=ImportOptions(spec="te", mtp="load"),
+    )
     for i, (name, _) in enumerate(layouts):
         other, layout = layouts[(i + 1) % len(layouts)]
         spec = ("te", "local")[(i + 1) % len(layouts) % 2]
@@ -94,12 +117,21 @@ def test_tensors_larger_than_a_piece_are_written_in_pieces(
     """A few rows at a time; a buffer of less than a tensor, shared by four threads."""
     source = write_random(tmp_path / "hf", family)
     layout = layouts_of(family)["ep2-tp2"]
-    import_hf(source, tmp_path / "whole", layout=layout, format="ranks", mtp="load")
+    import_hf(source, tmp_path / "whole", layout=layout, format="ranks", options=ImportOptions(mtp="load"))
     monkeypatch.setattr(streaming, "PIECE_BYTES", 500)
     monkeypatch.setattr(streaming, "BUFFER_BYTES", 700)
-    import_hf(source, tmp_path / "pieces", layout=layout, format="ranks", mtp="load", jobs=4)
+    import_hf(
+        source,
+        tmp_path / "pieces",
+        layout=layout,
+        format="ranks",
+        options=ImportOptions(mtp="load"),
+        writing=WriteOptions(jobs=4),
+    )
     assert contents(tmp_path / "pieces") == contents(tmp_path / "whole")
-    export_checkpoint(tmp_path / "pieces", tmp_path / "back", shard_bytes=60_000, jobs=4)
+    export_checkpoint(
+        tmp_path / "pieces", tmp_path / "back", options=ExportOptions(shard_bytes=60_000), writing=WriteOptions(jobs=4)
+    )
     assert_same_weights(source, tmp_path / "back")
 
 
@@ -107,7 +139,7 @@ def test_padding_of_the_vocabulary_changes_with_the_layout(tmp_path: Path) -> No
     """More padding than one rank's rows, so that a rank holds nothing else; then none."""
     source = write_random(tmp_path / "hf", "qwen2", tie_word_embeddings=False)
     layouts = layouts_of("qwen2")
-    import_hf(source, tmp_path / "wide", layout=layouts["tp2"], format="ranks", padded_vocab=256)
+    import_hf(source, tmp_path / "wide", layout=layouts["tp2"], format="ranks", options=ImportOptions(padded_vocab=256))
     import_hf(source, tmp_path / "narrow", layout=layouts["1"], format="ranks")
     reshard(tmp_path / "wide", tmp_path / "back", layout=layouts["1"])
     assert contents(tmp_path / "back") == contents(tmp_path / "narrow")
@@ -116,7 +148,9 @@ def test_padding_of_the_vocabulary_changes_with_the_layout(tmp_path: Path) -> No
         assert not reader.read("0.embedding.word_embeddings.weight").any()
     export_checkpoint(tmp_path / "wide", tmp_path / "exported")
     assert_same_weights(source, tmp_path / "exported")
-    import_hf(source, tmp_path / "dist", layout=layouts["1"], format="torch_dist", padded_vocab=256)
+    import_hf(
+        source, tmp_path / "dist", layout=layouts["1"], format="torch_dist", options=ImportOptions(padded_vocab=256)
+    )
     reshard(tmp_path / "dist", tmp_path / "from-dist", layout=layouts["1"], format="ranks")
     assert contents(tmp_path / "from-dist") == contents(tmp_path / "narrow")
 
@@ -125,11 +159,11 @@ def test_padding_of_the_vocabulary_changes_with_the_layout(tmp_path: Path) -> No
 def test_fused_and_single_experts_are_the_same_parameters(family: str, tmp_path: Path) -> None:
     single = write_random(tmp_path / "single", family)
     layout = layouts_of(family)["ep2-etp2"]
-    import_hf(single, tmp_path / "a", layout=layout, format="ranks", mtp="load")
-    export_checkpoint(tmp_path / "a", tmp_path / "fused", experts="fused")
+    import_hf(single, tmp_path / "a", layout=layout, format="ranks", options=ImportOptions(mtp="load"))
+    export_checkpoint(tmp_path / "a", tmp_path / "fused", options=ExportOptions(experts="fused"))
     with CheckpointReader(tmp_path / "fused") as reader:
         assert any(len(info.shape) == 3 for info in reader.tensors.values())
-    import_hf(tmp_path / "fused", tmp_path / "b", layout=layout, format="ranks", mtp="load")
+    import_hf(tmp_path / "fused", tmp_path / "b", layout=layout, format="ranks", options=ImportOptions(mtp="load"))
     ranks = [{n: c for n, c in contents(tmp_path / name).items() if "safetensors" in n} for name in "ab"]
     assert ranks[0] == ranks[1]
     # A reference decides the format, the checkpoint's own memory comes after it.
@@ -144,10 +178,17 @@ def test_a_value_head_is_kept_or_reported_and_left_out(tmp_path: Path) -> None:
     critic = write_random(tmp_path / "critic", "qwen3", head="value")
     policy = write_random(tmp_path / "policy", "qwen3")
     for kind in ("ranks", "torch_dist"):
-        assert import_hf(critic, tmp_path / f"a-{kind}", layout=layout, format=kind, head="value").absent == ()
+        assert (
+            import_hf(
+                critic, tmp_path / f"a-{kind}", layout=layout, format=kind, options=ImportOptions(head="value")
+            ).absent
+            == ()
+        )
         export_checkpoint(tmp_path / f"a-{kind}", tmp_path / f"back-{kind}")
         assert_same_weights(critic, tmp_path / f"back-{kind}")
-        report = import_hf(policy, tmp_path / f"b-{kind}", layout=layout, format=kind, head="value")
+        report = import_hf(
+            policy, tmp_path / f"b-{kind}", layout=layout, format=kind, options=ImportOptions(head="value")
+        )
         assert report.absent == ("output_layer.weight",)
         assert report.ignored == ("lm_head.weight",)
         moved = tmp_path / f"c-{kind}"
@@ -184,7 +225,7 @@ def test_prediction_layers_are_kept_from_the_reference_or_dropped(tmp_path: Path
     kept = export_checkpoint(tmp_path / "ranks", tmp_path / "kept", reference=source)
     assert kept.kept == report.ignored
     assert_same_weights(source, tmp_path / "kept")
-    dropped = export_checkpoint(tmp_path / "ranks", tmp_path / "dropped", mtp="drop")
+    dropped = export_checkpoint(tmp_path / "ranks", tmp_path / "dropped", options=ExportOptions(mtp="drop"))
     assert dropped.config_changes == ("num_nextn_predict_layers",)
     with CheckpointReader(source) as a, CheckpointReader(tmp_path / "dropped") as b:
         comparison = compare(a, b)
@@ -200,10 +241,12 @@ def test_prediction_layers_are_kept_from_the_reference_or_dropped(tmp_path: Path
 def test_a_dtype_is_for_all_but_what_is_float32_in_every_model(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "deepseek_v3", dtype=torch.float32)
     layout = layouts_of("deepseek_v3")["tp2"]
-    import_hf(source, tmp_path / "ranks", layout=layout, format="ranks", dtype="bfloat16", mtp="load")
+    import_hf(
+        source, tmp_path / "ranks", layout=layout, format="ranks", options=ImportOptions(dtype="bfloat16", mtp="load")
+    )
     for dtype, said in ((None, "bfloat16"), ("float16", "float16")):
         back = tmp_path / f"back-{said}"
-        report = export_checkpoint(tmp_path / "ranks", back, dtype=dtype)
+        report = export_checkpoint(tmp_path / "ranks", back, options=ExportOptions(dtype=dtype))
         assert report.config_changes == ("torch_dtype",)
         assert json.loads((back / "config.json").read_text())["torch_dtype"] == said
         with CheckpointReader(source) as a, CheckpointReader(back) as b:
@@ -240,18 +283,23 @@ def test_missing_tensors_need_leave_and_are_named(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "qwen2", left_out=lost)
     layout = layouts_of("qwen2")["tp2"]
     with pytest.raises(UserErrors) as caught:
-        import_hf(source, tmp_path / "ranks", layout=layout, format="ranks", allow_missing=["*.2.*"])
+        import_hf(
+            source, tmp_path / "ranks", layout=layout, format="ranks", options=ImportOptions(allow_missing=["*.2.*"])
+        )
     assert "model.layers.1.mlp.down_proj.weight is missing" in str(caught.value)
     assert not (tmp_path / "ranks").exists()
     names = ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.layers.2.input_layernorm.weight")
     for kind in ("ranks", "torch_dist"):
         stored = tmp_path / kind
-        assert import_hf(source, stored, layout=layout, format=kind, allow_missing=["*"]).absent == names
+        assert (
+            import_hf(source, stored, layout=layout, format=kind, options=ImportOptions(allow_missing=["*"])).absent
+            == names
+        )
         assert export_checkpoint(stored, tmp_path / f"back-{kind}").absent == names
         assert_same_weights(source, tmp_path / f"back-{kind}")
     half = write_random(tmp_path / "half", "qwen2", left_out=["model.layers.0.self_attn.k_proj.weight"])
     with pytest.raises(UserError, match=r"k_proj.weight is missing but .*q_proj.weight is not"):
-        import_hf(half, tmp_path / "never", layout=layout, format="ranks", allow_missing=["*"])
+        import_hf(half, tmp_path / "never", layout=layout, format="ranks", options=ImportOptions(allow_missing=["*"]))
 
 
 def test_parts_of_one_parameter_must_agree_in_dtype(tmp_path: Path) -> None:
@@ -264,7 +312,9 @@ def test_parts_of_one_parameter_must_agree_in_dtype(tmp_path: Path) -> None:
     layout = layouts_of("qwen2")["tp2"]
     with pytest.raises(UserError, match=r"v_proj\.bias is float32; give the dtype"):
         import_hf(tmp_path / "mixed", tmp_path / "ranks", layout=layout, format="ranks")
-    import_hf(tmp_path / "mixed", tmp_path / "ranks", layout=layout, format="ranks", dtype="bfloat16")
+    import_hf(
+        tmp_path / "mixed", tmp_path / "ranks", layout=layout, format="ranks", options=ImportOptions(dtype="bfloat16")
+    )
 
 
 @pytest.mark.parametrize("kind", ["ranks", "torch_dist"])
@@ -286,12 +336,12 @@ def test_an_interrupted_run_leaves_nothing_and_overwriting_replaces_as_a_whole(
         with monkeypatch.context() as patch:
             patch.setattr(offline, where, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                import_hf(new, target, layout=layout, format=kind, overwrite=True)
+                import_hf(new, target, layout=layout, format=kind, writing=WriteOptions(overwrite=True))
             with pytest.raises(KeyboardInterrupt):
                 import_hf(new, tmp_path / "fresh", layout=layout, format=kind)
         assert contents(target) == before
         assert not (tmp_path / "fresh").exists()
-    import_hf(new, target, layout=layout, format=kind, overwrite=True)
+    import_hf(new, target, layout=layout, format=kind, writing=WriteOptions(overwrite=True))
     import_hf(new, tmp_path / "fresh", layout=layout, format=kind)
     assert contents(target) == contents(tmp_path / "fresh") != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "new", "old", "stored"]
@@ -304,12 +354,14 @@ def test_targets_and_sources_that_cannot_be(tmp_path: Path) -> None:
     import_hf(source, ranks, layout=layout, format="ranks")
     cases = {
         "inside one another": lambda: import_hf(source, source / "x", layout=layout, format="ranks"),
-        "choose another directory": lambda: reshard(ranks, ranks, layout=layout, overwrite=True),
-        "not inside|inside one another": lambda: export_checkpoint(ranks, tmp_path, overwrite=True),
+        "choose another directory": lambda: reshard(ranks, ranks, layout=layout, writing=WriteOptions(overwrite=True)),
+        "not inside|inside one another": lambda: export_checkpoint(
+            ranks, tmp_path, writing=WriteOptions(overwrite=True)
+        ),
         "no such directory": lambda: export_checkpoint(tmp_path / "nothing", tmp_path / "y"),
         "Hugging Face checkpoint already": lambda: export_checkpoint(source, tmp_path / "y"),
         "import it instead": lambda: reshard(source, tmp_path / "y", layout=layout),
-        "dtype=int3": lambda: export_checkpoint(ranks, tmp_path / "y", dtype="int3"),
+        "dtype=int3": lambda: export_checkpoint(ranks, tmp_path / "y", options=ExportOptions(dtype="int3")),
         "tp=3 does not divide": lambda: reshard(ranks, tmp_path / "y", layout=ParallelLayout(world_size=3, tp=3)),
         "padded vocabulary 64 is smaller": lambda: reshard(ranks, tmp_path / "y", layout=layout, padded_vocab=64),
     }
@@ -352,7 +404,7 @@ def test_damaged_rank_files_name_the_tensor_and_the_file(tmp_path: Path) -> None
     message = str(caught.value)
     assert f"{path}: {name} has shape [40, 27], its layout asks for [40, 28]" in message
     assert f"{path}: 0.decoder.final_layernorm.weight is missing" in message
-    assert "0.surplus.weight is no part of the model" in message
+    assert "0.surplus.weight is not part of the model" in message
 
 
 def test_mutants_of_the_manifest_are_user_errors(tmp_path: Path) -> None:
@@ -416,9 +468,9 @@ def test_threads_wait_for_room_in_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "deepseek_v3")
     layout = layouts_of("deepseek_v3")["ep2-etp2"]
-    import_hf(source, tmp_path / "one-ranks", layout=layout, format="ranks", mtp="load")
-    import_hf(source, tmp_path / "one-dist", layout=layout, format="torch_dist", mtp="load")
-    export_checkpoint(tmp_path / "one-ranks", tmp_path / "one-hf", shard_bytes=60_000)
+    import_hf(source, tmp_path / "one-ranks", layout=layout, format="ranks", options=ImportOptions(mtp="load"))
+    import_hf(source, tmp_path / "one-dist", layout=layout, format="torch_dist", options=ImportOptions(mtp="load"))
+    export_checkpoint(tmp_path / "one-ranks", tmp_path / "one-hf", options=ExportOptions(shard_bytes=60_000))
     counts = run_ranks(2, offline_cases.convert_all, str(tmp_path), timeout_s=90)
     for name in ("ranks", "dist", "hf"):
         assert contents(tmp_path / f"two-{name}") == contents(tmp_path / f"one-{name}"), name

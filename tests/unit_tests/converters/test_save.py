@@ -15,7 +15,8 @@ from mega_rl.converters.hf.companions import changed_config, config_changes
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live import save as save_module
 from mega_rl.converters.live.load import load_hf
-from mega_rl.converters.live.save import save_hf
+from mega_rl.converters.live.place import ModelPlace
+from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.parameters import ignored_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserError
@@ -56,16 +57,16 @@ def test_one_rank(tmp_path: Path, family: str, shard_bytes: int) -> None:
     sharding = Sharding(read_hf_config(source))
     chunks = loaded(source, sharding, FIRST)
     out = tmp_path / "out"
-    save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, shard_bytes=shard_bytes)
+    save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=SaveOptions(shard_bytes=shard_bytes))
     assert differences(source, out) == []
     for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     with pytest.raises(UserError, match="not empty"):
-        save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST)
+        save_hf(chunks, out, source=source, place=ModelPlace(sharding))
     with torch.no_grad():
         for param in chunks[0].parameters():
             param.zero_()
-    save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, overwrite=True, mtp="drop")
+    save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=SaveOptions(overwrite=True, mtp="drop"))
     with CheckpointReader(out) as reader:
         assert not reader.read("model.norm.weight").any()
     # Nothing of the shards that were there before.
@@ -79,7 +80,7 @@ def test_parameters_are_written_from_where_they_lie(tmp_path: Path, monkeypatch:
     sharding = Sharding(read_hf_config(source))
     chunks = loaded(source, sharding, FIRST)
     monkeypatch.setattr(CheckpointWriter, "write", lambda *_: pytest.fail("a copy was written"))
-    save_hf(chunks, tmp_path / "out", source=source, sharding=sharding, coordinates=FIRST)
+    save_hf(chunks, tmp_path / "out", source=source, place=ModelPlace(sharding))
     monkeypatch.undo()
     assert differences(source, tmp_path / "out") == []
 
@@ -95,7 +96,8 @@ def test_prediction_layers_are_kept_loaded_or_dropped(tmp_path: Path) -> None:
         sharding = Sharding(hf)
         chunks = loaded(source, sharding, FIRST)
         out = tmp_path / mtp
-        save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, mtp=mtp)  # type: ignore[arg-type]
+        options = SaveOptions(mtp=mtp)  # type: ignore[arg-type]
+        save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=options)
         saved[mtp] = differences(source, out)
     assert saved == {"keep": [], "drop": sorted(layer)}
     assert (tmp_path / "keep" / "config.json").read_bytes() == (source / "config.json").read_bytes()
@@ -107,7 +109,7 @@ def test_loaded_prediction_layers_come_back(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "deepseek_v3")
     sharding = Sharding(replace(read_hf_config(source), mtp="load"))
     chunks = loaded(source, sharding, FIRST)
-    save_hf(chunks, tmp_path / "out", source=source, sharding=sharding, coordinates=FIRST)
+    save_hf(chunks, tmp_path / "out", source=source, place=ModelPlace(sharding))
     assert differences(source, tmp_path / "out") == []
 
 
@@ -116,7 +118,7 @@ def test_another_dtype(tmp_path: Path) -> None:
     sharding = Sharding(read_hf_config(source))
     chunks = loaded(source, sharding, FIRST)
     out = tmp_path / "out"
-    save_hf(chunks, out, source=source, sharding=sharding, coordinates=FIRST, dtype=torch.float32)
+    save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=SaveOptions(dtype=torch.float32))
     with CheckpointReader(source) as first, CheckpointReader(out) as second:
         assert first.tensors.keys() == second.tensors.keys()
         assert all(torch.equal(first.read(name).float(), second.read(name)) for name in first.tensors)
@@ -179,17 +181,17 @@ def save_on_four_ranks(rank: int, folder: str) -> list[str]:
             source, out = Path(folder) / family, Path(folder) / f"{family}-{name}"
             sharding, at = Sharding(read_hf_config(source), layout), layout.coordinates(rank)
             chunks = loaded(source, sharding, at)
-            settings: dict[str, Any] = {"source": source, "sharding": sharding, "coordinates": at, **groups}
-            save_hf(chunks, out, bucket_bytes=4000, shard_bytes=30_000, **settings)
+            place = ModelPlace(sharding, at, **groups, bucket_bytes=4000)
+            save_hf(chunks, out, source=source, place=place, options=SaveOptions(shard_bytes=30_000))
             dist.barrier()
             if rank == 0:
                 faults += [f"{family} {name}: {fault}" for fault in differences(source, out)]
             if family == "mixtral":
-                faults += failing(rank, chunks, Path(folder) / f"full-{name}", settings)
+                faults += failing(rank, chunks, Path(folder) / f"full-{name}", source, place)
     return faults
 
 
-def failing(rank: int, chunks: Any, out: Path, settings: dict[str, Any]) -> list[str]:
+def failing(rank: int, chunks: Any, out: Path, source: Path, place: ModelPlace) -> list[str]:
     """The writer's disk is full: it raises, the others end as usual, and no rank waits for another."""
 
     def full(*_: object) -> None:
@@ -198,7 +200,7 @@ def failing(rank: int, chunks: Any, out: Path, settings: dict[str, Any]) -> list
     faults, write = [], CheckpointWriter.write
     CheckpointWriter.write = full  # type: ignore[method-assign, assignment]
     try:
-        save_hf(chunks, out, **settings)
+        save_hf(chunks, out, source=source, place=place)
         if rank == 0:
             faults.append("the writer did not fail")
     except UserError as error:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 
 from mega_rl.converters.offline import dist_keys
 from mega_rl.converters.offline.compare import compare
-from mega_rl.converters.offline.convert import export_checkpoint, import_hf, open_checkpoint
+from mega_rl.converters.offline.convert import ImportOptions, export_checkpoint, import_hf, open_checkpoint
 from mega_rl.converters.offline.dist_metadata import read_metadata
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
@@ -52,9 +52,17 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options = {key: value for key, value in model.items() if key != "mtp"}
         write_tiny_checkpoint(root / name / "hf", **options)
         mtp = model.get("mtp", "drop")
-        import_hf(root / name / "hf", root / name / "dist", layout=ParallelLayout(), format="torch_dist", mtp=mtp)
+        import_hf(
+            root / name / "hf",
+            root / name / "dist",
+            layout=ParallelLayout(),
+            format="torch_dist",
+            options=ImportOptions(mtp=mtp),
+        )
         layout = ParallelLayout(world_size=4, tp=2, pp=2, pipeline=(1, 3))
-        import_hf(root / name / "hf", root / name / "ranks", layout=layout, format="ranks", mtp=mtp)
+        import_hf(
+            root / name / "hf", root / name / "ranks", layout=layout, format="ranks", options=ImportOptions(mtp=mtp)
+        )
     return root
 
 
@@ -81,7 +89,7 @@ def test_a_critic_of_megatron_loads_a_value_head(tmp_path: Path) -> None:
     policy = write_random(tmp_path / "policy", "qwen3", dtype=torch.float32, seed=1)
     critic = write_random(tmp_path / "critic", "qwen3", dtype=torch.float32, head="value")
     layout = ParallelLayout(world_size=2, tp=2)
-    import_hf(critic, tmp_path / "dist", layout=layout, format="torch_dist", head="value")
+    import_hf(critic, tmp_path / "dist", layout=layout, format="torch_dist", options=ImportOptions(head="value"))
     for found in run_ranks(1, load_critic, str(policy), str(tmp_path / "dist")):
         with CheckpointReader(critic) as reader:
             assert set(found) == set(reader.tensors)
@@ -279,7 +287,7 @@ def test_missing_chunks_and_foreign_tensors_are_named(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(whole)
     assert "decoder.layers.0.mlp.linear_fc2.weight is missing" in rewritten(lambda m: m.state_dict_metadata.pop(key))
     (folder / ".metadata").write_bytes(whole)
-    assert "strange.weight is no part of the qwen2 model" in rewritten(lambda m: add_copy(m, key, "strange.weight"))
+    assert "strange.weight is not part of the qwen2 model" in rewritten(lambda m: add_copy(m, key, "strange.weight"))
 
 
 def test_optimizer_and_random_states_are_left_aside_and_reported(tmp_path: Path) -> None:

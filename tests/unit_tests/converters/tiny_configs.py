@@ -1,8 +1,14 @@
-"""A tiny config.json of every family as transformers 4 wrote them, sizes as unequal as they can be."""
+"""A tiny config.json of every family as transformers 4 wrote them, sizes as unequal as they can be.
+
+A family that is not here has the settings of its tiny checkpoint (`tests.helpers.models.TINY`) beside `BASE`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+from mega_rl.converters.families import FAMILIES
+from tests.helpers import models
 
 BASE: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -108,5 +114,5 @@ TINY: dict[str, dict[str, Any]] = {
     # A second member of a family, where configs of one type differ much.
     "moonlight": {**LATENT, **ROUTED, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }
-for _name, _config in TINY.items():
-    _config = TINY[_name] = {"model_type": "deepseek_v3" if _name == "moonlight" else _name, **_config}
+TINY |= {family: {**BASE, **models.TINY[family]} for family in FAMILIES if family not in TINY}
+TINY = {name: {"model_type": "deepseek_v3" if name == "moonlight" else name, **TINY[name]} for name in TINY}

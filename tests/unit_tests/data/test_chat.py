@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from mega_rl.data.chat import template_variables
+from mega_rl.data.chat import ChatTemplate, template_variables
+from mega_rl.data.columns import RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer
@@ -45,8 +46,14 @@ def file(tmp_path: Path) -> Path:
 
 
 def load(file: Path, tokenizer: Any, **settings: Any) -> list[Prompt]:
+    template = ChatTemplate(tokenizer, **settings)
     return load_prompts(
-        [file], tokenizer=tokenizer, vocab_size=50, max_prompt_tokens=200, chat_template=True, **settings
+        [file],
+        tokenizer=tokenizer,
+        vocab_size=50,
+        columns=RowColumns("prompt", "answer"),
+        max_prompt_tokens=200,
+        template=template,
     )
 
 
@@ -54,7 +61,7 @@ def load(file: Path, tokenizer: Any, **settings: Any) -> list[Prompt]:
     "kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True, "depth": 2, "tools": TOOLS}]
 )
 def test_prompts_are_those_of_transformers(file: Path, tokenizer: Any, kwargs: dict[str, Any]) -> None:
-    prompts = load(file, tokenizer, chat_template_kwargs=kwargs)
+    prompts = load(file, tokenizer, kwargs=kwargs)
     for prompt in prompts:
         messages = [{"role": role, "content": content} for role, content in prompt.messages]
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **kwargs)
@@ -76,7 +83,7 @@ def test_a_system_prompt_comes_first_unless_the_row_has_its_own(file: Path, toke
 
 def test_what_a_template_is_given_belongs_to_the_identity_of_the_data(file: Path, tokenizer: Any) -> None:
     variants: list[dict[str, Any]] = [
-        {}, {"system_prompt": "a"}, {"system_prompt": "b"}, {"chat_template_kwargs": {"enable_thinking": False}},
+        {}, {"system_prompt": "a"}, {"system_prompt": "b"}, {"kwargs": {"enable_thinking": False}},
     ]  # fmt: skip
     assert len({fingerprint(load(file, tokenizer, **settings)) for settings in variants}) == len(variants)
 

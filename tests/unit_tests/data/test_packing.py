@@ -22,17 +22,11 @@ def batch_of(lengths: list[int], size: int) -> Rollout:
     inside = column < length[:, None]
     tokens = torch.where(inside, 100 * (torch.arange(rows)[:, None] + 1) + column, 0)
     mask = inside & (column >= 1)
-    return Rollout(
-        tokens=tokens,
-        loss_mask=mask,
+    return Rollout.from_rows(
+        tokens,
         prompt_lengths=torch.ones(rows, dtype=torch.int64),
         lengths=length,
         rollout_logprobs=torch.where(mask, -tokens.float(), 0.0),
-        finished=torch.ones(rows, dtype=torch.bool),
-        prompt_index=torch.arange(rows),
-        sample_index=torch.zeros(rows, dtype=torch.int64),
-        weight_version=torch.zeros(rows, dtype=torch.int64),
-        batch_size=[rows],
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.data.columns import RewardColumns
+from mega_rl.data.chat import ChatTemplate
+from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
@@ -34,8 +35,19 @@ class ByteTokenizer:
         return turns + "<assistant>" * add_generation_prompt
 
 
+def columns_of(reward: RewardColumns) -> RowColumns:
+    return RowColumns("prompt", "answer", reward)
+
+
 def load(*files: Path, **changed: Any) -> list[Prompt]:
-    arguments: dict[str, Any] = {"tokenizer": ByteTokenizer(), "vocab_size": 257, "max_prompt_tokens": 50} | changed
+    arguments: dict[str, Any] = {
+        "tokenizer": ByteTokenizer(),
+        "vocab_size": 257,
+        "columns": columns_of(RewardColumns()),
+        "max_prompt_tokens": 50,
+    } | changed
+    if arguments.pop("chat_template", False):
+        arguments["template"] = ChatTemplate(arguments["tokenizer"])
     return load_prompts(files, **arguments)
 
 
@@ -60,7 +72,7 @@ def test_jsonl(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_and_other_keys(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", ["\ufeff".encode() + b'{"q": "x", "a": "y"}'])
-    assert load(file, prompt_key="q", answer_key="a")[0].text == "x"
+    assert load(file, columns=RowColumns("q", "a"))[0].text == "x"
 
 
 def test_chat_template(tmp_path: Path) -> None:
@@ -131,7 +143,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": "a", "answer": ["b"]}, "'answer' is a list, not a string or a number"),
     ({"prompt": "a", "answer": True}, "'answer' is true or false"),
     ({"prompt": " \n", "answer": "b"}, "'prompt' is empty"),
-    ({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}, "needs data.chat_template=true"),
+    ({"prompt": [{"role": "user", "content": "a"}], "answer": "b"}, "needs data.chat.template=true"),
     (b'{"prompt": "\\ud800", "answer": "b"}', "half a surrogate pair"),
     (b'{"prompt": "a", "answer": "\\udfff"}', "'answer' holds"),
 ]
@@ -319,7 +331,7 @@ def test_answers_of_code_tasks(tmp_path: Path) -> None:
     """Lists and objects reach a reward that takes them; any other one names the row."""
     answers = [{"tests": ["f(1) == 2"], "time_s": 1.5}, ["a", "b"], True, "x", 3]
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answer": answer} for answer in answers])
-    prompts = load(file, reward_columns=RewardColumns(structured=True))
+    prompts = load(file, columns=columns_of(RewardColumns(structured=True)))
     assert [prompt.answer for prompt in prompts] == [*answers[:4], "3"]
     with pytest.raises(UserErrors) as error:
         load(file)
@@ -330,9 +342,9 @@ def test_answers_that_no_reward_reads_may_be_missing(tmp_path: Path) -> None:
     file = jsonl(
         tmp_path / "a.jsonl", [{"prompt": "p"}, {"prompt": "q", "answer": None}, {"prompt": "r", "answer": "7"}]
     )
-    columns = RewardColumns(answer=False)
-    assert [prompt.answer for prompt in load(file, reward_columns=columns)] == [None, None, "7"]
-    assert [prompt.answer for prompt in load(file, reward_columns=columns, answer_key="")] == [None] * 3
+    reward = RewardColumns(answer=False)
+    assert [prompt.answer for prompt in load(file, columns=columns_of(reward))] == [None, None, "7"]
+    assert [prompt.answer for prompt in load(file, columns=RowColumns("prompt", "", reward))] == [None] * 3
     with pytest.raises(UserErrors, match="has no 'answer'"):
         load(file)
 
@@ -345,7 +357,7 @@ def test_every_column_of_a_row(tmp_path: Path) -> None:
     table = tmp_path / "a.parquet"
     pq.write_table(pa.table({key: [rows[0][key]] for key in rows[0]}), table)
     for file in (jsonl(tmp_path / "a.jsonl", rows), table):
-        (prompt,) = load(file, reward_columns=RewardColumns(every=True))
+        (prompt,) = load(file, columns=columns_of(RewardColumns(every=True)))
         assert prompt.row == rows[0]
         assert load(file)[0].row is None
     assert fingerprint([prompt]) != fingerprint(load(table))
@@ -356,5 +368,5 @@ def test_a_parquet_file_without_answers(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
-    (prompt,) = load(tmp_path / "a.parquet", reward_columns=RewardColumns(answer=False))
+    (prompt,) = load(tmp_path / "a.parquet", columns=columns_of(RewardColumns(answer=False)))
     assert prompt.answer is None

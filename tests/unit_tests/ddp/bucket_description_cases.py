@@ -57,8 +57,8 @@ def describe_engine(config: Any) -> dict[str, Any]:
     from tests.helpers.engines import running_engine
 
     with running_engine(config) as engine:
-        from mega_rl.ddp.buckets import describe
         from mega_rl.ddp.frozen import named_parameters
+        from tests.helpers.buckets import describe
 
         buckets = describe(engine.chunks)
         wrong = []
@@ -118,7 +118,7 @@ def run_cases(rank: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         config = make_config(Path(case["checkpoint"]), dtype=case["dtype"])
-        config = replaced(config, "parallel", **case["parallel"])
-        config = replaced(config, "optim", distributed_optimizer=case["sharded"])
-        found.append(describe_engine(replaced(config, "ddp", **case["ddp"])))
+        config = replaced(config, "engine.megatron", **case["parallel"])
+        config = replaced(config, "engine.megatron.optimizer", distributed=case["sharded"])
+        found.append(describe_engine(replaced(config, "engine.megatron.ddp", **case["ddp"])))
     return found

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import DdpConfig, OptimConfig, ParallelConfig
+from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
-    "pp2": {"parallel": ParallelConfig(pp=2)},
-    "pp2-vpp2": {"parallel": ParallelConfig(pp=2, vpp=2, overlap_p2p=True)},
-    "tp2": {"parallel": ParallelConfig(tp=2)},
+    "pp2": {"megatron": MegatronConfig(pp=2)},
+    "pp2-vpp2": {"megatron": MegatronConfig(pp=2, vpp=2, overlap_p2p=True)},
+    "tp2": {"megatron": MegatronConfig(tp=2)},
     "torch_fsdp2": {"ddp": DdpConfig(implementation="torch_fsdp2")},
 }
 MISTAKES: dict[str, dict[str, Any]] = {
@@ -44,11 +44,8 @@ def run_all(rank: int, root: str) -> dict[str, Any]:
 
 
 def engine_of(path: Path, **changes: Any) -> Any:
-    """An engine of two ranks; `changes` are areas of its config."""
-    config = make_config(path / "tied", optim=changes.pop("optim", OptimConfig()), ddp=changes.pop("ddp", DdpConfig()))
-    for area, value in changes.items():
-        config = replaced(config, area, **vars(value))
-    return running_engine(config)
+    """An engine of two ranks; `changes` are arguments of `make_config`."""
+    return running_engine(make_config(path / "tied", **{"optim": OptimConfig(), **changes}))
 
 
 def listing(path: Path, **changes: Any) -> dict[str, Any]:
@@ -76,10 +73,10 @@ def listing(path: Path, **changes: Any) -> dict[str, Any]:
 def early_state(path: Path) -> dict[str, Any]:
     """A state that is looked at before the first step: zeros, and the training is the same."""
     found = {}
-    for name, optim in {"device": {}, "host": {"cpu_offload": 0.5}}.items():
+    for name, optimizer in {"device": {}, "host": {"cpu_offload": 0.5}}.items():
         weights = []
         for looks in (False, True):
-            with engine_of(path, optim=OptimConfig(**optim)) as engine:
+            with engine_of(path, optimizer=MegatronOptimizerConfig(**optimizer)) as engine:
                 if looks:
                     state = engine.state()
                     moments = [p.data for p in state.pieces if p.name.startswith("exp_avg")]
@@ -119,7 +116,7 @@ def on_the_host(path: Path) -> bool:
     """Whether all of the optimizer's state that has been created is in the host's memory."""
     from mega_rl.ddp.optimizer import torch_optimizers
 
-    with engine_of(path, optim=OptimConfig(cpu_offload=1.0)) as engine:
+    with engine_of(path, optimizer=MegatronOptimizerConfig(cpu_offload=1.0)) as engine:
         engine.state()
         states = [state for each in torch_optimizers(engine.optimizer) for state in each.state.values()]
         return all(tensor.device.type == "cpu" for state in states for tensor in state.values())
@@ -180,15 +177,15 @@ def multi_token_prediction(path: Path) -> list[tuple[str, int, int, bool]]:
     from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.ddp.regions import find_regions
-    from mega_rl.models.build import build_chunks, transformer_config
+    from mega_rl.models.build import ModelSettings, build_chunks, transformer_config
 
-    config = replaced(make_config(path / "mtp"), "parallel", pp=2)
+    config = replaced(make_config(path / "mtp"), "engine.megatron", pp=2)
     hf = dataclasses.replace(read_hf_config(path / "mtp"), mtp="load")
     with session(config, accelerator) as groups:
         model_config = transformer_config(
             hf,
             layout=groups.layout,
-            settings=config,
+            settings=ModelSettings(config.model, config.engine.megatron, deterministic=False),
             attention="sdpa",
             device_overrides=accelerator.transformer_config_overrides(),
         )

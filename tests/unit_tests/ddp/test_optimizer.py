@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.config.schema import OptimConfig
+from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
 from mega_rl.types import Experience, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
@@ -22,27 +23,31 @@ OPTIM = OptimConfig(lr=0.5, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-3, cl
 RATES = [1e-2, 5e-3, 2e-3]
 CASES: dict[str, dict[str, Any]] = {
     "dp2": {"layout": "dp2"},
-    "dp2, not sharded": {"layout": "dp2", "distributed_optimizer": False},
+    "dp2, not sharded": {"layout": "dp2", "distributed": False},
     "tp2-sp": {"layout": "tp2-sp"},
     "pp2": {"layout": "pp2"},
 }
 # (model, layout, dtype, optimizer sharded); each with all, some and none of its state on the host
 OFFLOADS: dict[str, dict[str, Any]] = {
     "fp32": {"layout": "dp2"},
-    "fp32, not sharded": {"layout": "dp2", "distributed_optimizer": False},
+    "fp32, not sharded": {"layout": "dp2", "distributed": False},
     "bf16": {"layout": "dp2", "dtype": "bf16"},
-    "bf16, not sharded": {"layout": "dp2", "dtype": "bf16", "distributed_optimizer": False},
+    "bf16, not sharded": {"layout": "dp2", "dtype": "bf16", "distributed": False},
 }
 SHARES = (0.0, 0.5, 1.0)
 EXPERTS: dict[str, dict[str, Any]] = {
     "ep2": {},
-    "ep2, not sharded": {"distributed_optimizer": False},
+    "ep2, not sharded": {"distributed": False},
     "ep2, on the host": {"cpu_offload": 1.0},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "not sharded": ({"precision_aware": True, "distributed_optimizer": False}, "ddp", "needs optim.distributed_opt"),
+    "not sharded": ({"precision_aware": True, "distributed": False}, "ddp", "needs engine.megatron.optimizer.dis"),
     "both": ({"precision_aware": True, "cpu_offload": 0.5}, "ddp", "use one of the two"),
-    "fsdp": ({"cpu_offload": 0.5}, "torch_fsdp2", "optim.cpu_offload=0.5 needs ddp.implementation=ddp"),
+    "fsdp": (
+        {"cpu_offload": 0.5},
+        "torch_fsdp2",
+        "engine.megatron.optimizer.cpu_offload=0.5 needs engine.megatron.ddp.implementation=ddp",
+    ),
 }
 SCHEDULES = {
     "constant": OptimConfig(),
@@ -82,10 +87,11 @@ def run_one_rank(rank: int, checkpoint: str) -> dict[str, Any]:
     return run_experts(f"{checkpoint}_routed", ep=1)
 
 
-def run_experts(checkpoint: str, *, ep: int, **optim: Any) -> dict[str, Any]:
+def run_experts(checkpoint: str, *, ep: int, **optimizer: Any) -> dict[str, Any]:
     """Norms and weights of three clipped steps of a mixture of experts."""
-    config = make_config(Path(checkpoint), optim=OptimConfig(**(vars(OPTIM) | {"eps": 1e-2} | optim)))
-    with running_engine(replaced(config, "parallel", ep=ep)) as engine:
+    optim = replace(OPTIM, eps=1e-2)
+    config = make_config(Path(checkpoint), optim=optim, optimizer=MegatronOptimizerConfig(**optimizer))
+    with running_engine(replaced(config, "engine.megatron", ep=ep)) as engine:
         from mega_rl.ddp.optimizer import torch_optimizers
 
         rows = own_rows(random_experience(), engine)
@@ -93,23 +99,25 @@ def run_experts(checkpoint: str, *, ep: int, **optim: Any) -> dict[str, Any]:
         return {"norms": norms, "weights": exported(engine), "optimizers": len(torch_optimizers(engine.optimizer))}
 
 
-def refusal(optim: dict[str, Any], implementation: str) -> str:
+def refusal(optimizer: dict[str, Any], implementation: str) -> str:
     """What the optimizer says to settings that it cannot have."""
     from mega_rl.ddp.optimizer import build_optimizer
     from mega_rl.errors import UserError
 
     try:
-        build_optimizer([], optim=OptimConfig(**optim), bf16=True, collection=None, implementation=implementation)
+        placement = MegatronOptimizerConfig(**optimizer)
+        build_optimizer([], optim=OPTIM, placement=placement, bf16=True, collection=None, implementation=implementation)
     except UserError as error:
         return str(error)
     return ""
 
 
-def run_engine(checkpoint: Path, layout: str, *, dtype: str = "fp32", **optim: Any) -> dict[str, Any]:
+def run_engine(checkpoint: Path, layout: str, *, dtype: str = "fp32", **optimizer: Any) -> dict[str, Any]:
     """Three optimizer steps of a MegatronEngine."""
     from mega_rl.ddp.optimizer import torch_optimizers
 
-    config = make_config(checkpoint, layout=layout, dtype=dtype, optim=OptimConfig(**(vars(OPTIM) | optim)))
+    placement = MegatronOptimizerConfig(**optimizer)
+    config = make_config(checkpoint, layout=layout, dtype=dtype, optim=OPTIM, optimizer=placement)
     with running_engine(config) as engine:
         start = exported(engine)
         rows = own_rows(random_experience(), engine)
@@ -236,7 +244,10 @@ def test_refusals(results: dict[str, Any]) -> None:
     for name, (_, _, message) in REFUSED.items():
         assert message in results["refused"][name], name
     if importlib.util.find_spec("transformer_engine") is None:
-        assert "optim.precision_aware=true: needs Transformer Engine's FusedAdam" in results["without TE"]
+        assert (
+            "engine.megatron.optimizer.precision_aware=true: needs Transformer Engine's FusedAdam"
+            in results["without TE"]
+        )
 
 
 def test_schedules(results: dict[str, Any]) -> None:

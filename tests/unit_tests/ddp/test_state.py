@@ -117,7 +117,7 @@ def test_state_that_is_no_tensor(data: Any, size: int) -> None:
     """Transformer Engine's modules list an extra state, empty unless they compute in FP8."""
     said = run_ranks(1, extra_state, data if not isinstance(data, io.BytesIO) else list(data.getvalue()), timeout_s=60)
     name = "decoder.layers.0.mlp.linear_fc1"
-    assert said == ([""] if not size else [f"{name}: has state that is no tensor ({size} bytes"])
+    assert said == ([""] if not size else [f"{name}: has state that is not a tensor ({size} bytes"])
 
 
 def extra_state(rank: int, data: Any) -> str:

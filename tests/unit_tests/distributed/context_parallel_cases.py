@@ -15,7 +15,7 @@ from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses
 
 # Adam of a large eps: a small gradient makes a small step, so rounding of gradients stays rounding of weights.
-OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=1.0, distributed_optimizer=False)
+OPTIM = OptimConfig(lr=1e-2, eps=1e-3, clip_grad=1.0)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -63,9 +63,10 @@ def run_model(path: Path, parallel: dict[str, Any], **model: Any) -> dict[str, A
 
     Data-parallel rank 0 has all rows but one, so that the other one runs empty micro-batches.
     """
-    config = replaced(make_config(path), "parallel", **parallel)
+    config = replaced(make_config(path), "engine.megatron", **parallel)
     config = replaced(config, "optim", **vars(OPTIM))
-    config = replaced(config, "trainer", max_tokens_per_microbatch=48)
+    config = replaced(config, "engine.megatron.optimizer", distributed=False)
+    config = replaced(config, "trainer.microbatch", max_tokens=48)
     config = replaced(config, "model", **model)
     loss = losses("lm")
     result: dict[str, Any] = {}

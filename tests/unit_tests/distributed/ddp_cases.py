@@ -197,8 +197,8 @@ def run_engine(checkpoint: str, *, parallel: dict[str, Any], ddp: dict[str, Any]
     from tests.helpers.models import random_experience
     from tests.unit_tests.distributed.engine_cases import losses, whole
 
-    config = replaced(make_config(Path(checkpoint), dtype=dtype), "parallel", **parallel)
-    with running_engine(replaced(config, "ddp", **ddp)) as engine:
+    config = replaced(make_config(Path(checkpoint), dtype=dtype), "engine.megatron", **parallel)
+    with running_engine(replaced(config, "engine.megatron.ddp", **ddp)) as engine:
         rows = own_rows(random_experience(), engine)
         first = exported(engine)
         logprobs, steps = [], []
@@ -226,7 +226,7 @@ def resume(checkpoint: str, folder: str, *, ddp: dict[str, Any]) -> dict[str, bo
 
     config = make_config(Path(checkpoint))
     batch = random_experience()
-    with running_engine(replaced(config, "ddp", **ddp)) as engine:
+    with running_engine(replaced(config, "engine.megatron.ddp", **ddp)) as engine:
         rows = own_rows(batch, engine)
         for _ in range(2):
             engine.train_minibatch(rows, losses("lm"), lr=1e-3)
@@ -238,7 +238,7 @@ def resume(checkpoint: str, folder: str, *, ddp: dict[str, Any]) -> dict[str, bo
         continued = exported(engine)
     found = {}
     for name, settings in (("same", ddp), ("plain", {})):
-        with running_engine(replaced(config, "ddp", **settings)) as engine:
+        with running_engine(replaced(config, "engine.megatron.ddp", **settings)) as engine:
             load_state(engine, Path(folder))
             loaded = exported(engine)
             found[f"{name} weights"] = all(torch.equal(saved[key], loaded[key]) for key in saved)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import OptimConfig
 from tests.helpers.engines import LAYOUTS, exported, exported_gradients, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 
@@ -16,12 +15,14 @@ STEPS = 3
 
 def losses(head: str) -> Any:
     """The loss under test: the clipped policy loss with KL and entropy, or the clipped value loss."""
-    from mega_rl.algorithms.kl import FixedKL
+    from mega_rl.algorithms.kl import FixedKL, k3
+    from mega_rl.algorithms.policy_loss import PolicyLossSettings
     from mega_rl.workers.models import PolicyLoss, ValueLoss
 
     if head == "value":
         return ValueLoss(value_clip=0.5)
-    return PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01, kl=FixedKL(0.1), kl_estimator="k3")
+    settings = PolicyLossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01)
+    return PolicyLoss(settings, kl=FixedKL(0.1), kl_estimator=k3)
 
 
 def whole(rows: torch.Tensor, engine: Any) -> torch.Tensor:
@@ -33,17 +34,17 @@ def whole(rows: torch.Tensor, engine: Any) -> torch.Tensor:
     return ranks.sum(full)
 
 
-def run_case(checkpoint: str, layout: str, *, head: str = "lm", dtype: str = "fp32", **trainer: Any) -> dict[str, Any]:
+def run_case(checkpoint: str, layout: str, *, head: str = "lm", dtype: str = "fp32", **cut: Any) -> dict[str, Any]:
     """Log-probs or values, loss metrics, gradients, and the weights after three optimizer steps, on one layout."""
     torch.manual_seed(0)
     batch = random_experience()
     config = make_config(Path(checkpoint), layout=layout, dtype=dtype)
-    config = replaced(config, "trainer", **trainer)
+    config = replaced(config, "trainer.microbatch", **cut)
+    config = replaced(config, "engine.megatron.optimizer", distributed=False)
     loss = losses(head)
     # Whole gradients on every rank (no sharding), no clipping, and a step of length zero.
-    plain = OptimConfig(lr=1e-3, clip_grad=0.0, distributed_optimizer=False)
     result: dict[str, Any] = {}
-    with running_engine(replaced(config, "optim", **vars(plain)), head=head) as engine:
+    with running_engine(replaced(config, "optim", clip_grad=0.0), head=head) as engine:
         _fill_value_head(engine)
         rows = own_rows(batch, engine)
         outputs = engine.forward(rows)

@@ -42,9 +42,10 @@ def write_family(root: Path, family: str, *, layers: int = 2) -> Path:
 
 def config_of(checkpoint: Path, layout: str, **moe: Any) -> Config:
     """A config for this layout of `LAYOUTS`, with whole gradients on every rank."""
-    config = replaced(make_config(checkpoint), "parallel", **LAYOUTS[layout][1])
-    config = replaced(config, "optim", lr=1e-3, clip_grad=0.5, distributed_optimizer=False)
-    return replaced(config, "moe", **moe)
+    config = replaced(make_config(checkpoint), "engine.megatron", **LAYOUTS[layout][1])
+    config = replaced(config, "optim", lr=1e-3, clip_grad=0.5)
+    config = replaced(config, "engine.megatron.optimizer", distributed=False)
+    return replaced(config, "engine.megatron.moe", **moe)
 
 
 def run_case(
@@ -58,9 +59,9 @@ def run_case(
 ) -> dict[str, Any]:
     """Log-probs, metrics, gradients (unless `sharded`) and the weights after a step of the optimizer."""
     config = config_of(Path(checkpoint), layout, dispatcher=dispatcher)
-    config = replaced(config, "optim", distributed_optimizer=sharded)
-    config = replaced(config, "trainer", packing=not padded, micro_batch_size=2)
-    config = replaced(config, "ddp", **(ddp or {}))
+    config = replaced(config, "engine.megatron.optimizer", distributed=sharded)
+    config = replaced(config, "trainer.microbatch", packing=not padded, size=2)
+    config = replaced(config, "engine.megatron.ddp", **(ddp or {}))
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
         result: dict[str, Any] = {"logprobs": whole(engine.forward(rows).logprobs, engine), "start": exported(engine)}

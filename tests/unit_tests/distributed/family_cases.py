@@ -12,6 +12,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from mega_rl.converters.families import FAMILIES
 from tests.helpers.models import GROUPS, write_tiny_checkpoint
 
 LENGTH, ROWS = 64, 2
@@ -149,6 +150,12 @@ CASES: dict[str, Case] = {
     "gpt_oss-no-window": experts("gpt_oss", etp=False, unlike="gpt_oss", vocab_size=ODD,
                                  layer_types=["full_attention"] * 4),
 }  # fmt: skip
+# A family without a case above has the one of its tiny checkpoint.
+CASES |= {
+    name: (experts if family.moe else dense)(name)
+    for name, family in FAMILIES.items()
+    if name not in {case.family for case in CASES.values()}
+}
 BF16_LAYOUTS = ("1", "tp2-pp2", "ep2-tp2")
 CASES |= {
     f"{name}-bf16": rounded(CASES[name], BF16_LAYOUTS) for name in ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
@@ -229,20 +236,12 @@ def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, 
 def round_trip(model: Any, source: Path) -> dict[str, Any]:
     """Whether every exported tensor equals the source's; names that only one of both has, and those that differ."""
     from mega_rl.converters.live.export import export_hf
+    from mega_rl.converters.live.place import BUCKET_BYTES, ModelPlace
     from mega_rl.converters.plan.parameters import ignored_tensors
     from mega_rl.storage.safetensors_reader import CheckpointReader
 
-    built = model.groups
-    exported = dict(
-        export_hf(
-            model.chunks,
-            sharding=model.sharding,
-            coordinates=built.coordinates,
-            tp_group=built.tp,
-            pp_group=built.pp,
-            expert_group=built.experts,
-        )
-    )
+    place = ModelPlace.of(model.sharding, model.groups, is_sharded=False, bucket_bytes=BUCKET_BYTES)
+    exported = dict(export_hf(model.chunks, place))
     with CheckpointReader(source) as reader:
         aside = ignored_tensors(model.sharding.hf, head="lm")
         expected = {name: reader.read(name) for name in reader.tensors if name not in aside}

@@ -48,8 +48,8 @@ def wrapped_engine(
     prepare: Callable[[Any], None] | None = None,
 ) -> Iterator[Any]:
     """An engine whose chunks are in DDP, without an optimizer: a model that is frozen as a whole has none."""
-    config = replaced(make_config(checkpoint), "optim", distributed_optimizer=False)
-    config = replaced(config, "parallel", **PARALLEL[layout])
+    config = replaced(make_config(checkpoint), "engine.megatron.optimizer", distributed=False)
+    config = replaced(config, "engine.megatron", **PARALLEL[layout])
     with running_engine(config, head=head, trainable=False) as engine:
         from mega_rl.ddp.frozen import freeze
         from mega_rl.ddp.wrap import wrap_chunks
@@ -64,7 +64,7 @@ def wrapped_engine(
         engine.chunks = wrap_chunks(
             engine.chunks,
             config=engine.config,
-            ddp=config.ddp,
+            ddp=config.engine.megatron.ddp,
             distributed_optimizer=False,
             collection=engine.groups.collection,
         )

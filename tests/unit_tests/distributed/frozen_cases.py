@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import OptimConfig, ParallelConfig
+from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, OptimConfig
 from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -40,15 +40,15 @@ FROZEN = {
     "embedding, recomputed": Frozen(["embedding.*"], ("model.embed_tokens",), recompute="full"),
     "first stage, recomputed": Frozen(FIRST_HALF, FIRST_NAMES, recompute="full"),
 }
-LAYOUTS: dict[str, tuple[int, ParallelConfig, bool]] = {  # world size, layout, whether optimizer state is sharded
-    "1": (1, ParallelConfig(), True),
-    "dp2": (2, ParallelConfig(), True),
-    "dp2 not sharded": (2, ParallelConfig(), False),
-    "pp2": (2, ParallelConfig(pp=2), True),
-    "pp2 not sharded": (2, ParallelConfig(pp=2), False),
-    "tp2-sp": (2, ParallelConfig(tp=2, sequence_parallel=True), True),
-    "pp2-vpp2": (2, ParallelConfig(pp=2, vpp=2, overlap_p2p=True), True),
-    "pp2-dp2": (4, ParallelConfig(pp=2), True),
+LAYOUTS: dict[str, tuple[int, MegatronConfig, bool]] = {  # world size, layout, whether optimizer state is sharded
+    "1": (1, MegatronConfig(), True),
+    "dp2": (2, MegatronConfig(), True),
+    "dp2 not sharded": (2, MegatronConfig(), False),
+    "pp2": (2, MegatronConfig(pp=2), True),
+    "pp2 not sharded": (2, MegatronConfig(pp=2), False),
+    "tp2-sp": (2, MegatronConfig(tp=2, sequence_parallel=True), True),
+    "pp2-vpp2": (2, MegatronConfig(pp=2, vpp=2, overlap_p2p=True), True),
+    "pp2-dp2": (4, MegatronConfig(pp=2), True),
 }
 MISTAKES = {
     "no such weight": ["embedding.*", "decoder.layers.9.*"],
@@ -75,10 +75,10 @@ def selected(layout: str, name: str) -> bool:
 def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
     """Norms and weights of three steps, and how many elements of optimizer state all ranks hold together."""
     _, parallel, sharded = LAYOUTS[layout]
-    optim = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.1, distributed_optimizer=sharded)
-    config = dataclasses.replace(make_config(root / frozen.model, optim=optim), parallel=parallel)
+    optim, optimizer = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.1), MegatronOptimizerConfig(distributed=sharded)
+    config = make_config(root / frozen.model, optim=optim, optimizer=optimizer, megatron=parallel)
     config = replaced(config, "model", frozen=frozen.patterns, recompute=frozen.recompute)
-    config = replaced(config, "trainer", max_tokens_per_microbatch=48)
+    config = replaced(config, "trainer.microbatch", max_tokens=48)
     with running_engine(config) as engine:
         from mega_rl.ddp.optimizer import torch_optimizers
 
@@ -110,12 +110,12 @@ def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
         return found
 
 
-def mistake(root: Path, name: str, parallel: ParallelConfig) -> str:
+def mistake(root: Path, name: str, parallel: MegatronConfig) -> str:
     """What the engine says to patterns that cannot be meant."""
     from mega_rl.errors import UserError
 
     model = "tied" if name.startswith("tied") else "untied"
-    config = dataclasses.replace(make_config(root / model), parallel=parallel)
+    config = make_config(root / model, megatron=parallel)
     try:
         with running_engine(replaced(config, "model", frozen=MISTAKES[name])):
             return ""
@@ -125,7 +125,7 @@ def mistake(root: Path, name: str, parallel: ParallelConfig) -> str:
 
 def expert_names(root: Path) -> list[str]:
     """Names of a layer's expert weights on this rank of EP2."""
-    config = dataclasses.replace(make_config(root / "routed"), parallel=ParallelConfig(ep=2))
+    config = make_config(root / "routed", megatron=MegatronConfig(ep=2))
     with running_engine(config, trainable=False) as engine:
         from mega_rl.ddp.frozen import named_parameters
 
@@ -141,6 +141,6 @@ def train_all(rank: int, root: str, world_size: int) -> dict[str, Any]:
                 found[f"{layout} {name}"] = train(Path(root), frozen, layout)
     if world_size == 2:
         for name in MISTAKES:
-            found[f"mistake {name}"] = mistake(Path(root), name, ParallelConfig(pp=2))
+            found[f"mistake {name}"] = mistake(Path(root), name, MegatronConfig(pp=2))
         found["experts"] = expert_names(Path(root))
     return found

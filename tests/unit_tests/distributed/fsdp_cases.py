@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from mega_rl.config.schema import Config, DdpConfig, OptimConfig, ParallelConfig
+from mega_rl.config.schema import Config, DdpConfig, MegatronConfig, OptimConfig
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses, whole
@@ -31,7 +31,7 @@ class Case:
     """An implementation of data parallelism on a layout."""
 
     ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    parallel: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)
     model: str = "tied"
     head: str = "lm"
     dtype: str = "fp32"
@@ -43,10 +43,9 @@ class Case:
 
     def config(self, root: Path) -> Config:
         """Everything an engine needs; several micro-batches make a step."""
-        config = make_config(root / self.model, dtype=self.dtype, optim=OPTIM, ddp=self.ddp)
-        config = replaced(config, "trainer", max_tokens_per_microbatch=32)
-        config = replaced(config, "model", frozen=list(self.frozen))
-        return dataclasses.replace(config, parallel=self.parallel)
+        config = make_config(root / self.model, dtype=self.dtype, optim=OPTIM, megatron=self.parallel, ddp=self.ddp)
+        config = replaced(config, "trainer.microbatch", max_tokens=32)
+        return replaced(config, "model", frozen=list(self.frozen))
 
 
 def train(case: Case, root: Path) -> dict[str, Any]:

@@ -91,8 +91,7 @@ def run(rank: int, checkpoint: str) -> dict[str, Any]:
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import session
-    from mega_rl.engines.build import build_engine
+    from mega_rl.assemble import build_actor, session
 
     found = {}
     for layout in LAYOUTS:
@@ -100,26 +99,18 @@ def run(rank: int, checkpoint: str) -> dict[str, Any]:
             cases = [case for case in combinations(layout) if case["instances"] == instances]
             if not cases:
                 continue
-            base = replaced(make_config(Path(checkpoint)), "parallel", **LAYOUTS[layout][0])
-            with session(replaced(base, "ddp", optimizer_instances=instances), accelerator) as groups:
+            base = replaced(make_config(Path(checkpoint)), "engine.megatron", **LAYOUTS[layout][0])
+            with session(replaced(base, "engine.megatron.ddp", optimizer_instances=instances), accelerator) as groups:
                 for case in cases:
-                    config = replaced(base, "optim", distributed_optimizer=case["sharded"])
+                    config = replaced(base, "engine.megatron.optimizer", distributed=case["sharded"])
                     config = replaced(
                         config,
-                        "ddp",
+                        "engine.megatron.ddp",
                         optimizer_instances=instances,
                         overlap_grad_reduce=case["overlap"],
                         average_in_collective=case["average"],
                         bucket_size=4000,
                     )
-                    engine = build_engine(
-                        "actor",
-                        path=Path(checkpoint),
-                        head="lm",
-                        trainable=True,
-                        config=config,
-                        groups=groups,
-                        accelerator=accelerator,
-                    )
+                    engine = build_actor(config, groups, accelerator)
                     found[name_of(layout, case)] = synced(engine, groups, average=case["average"])
     return found

@@ -48,7 +48,7 @@ def run_case(
 ) -> dict[str, Any]:
     """What is recorded before and after the routers change, with and without replay, and what training makes of it."""
     config = config_of(Path(checkpoint), layout, routing_replay=True)
-    config = replaced(config, "trainer", packing=not padded, micro_batch_size=2)
+    config = replaced(config, "trainer.microbatch", packing=not padded, size=2)
     config = replaced(config, "model", recompute=recompute, recompute_modules=list(modules or ("core_attn",)))
     result: dict[str, Any] = {}
     with running_engine(config) as engine:

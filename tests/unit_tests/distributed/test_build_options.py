@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import OptimConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, exported_gradients, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
@@ -21,13 +20,13 @@ TOLERANCE = 2e-5
 # name -> (world size, area, settings)
 UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2, 1 + 3": (2, {"pp": 2, "pipeline": "Et|tttL"}),
-    "pp2, 3 + 1": (2, {"pp": 2, "first_stage_layers": 3}),
+    "pp2, 3 + 1": (2, {"pp": 2, "pipeline": "Ettt|tL"}),
     "pp2, all layers first": (2, {"pp": 2, "pipeline": "Etttt|L"}),
     "pp2, all layers last": (2, {"pp": 2, "pipeline": "E|ttttL"}),
     "pp2 vpp2, 0 + 2 + 1 + 1": (2, {"pp": 2, "vpp": 2, "overlap_p2p": True, "pipeline": "E|tt|t|tL"}),
     "pp2 vpp2, the head alone": (2, {"pp": 2, "vpp": 2, "overlap_p2p": True, "pipeline": "Et|tt|t|L"}),
     "pp4, 0 + 2 + 2 + 0": (4, {"pp": 4, "pipeline": "E|tt|tt|L"}),
-    "pp4, 1 + 1 + 1 + 1": (4, {"pp": 4, "last_stage_layers": 1}),
+    "pp4, 1 + 1 + 1 + 1": (4, {"pp": 4, "pipeline": "Et|t|t|tL"}),
     "pp4 vpp2, empty stages": (4, {"pp": 4, "vpp": 2, "overlap_p2p": True, "pipeline": "E|t||t|t||t|L"}),
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -43,8 +42,8 @@ def outcome(rank: int, checkpoint: str, cases: dict[str, dict[str, dict[str, Any
     found = {}
     for name, areas in cases.items():
         config = make_config(Path(checkpoint), layout="1")
-        plain = OptimConfig(lr=1e-3, clip_grad=0.0, distributed_optimizer=False)
-        config = replaced(config, "optim", **vars(plain))
+        config = replaced(config, "optim", clip_grad=0.0)
+        config = replaced(config, "engine.megatron.optimizer", distributed=False)
         for area, settings in areas.items():
             config = replaced(config, area, **settings)
         with running_engine(config) as engine:
@@ -71,7 +70,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     of_one |= {f"recompute {name}": {"model": settings} for name, settings in RECOMPUTE.items()}
     answers: dict[str, Any] = dict(run_ranks(1, outcome, str(checkpoint), of_one)[0])
     for world_size in (2, 4):
-        cases = {name: {"parallel": sizes} for name, (size, sizes) in UNEVEN.items() if size == world_size}
+        cases = {name: {"engine.megatron": sizes} for name, (size, sizes) in UNEVEN.items() if size == world_size}
         answers |= run_ranks(world_size, outcome, str(checkpoint), cases)[0]
     return answers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS
 from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.helpers.selection import covering
 from tests.unit_tests.distributed.engine_cases import run_cases
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
@@ -20,15 +22,17 @@ LOGPROB_TOLERANCE = 1e-4
 RELATIVE_TOLERANCE = 1e-5
 # Between micro-batches only the order of sums over rows differs. Measured 0.3e-6 to 1.02e-6, depending on the CPU.
 CUT_TOLERANCE = 2e-6
-SPLIT_LAYOUTS = [name for name in LAYOUTS if name != "1"]
+KINDS = ("", " value", " untied", " bf16")
+# Every layout with two of the kinds; `make test-full` has all.
+COMPARED = covering(product([name for name in LAYOUTS if name != "1"], KINDS), times=2)
 # The batch has 8 rows of at most 24 tokens.
 CUTS: dict[str, dict[str, Any]] = {
-    "packed, one sequence": {"max_tokens_per_microbatch": 24},
-    "packed, all in one": {"max_tokens_per_microbatch": 4096},
-    "padded by 1": {"packing": False, "micro_batch_size": 1},
-    "padded by 2": {"packing": False, "micro_batch_size": 2},
-    "padded by 4": {"packing": False, "micro_batch_size": 4},
-    "padded by 3, uneven": {"packing": False, "micro_batch_size": 3},
+    "packed, one sequence": {"max_tokens": 24},
+    "packed, all in one": {"max_tokens": 4096},
+    "padded by 1": {"packing": False, "size": 1},
+    "padded by 2": {"packing": False, "size": 2},
+    "padded by 4": {"packing": False, "size": 4},
+    "padded by 3, uneven": {"packing": False, "size": 3},
 }
 
 
@@ -41,17 +45,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every case, by name; one launch for each number of ranks."""
     untied = write_tiny_checkpoint(tmp_path_factory.mktemp("untied"), family="qwen2", tied=False)
+    kinds: dict[str, dict[str, str]] = {
+        "": {"checkpoint": str(checkpoint)},
+        " value": {"checkpoint": str(checkpoint), "head": "value"},
+        " untied": {"checkpoint": str(untied)},
+        " bf16": {"checkpoint": str(checkpoint), "dtype": "bf16"},
+    }
+    wanted = [*product(["1"], KINDS), *COMPARED]
     found: dict[str, Any] = {}
     for world_size in sorted({size for size, _ in LAYOUTS.values()}):
-        layouts = [name for name, (size, _) in LAYOUTS.items() if size == world_size]
-        cases = [{"name": name, "checkpoint": str(checkpoint), "layout": name} for name in layouts]
-        cases += [
-            {"name": f"{name} value", "checkpoint": str(checkpoint), "layout": name, "head": "value"}
-            for name in layouts
-        ]
-        cases += [{"name": f"{name} untied", "checkpoint": str(untied), "layout": name} for name in layouts]
-        cases += [
-            {"name": f"{name} bf16", "checkpoint": str(checkpoint), "layout": name, "dtype": "bf16"} for name in layouts
+        cases = [
+            {"name": f"{layout}{kind}", "layout": layout, **kinds[kind]}
+            for layout, kind in wanted
+            if LAYOUTS[layout][0] == world_size
         ]
         if world_size == 1:
             cases += [{"name": cut, "checkpoint": str(checkpoint), "layout": "1", **how} for cut, how in CUTS.items()]
@@ -90,8 +96,7 @@ def test_one_rank_matches_hugging_face(checkpoint: Path, results: dict[str, Any]
     assert found[batch.loss_mask].std() > 0.3  # log-probs that differ by so much cannot agree by chance
 
 
-@pytest.mark.parametrize("kind", ["", " value", " untied"])
-@pytest.mark.parametrize("layout", SPLIT_LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), [(layout, kind) for layout, kind in COMPARED if kind != " bf16"])
 def test_layouts_agree_with_one_rank(results: dict[str, Any], layout: str, kind: str) -> None:
     """Outputs, loss, gradient norm, every gradient, and the weights after three optimizer steps."""
     one, many = results[f"1{kind}"], results[f"{layout}{kind}"]
@@ -113,7 +118,7 @@ def test_layouts_agree_with_one_rank(results: dict[str, Any], layout: str, kind:
     assert all(float(way.norm()) > 0 for way in moved[1].values())
 
 
-@pytest.mark.parametrize("layout", SPLIT_LAYOUTS)
+@pytest.mark.parametrize("layout", [layout for layout, kind in COMPARED if kind == " bf16"])
 def test_layouts_agree_in_bf16(results: dict[str, Any], layout: str) -> None:
     """Bf16 keeps 8 bits: gradients agree to some 2 % of their norm, log-probs to a few hundredths."""
     one, many = results["1 bf16"], results[f"{layout} bf16"]

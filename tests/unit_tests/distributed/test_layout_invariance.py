@@ -1,8 +1,9 @@
 """The heart of the project: a whole PPO run does not depend on the layout it runs on.
 
-Five steps of PPO and of GRPO at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2, CP2 and on four ranks, and with
-the FSDP engine on one and two, with one seed, in fp32 at temperature 1: the same rollouts token for token, and the same
-metrics to 1e-4 of their size. A mixture of experts likewise, over expert parallelism, with its routing replayed.
+Five steps of PPO or GRPO (`make test-full`: of both) at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2, CP2 and
+on four ranks, and with the FSDP engine on one and two, with one seed, in fp32 at temperature 1: the same rollouts token
+for token, and the same metrics to 1e-4 of their size. A mixture of experts likewise, over expert parallelism, with its
+routing replayed.
 
 Why the tolerance: fp32 sums in another order differ by 1e-7 to 1e-6, and Adam carries that from step to step. Tokens
 are drawn by inverting a distribution at one uniform number each, so such a difference moves a draw only if the number
@@ -15,6 +16,7 @@ import dataclasses
 import json
 import math
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,24 @@ from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
+    KlConfig,
+    MegatronConfig,
     MetricsConfig,
+    MicrobatchConfig,
     MoeConfig,
     RewardConfig,
     RolloutConfig,
     TrainerConfig,
 )
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import LAYOUTS, make_config, replaced
+from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+from tests.helpers.selection import covering
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
 
 STEPS = 5
-# Layouts of the mixture: "experts 1" is what the others are compared with.
+# Layouts of the mixture.
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts 1": (1, {}),
     "experts ep2": (2, {"ep": 2}),
@@ -51,16 +57,16 @@ ALGORITHMS = {
     "ppo": AlgorithmConfig(
         advantage="gae",
         gae_lambda=0.95,
-        kl_placement="reward",
-        kl_coef=0.05,
-        kl_control="adaptive",
+        kl=KlConfig(placement="reward", coef=0.05, control="adaptive"),
         entropy_coef=0.01,
         epochs=2,
     ),
     "grpo": AlgorithmConfig(
-        advantage="grpo", kl_placement="loss", kl_coef=0.05, loss_aggregation="seq-mean-token-mean"
+        advantage="grpo", kl=KlConfig(placement="loss", coef=0.05), loss_aggregation="seq-mean-token-mean"
     ),
 }
+ALONE = ("1", "experts 1")  # what the other layouts are compared with
+COMPARED = covering((layout, algorithm) for layout in ALL_LAYOUTS if layout not in ALONE for algorithm in ALGORITHMS)
 RECOMPUTED = dataclasses.replace(ALGORITHMS["grpo"], old_logprobs="recompute")
 REWARD = '''
 def share_of_odd_digits(prompt, response, answer):
@@ -101,8 +107,10 @@ def write_inputs(folder: Path) -> Path:
 def run_config(folder: Path, layout: str, algorithm: str) -> Config:
     """Eight prompts, four samples each; PPO in two mini-batches twice over, GRPO in a single on-policy update."""
     experts = layout in EXPERT_LAYOUTS
-    config = make_config(
+    return make_config(
         folder / ("experts" if experts else "model"),
+        engine="fsdp" if layout in FSDP_LAYOUTS else "megatron",
+        megatron=MegatronConfig(**ALL_LAYOUTS[layout][1]),
         moe=MoeConfig(routing_replay=experts),
         algorithm=(ALGORITHMS | {"grpo recomputed": RECOMPUTED})[algorithm],
         data=DataConfig(train_files=[str(folder / "train.jsonl")], max_prompt_tokens=8),
@@ -114,46 +122,43 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             steps=STEPS,
             prompts_per_step=8,
             minibatch_size=4 if algorithm == "ppo" else 8,
-            max_tokens_per_microbatch=64,
             timeout_s=60.0,
+            microbatch=MicrobatchConfig(max_tokens=64),
         ),
     )
-    config = dataclasses.replace(config, engine="fsdp" if layout in FSDP_LAYOUTS else "megatron")
-    return replaced(config, "parallel", **ALL_LAYOUTS[layout][1])
 
 
-def run_layouts(rank: int, folder: str, layouts: list[str]) -> dict[str, Any] | None:
-    """Rollout tokens and metrics of every step, by (layout, algorithm)."""
+def run_all(rank: int, folder: str, runs: list[tuple[str, str]]) -> dict[str, Any] | None:
+    """Rollout tokens and metrics of every step, by "layout algorithm"."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.assemble import build_trainer, session
 
     results = {}
-    for layout in layouts:
-        for algorithm in [*ALGORITHMS, *(["grpo recomputed"] if layout == "1" else [])]:
-            config = run_config(Path(folder), layout, algorithm)
-            with session(config, accelerator) as groups, ExitStack() as resources:
-                trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-                trainer.rollout = RecordingRollout(trainer.rollout)
-                trainer.sync.publish()
-                metrics = [trainer.step(step) for step in range(STEPS)]
-                results[f"{layout} {algorithm}"] = {"tokens": trainer.rollout.seen, "metrics": metrics}
+    for layout, algorithm in runs:
+        config = run_config(Path(folder), layout, algorithm)
+        with session(config, accelerator) as groups, ExitStack() as resources:
+            trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
+            trainer.rollout = RecordingRollout(trainer.rollout)
+            trainer.sync.publish()
+            metrics = [trainer.step(step) for step in range(STEPS)]
+            results[f"{layout} {algorithm}"] = {"tokens": trainer.rollout.seen, "metrics": metrics}
     return results if rank == 0 else None
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    found: dict[str, Any] = {}
+    wanted = [*product(ALONE, ALGORITHMS), ("1", "grpo recomputed"), *COMPARED]
+    results: dict[str, Any] = {}
     for world_size in sorted({size for size, _ in ALL_LAYOUTS.values()}):
-        layouts = [name for name, (size, _) in ALL_LAYOUTS.items() if size == world_size]
-        found |= run_ranks(world_size, run_layouts, str(folder), layouts, timeout_s=280)[0]
-    return found
+        of_this_size = [run for run in wanted if ALL_LAYOUTS[run[0]][0] == world_size]
+        results |= run_ranks(world_size, run_all, str(folder), of_this_size, timeout_s=280)[0]
+    return results
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-@pytest.mark.parametrize("layout", [name for name in ALL_LAYOUTS if name not in ("1", "experts 1")])
+@pytest.mark.parametrize(("layout", "algorithm"), COMPARED)
 def test_runs_do_not_depend_on_the_layout(runs: dict[str, Any], layout: str, algorithm: str) -> None:
     """Same tokens in every rollout, same metrics in every step."""
     alone = "experts 1" if layout in EXPERT_LAYOUTS else "1"

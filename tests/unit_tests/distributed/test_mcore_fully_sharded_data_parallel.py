@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mega_rl.accelerator.megatron_core import installed_release
-from mega_rl.config.schema import DdpConfig, ParallelConfig
+from mega_rl.config.schema import DdpConfig, MegatronConfig
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.distributed.fsdp_cases import Case, assert_bf16_like_ddp, assert_exported, train_all
@@ -29,7 +29,7 @@ def fsdp(sharding: str, **more: Any) -> DdpConfig:
     return DdpConfig(implementation="megatron_fsdp", fsdp_sharding=sharding, **more)
 
 
-TP2 = ParallelConfig(tp=2, sequence_parallel=True)
+TP2 = MegatronConfig(tp=2, sequence_parallel=True)
 FULL = fsdp("optim_grads_params")
 ONE_RANK = {
     "tied": Case(),

@@ -86,5 +86,5 @@ def test_replaced_groups_refer_to_each_other(worlds: dict[int, list[dict[str, An
 def test_fp32_messages_are_refused(worlds: dict[int, list[dict[str, Any]]]) -> None:
     """The setting needs gradients that travel in bf16, and says which setting to change."""
     by_setting, by_model = worlds[1][0]["refusals"]
-    assert "ddp.grad_reduce_in_fp32=false" in by_setting
+    assert "engine.megatron.ddp.grad_reduce_in_fp32=false" in by_setting
     assert "model.dtype=bf16" in by_model

@@ -11,13 +11,13 @@ import torch
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, running_engine
-from tests.helpers.models import FAMILIES, write_tiny_checkpoint
+from tests.helpers.models import DENSE, write_tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
 
 LAYOUTS = {1: ["1"], 2: ["tp2", "pp2", "pp2-vpp2"], 4: ["tp2-pp2"]}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SOURCES = [(family, tied, dtype) for family in FAMILIES for tied in (True, False) for dtype in DTYPES]
+SOURCES = [(family, tied, dtype) for family in DENSE for tied in (True, False) for dtype in DTYPES]
 VOCABULARY = 51  # odd: padded at TP2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DdpConfig, ParallelConfig
+from mega_rl.config.schema import DdpConfig, MegatronConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.distributed.fsdp_cases import (
@@ -41,7 +41,7 @@ TWO_RANKS = {
     "untied": Case(FSDP2, model="untied", export="hf untied"),
     "value": Case(FSDP2, model="untied", head="value"),
     "frozen": Case(FSDP2, frozen=FROZEN),
-    "pp2": Case(FSDP2, parallel=ParallelConfig(pp=2), export="hf pp2"),
+    "pp2": Case(FSDP2, parallel=MegatronConfig(pp=2), export="hf pp2"),
     "ddp": Case(),
     "ddp bf16": Case(dtype="bf16"),
     "bf16": Case(FSDP2, dtype="bf16", export="hf bf16"),
@@ -49,10 +49,10 @@ TWO_RANKS = {
 }
 FOUR_RANKS = {
     "dp4": Case(FSDP2),
-    "tp2-sp": Case(FSDP2, parallel=ParallelConfig(tp=2, sequence_parallel=True)),
-    "tp2": Case(FSDP2, parallel=ParallelConfig(tp=2), export="hf tp2"),
-    "pp2-dp2": Case(FSDP2, parallel=ParallelConfig(pp=2)),
-    "pp2-vpp2-dp2": Case(FSDP2, parallel=ParallelConfig(pp=2, vpp=2, overlap_p2p=True), export="hf pp2-vpp2"),
+    "tp2-sp": Case(FSDP2, parallel=MegatronConfig(tp=2, sequence_parallel=True)),
+    "tp2": Case(FSDP2, parallel=MegatronConfig(tp=2), export="hf tp2"),
+    "pp2-dp2": Case(FSDP2, parallel=MegatronConfig(pp=2)),
+    "pp2-vpp2-dp2": Case(FSDP2, parallel=MegatronConfig(pp=2, vpp=2, overlap_p2p=True), export="hf pp2-vpp2"),
 }
 LAYERS = [f"decoder.layers.{layer}" for layer in range(4)]
 EXPECTED_UNITS = {

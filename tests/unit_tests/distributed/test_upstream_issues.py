@@ -68,9 +68,9 @@ def test_we_are_right(ranks: list[dict[str, Any]], fault: str) -> None:
 def test_interleaved_schedule_on_two_ranks(ranks: list[dict[str, Any]]) -> None:
     """Without overlapped sends upstream computes other gradients; the setting is refused."""
     assert max(gradients(ranks, "interleaved without overlap", "wrong").values()) > 0.1
-    config = load(None, ["parallel.pp=2", "parallel.vpp=2"])
+    config = load(None, ["engine.megatron.pp=2", "engine.megatron.vpp=2"])
     assert any("overlap_p2p=true" in line for line in check(config, world_size=2))
-    config = load(None, ["parallel.pp=2", "parallel.vpp=2", "parallel.overlap_p2p=true"])
+    config = load(None, ["engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"])
     assert not any("overlap_p2p" in line for line in check(config, world_size=2))
 
 
@@ -88,15 +88,15 @@ def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> 
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.config.schema import Config
+    from mega_rl.config.schema import MegatronConfig, ModelConfig
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.models.build import transformer_config
+    from mega_rl.models.build import ModelSettings, transformer_config
 
     with pytest.raises(UserError, match="sequence_parallel=true"):
         transformer_config(
             read_hf_config(Path(root) / "latent" / "twin"),
             layout=ParallelLayout(world_size=2, tp=2, etp=2),
-            settings=Config(),
+            settings=ModelSettings(ModelConfig(), MegatronConfig(), deterministic=False),
             device_overrides=accelerator.transformer_config_overrides(),
             attention="sdpa",
         )

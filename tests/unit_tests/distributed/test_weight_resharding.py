@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import Config, DdpConfig, ParallelConfig
+from mega_rl.config.schema import Config, DdpConfig, MegatronConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, running_engine
 from tests.helpers.models import write_tiny_checkpoint
@@ -21,15 +20,15 @@ pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of
 
 SOURCES = {"qwen3": "qwen3", "moe": "qwen3_moe", "mla": "deepseek_v3"}
 # case -> (ranks, source, parallel, dtype of the engine)
-CASES: dict[str, tuple[int, str, ParallelConfig, str]] = {
-    "tp2": (2, "qwen3", ParallelConfig(tp=2), "bf16"),
-    "pp2": (2, "qwen3", ParallelConfig(pp=2), "fp32"),
-    "fsdp2": (2, "qwen3", ParallelConfig(), "fp32"),
-    "ep2": (2, "moe", ParallelConfig(ep=2), "fp32"),
-    "tp2-ep2": (2, "moe", ParallelConfig(tp=2, ep=2, etp=1, sequence_parallel=True), "bf16"),
-    "mla-tp2": (2, "mla", ParallelConfig(tp=2, sequence_parallel=True), "bf16"),
-    "tp2-pp2": (4, "qwen3", ParallelConfig(tp=2, pp=2), "bf16"),
-    "tp2-dp2": (4, "qwen3", ParallelConfig(tp=2), "fp32"),
+CASES: dict[str, tuple[int, str, MegatronConfig, str]] = {
+    "tp2": (2, "qwen3", MegatronConfig(tp=2), "bf16"),
+    "pp2": (2, "qwen3", MegatronConfig(pp=2), "fp32"),
+    "fsdp2": (2, "qwen3", MegatronConfig(), "fp32"),
+    "ep2": (2, "moe", MegatronConfig(ep=2), "fp32"),
+    "tp2-ep2": (2, "moe", MegatronConfig(tp=2, ep=2, etp=1, sequence_parallel=True), "bf16"),
+    "mla-tp2": (2, "mla", MegatronConfig(tp=2, sequence_parallel=True), "bf16"),
+    "tp2-pp2": (4, "qwen3", MegatronConfig(tp=2, pp=2), "bf16"),
+    "tp2-dp2": (4, "qwen3", MegatronConfig(tp=2), "fp32"),
 }
 BUCKETS = (1, 9_000, 1 << 30)  # every unit alone, a few, everything
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -39,8 +38,7 @@ TIMEOUT_S = 60.0
 def config_of(case: str, root: Path) -> Config:
     _, source, parallel, dtype = CASES[case]
     ddp = DdpConfig(implementation="torch_fsdp2") if case == "fsdp2" else DdpConfig()
-    config = make_config(root / source, dtype=dtype, ddp=ddp)
-    return dataclasses.replace(config, parallel=parallel)
+    return make_config(root / source, dtype=dtype, megatron=parallel, ddp=ddp)
 
 
 @contextmanager

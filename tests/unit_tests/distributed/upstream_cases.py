@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mega_rl.verify.batch import LONGEST
 from mega_rl.verify.layouts import Layout, resolve
-from mega_rl.verify.plan import Found, Plan
+from mega_rl.verify.plan import LayoutErrors, Plan
 
 BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be used again, too large to be sent at once
 
@@ -27,7 +27,7 @@ def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, A
 
     folder = Path(root) / family
     layout = resolve(name, read_hf_config(folder / "twin"))
-    found: Found = compare(Plan(str(folder / "twin"), str(folder), (), timeout_s=60.0), layout, accelerator)
+    found: LayoutErrors = compare(Plan(str(folder / "twin"), str(folder), (), timeout_s=60.0), layout, accelerator)
     return {
         "gradients": {entry.name: entry.error for entry in found.gradients},
         "grad_norm": found.grad_norm_error,
@@ -87,7 +87,7 @@ def without_overlap() -> Iterator[None]:
 @contextmanager
 def without_sequence_parallelism() -> Iterator[None]:
     """Latent attention under tensor parallelism alone, past the refusal."""
-    from mega_rl.engines import build
+    from mega_rl.engines.megatron import build
 
     settings, make = Layout.settings.fget, build.transformer_config  # type: ignore[attr-defined]
 

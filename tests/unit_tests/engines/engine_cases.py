@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import OptimConfig
+from mega_rl.config.schema import MegatronOptimizerConfig
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -19,7 +19,7 @@ from tests.unit_tests.distributed.engine_cases import losses
 OFFLOADS: dict[str, dict[str, Any]] = {
     "fp32": {"layout": "dp2"},
     "bf16": {"layout": "dp2", "dtype": "bf16"},
-    "not sharded": {"layout": "dp2", "distributed_optimizer": False},
+    "not sharded": {"layout": "dp2", "distributed": False},
     "frozen": {"layout": "pp2", "trainable": False},
 }
 INSPECTED = ("dp2", "pp2", "tp2")
@@ -38,10 +38,10 @@ def run_all(rank: int, checkpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def engine_of(
-    checkpoint: Path, layout: str, *, dtype: str = "fp32", trainable: bool = True, **optim: Any
+    checkpoint: Path, layout: str, *, dtype: str = "fp32", trainable: bool = True, **optimizer: Any
 ) -> Iterator[Any]:
     """An engine that has done one optimizer step, if it does any."""
-    config = make_config(checkpoint, layout=layout, dtype=dtype, optim=OptimConfig(**optim))
+    config = make_config(checkpoint, layout=layout, dtype=dtype, optimizer=MegatronOptimizerConfig(**optimizer))
     with running_engine(config, trainable=trainable) as engine:
         if trainable:
             train(engine)
@@ -126,7 +126,7 @@ def offload_case(checkpoint: Path, layout: str, *, trainable: bool = True, **mor
 
 def spoiled_case(checkpoint: Path, name: str, value: float) -> dict[str, Any]:
     """A mini-batch with one bad advantage on one rank, then a good one; beside an engine that only saw the good one."""
-    from mega_rl.engines.megatron import NonFiniteGradientError
+    from mega_rl.engines.outcome import NonFiniteGradientError
 
     layout, _, dtype = name.partition(" ")
     with engine_of(checkpoint, layout, dtype=dtype or "fp32") as engine:

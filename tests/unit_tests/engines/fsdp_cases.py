@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega_rl.config.schema import Config, FsdpConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
-from tests.helpers.engines import exported, own_rows, running_engine
+from mega_rl.config.schema import (
+    Config,
+    EngineConfig,
+    MicrobatchConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+)
+from tests.helpers.engines import exported, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole
 from tests.unit_tests.engines.engine_cases import inspect_update, same
@@ -21,12 +27,12 @@ from tests.unit_tests.engines.engine_cases import inspect_update, same
 STEPS = 3
 # Ways to run that must not change a number, by name: fields of a config's areas.
 WAYS: dict[str, dict[str, Any]] = {
-    "padded": {"trainer": {"packing": False, "micro_batch_size": 2}},
+    "padded": {"trainer.microbatch": {"packing": False, "size": 2}},
     "recomputed": {"model": {"recompute": "full"}},
-    "reduced once for a step": {"fsdp": {"reduce_every_microbatch": False}},
-    "kept gathered": {"fsdp": {"reshard_after_forward": False}},
-    "two copies": {"fsdp": {"shard_ranks": 1}},
-    "on the host": {"fsdp": {"cpu_offload": True}},
+    "reduced once for a step": {"engine.fsdp": {"reduce_every_microbatch": False}},
+    "kept gathered": {"engine.fsdp": {"reshard_after_forward": False}},
+    "two copies": {"engine.fsdp": {"shard_ranks": 1}},
+    "on the host": {"engine.fsdp": {"cpu_offload": True}},
     "eager": {"model": {"attn_implementation": "eager"}},
     "frozen": {"model": {"frozen": ["model.layers.0.*", "model.embed_tokens.*"]}},
     "half frozen for Megatron-Core": {"model": {"frozen": ["decoder.layers.0.*", "embedding.*"]}},
@@ -36,15 +42,15 @@ WAYS: dict[str, dict[str, Any]] = {
 def config_of(checkpoint: Path, *, engine: str = "fsdp", dtype: str = "fp32", **areas: dict[str, Any]) -> Config:
     """Small numbers, with fields of areas replaced."""
     config = Config(
-        engine=engine,
+        engine=EngineConfig(backend=engine),
         model=ModelConfig(path=str(checkpoint), dtype=dtype),
-        parallel=ParallelConfig(),
-        fsdp=FsdpConfig(),
         # With a usual eps Adam's first step is the gradient's sign, which rounding decides where that is nearly zero.
         optim=OptimConfig(lr=1e-3, weight_decay=0.1, eps=1e-3),
-        trainer=TrainerConfig(timeout_s=60.0, max_tokens_per_microbatch=64),
+        trainer=TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(max_tokens=64)),
     )
-    return replace(config, **{area: replace(getattr(config, area), **fields) for area, fields in areas.items()})
+    for area, fields in areas.items():
+        config = replaced(config, area, **fields)
+    return config
 
 
 @contextmanager

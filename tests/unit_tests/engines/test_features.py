@@ -40,7 +40,7 @@ Check = Callable[[str, Measured], bool]
 
 def accepts(engine: str, measured: Measured, *overrides: str, facts: ModelFacts = DENSE) -> bool:
     """Whether an engine takes these settings on four ranks; what it says of others is an error of this test."""
-    given = load(None, [f"engine={engine}", *overrides])
+    given = load(None, [f"engine.backend={engine}", *overrides])
     found = check(given, world_size=4, models={"model.path": facts})
     keys = [override.partition("=")[0] for override in overrides]
     assert all(any(line.startswith(key) for key in keys) for line in found), found
@@ -84,43 +84,49 @@ def verified_by_engines(engine: str, measured: Measured) -> bool:
 
 
 experts = partial(setting, facts=MIXTURE)
-ROUTED = ("moe.routing_replay=true", "algorithm.old_logprobs=recompute")
+ROUTED = ("engine.megatron.moe.routing_replay=true", "algorithm.old_logprobs=recompute")
 SERVED = ("rollout.backend=sglang", "trainer.async_steps=1", "algorithm.tis_cap=2")
 CHECKS: dict[str, Check] = {
-    "tensor parallel": setting("parallel.tp=2"),
-    "sequence parallel": setting("parallel.tp=2", "parallel.sequence_parallel=true"),
-    "pipeline": setting("parallel.pp=2"),
-    "virtual stages": setting("parallel.pp=2", "parallel.vpp=2", "parallel.overlap_p2p=true"),
-    "uneven stages": setting("parallel.pp=2", "parallel.first_stage_layers=5"),
-    "context parallel": setting("parallel.cp=2"),
-    "expert parallel": experts("parallel.ep=2"),
-    "expert tensor parallel": experts("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.etp=1"),
+    "tensor parallel": setting("engine.megatron.tp=2"),
+    "sequence parallel": setting("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
+    "pipeline": setting("engine.megatron.pp=2"),
+    "virtual stages": setting("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
+    "uneven stages": setting("engine.megatron.pp=2", "engine.megatron.pipeline=Ettttt|tL"),
+    "context parallel": setting("engine.megatron.cp=2"),
+    "expert parallel": experts("engine.megatron.ep=2"),
+    "expert tensor parallel": experts(
+        "engine.megatron.tp=2", "engine.megatron.sequence_parallel=true", "engine.megatron.etp=1"
+    ),
     "data parallel": shown("data parallelism"),
     "weights shared out over ranks": shown("shared weights"),
     "optimizer state shared out over ranks": shown("shared moments"),
     "several copies of what is shared out (hybrid sharding)": shown("copies"),
     "optimizer state in host memory": shown("optimizer on the host"),
-    "a share of the optimizer state in host memory": setting("optim.cpu_offload=0.5"),
-    "weights and gradients in host memory": setting("fsdp.cpu_offload=true"),
+    "a share of the optimizer state in host memory": setting("engine.megatron.optimizer.cpu_offload=0.5"),
+    "weights and gradients in host memory": setting("engine.fsdp.cpu_offload=true"),
     "whole layers recomputed": shown("recompute"),
     "some layers recomputed": setting("model.recompute=full", "model.recompute_layers=2"),
     "some modules recomputed": setting("model.recompute=selective"),
     "memory given back and taken again, bit for bit": shown("offload"),
     "packed sequences": shown("packed"),
     "bf16 with FP32 main weights and moments": shown("bf16"),
-    "moments in bf16": setting("optim.precision_aware=true", "optim.moment_dtype=bf16"),
-    "bf16 gradients added up in FP32": setting(
-        "ddp.reduce_scatter_fp32_accumulation=true", "ddp.grad_reduce_in_fp32=false"
+    "moments in bf16": setting(
+        "engine.megatron.optimizer.precision_aware=true", "engine.megatron.optimizer.moment_dtype=bf16"
     ),
-    "the 13 families that train": shown("families"),
+    "bf16 gradients added up in FP32": setting(
+        "engine.megatron.ddp.reduce_scatter_fp32_accumulation=true", "engine.megatron.ddp.grad_reduce_in_fp32=false"
+    ),
+    "every family that trains": shown("families"),
     "frozen weights": shown("frozen"),
     "attention `eager`": shown("eager"),
     "attention `sdpa`": shown("sdpa"),
     "attention `flash_attention_2`": flash_attention,
     "an attention kernel for each role": shown("kernel of a role"),
-    "layers of Transformer Engine": setting("model.transformer_impl=transformer_engine"),
+    "layers of Transformer Engine": setting("engine.megatron.transformer_impl=transformer_engine"),
     "routing replay": experts(*ROUTED),
-    "load-balancing loss, expert bias": experts("moe.aux_loss_coef=0.01", "moe.expert_bias_update_rate=0.001"),
+    "load-balancing loss, expert bias": experts(
+        "engine.megatron.moe.aux_loss_coef=0.01", "engine.megatron.moe.expert_bias_update_rate=0.001"
+    ),
     "critic": shown("critic"),
     "reference": shown("reference"),
     "reward model": shown("reward model"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.preflight import TRAINED
+from mega_rl.converters.families import TRAINED
 from tests.helpers.distributed import device_for, run_ranks
 from tests.unit_tests.engines.fsdp_cases import WAYS, run_all, write_checkpoints
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.accelerator import prepare
+from mega_rl.converters.families import TRAINED
 from mega_rl.errors import RunError
-from mega_rl.preflight import TRAINED
 from tests.helpers.attention_probe import AttentionProbe
 from tests.helpers.models import write_tiny_checkpoint
 

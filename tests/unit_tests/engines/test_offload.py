@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DdpConfig, OptimConfig, ParallelConfig
+from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig
 from mega_rl.engines.offload import PartsOffload
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
@@ -24,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},
     "parameters gathered late": {"ddp": DdpConfig(overlap_param_gather=True, overlap_grad_reduce=True)},
     "experts": {"model": "routed", "ep": 2},
-    "state on the host": {"dtype": "bf16", "optim": OptimConfig(cpu_offload=0.5)},
+    "state on the host": {"dtype": "bf16", "optimizer": MegatronOptimizerConfig(cpu_offload=0.5)},
 }
 
 
@@ -37,7 +36,7 @@ def run_case(
     root: Path, *, subsets: list[tuple[str, ...]], stay: bool, model: str = "dense", ep: int = 1, **settings: Any
 ) -> dict[str, Any]:
     """A step for each subset of parts, then these parts are taken off, looked at, and brought back (unless `stay`)."""
-    config = dataclasses.replace(make_config(root / model, **settings), parallel=ParallelConfig(ep=ep))
+    config = make_config(root / model, megatron=MegatronConfig(ep=ep), **settings)
     found: dict[str, Any] = {"norms": [], "freed": [], "sizes": [], "left": [], "still there": [], "back": []}
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
@@ -84,7 +83,7 @@ def sizes(engine: Any) -> dict[str, int]:
 
 def expert_buffers(root: Path) -> list[int]:
     """Bytes that the experts' own buffers keep while everything is off."""
-    config = dataclasses.replace(make_config(root / "routed"), parallel=ParallelConfig(ep=2))
+    config = make_config(root / "routed", megatron=MegatronConfig(ep=2))
     with running_engine(config) as engine:
         engine.offload()
         buffers = [buffer for chunk in engine.chunks for buffer in chunk.expert_parallel_buffers]
@@ -145,7 +144,7 @@ def test_parts_that_share_memory() -> None:
     """Shared memory is the first part's; taking a part off twice is an error, bringing back what is there is not."""
     whole, own = torch.arange(8.0), torch.ones(4)
     tensors = {"a": [whole], "b": [whole[2:4], own]}
-    offload = PartsOffload(tensors)
+    offload = PartsOffload(tensors, device=torch.device("cpu"))
     assert offload.offload(tensors, ["b"]) == 16
     assert (whole.untyped_storage().nbytes(), own.untyped_storage().nbytes()) == (32, 0)
     with pytest.raises(RuntimeError, match="called twice"):

@@ -78,7 +78,7 @@ def test_a_run_that_cannot_start_downloads_no_weights(hub: Hub) -> None:
     line = problem(*NAMED, "trainer.minibatch_size=63")
     assert line.startswith("trainer.minibatch_size=63 does not divide")
     assert hub.requests == []
-    line = problem(*NAMED, "data.max_prompt_tokens=50000", "trainer.max_tokens_per_microbatch=60000")
+    line = problem(*NAMED, "data.max_prompt_tokens=50000", "trainer.microbatch.max_tokens=60000")
     assert "is above the 40960 positions of model.path" in line
     assert hub.downloads("config.json")
     assert not hub.downloads("model.safetensors")

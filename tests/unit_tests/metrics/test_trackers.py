@@ -138,7 +138,7 @@ def test_mlflow_files_hold_everything_and_a_resumed_run_goes_on(run_dir: Path, m
     assert_same_metrics(tracked, run_dir)
     assert (run.info.run_name, run.info.status) == ("adder", "FAILED")
     assert run.data.params["optim.lr"] == "1e-06"
-    assert set(run.data.params) >= {"engine", "metrics.trackers", "trainer.seed"}
+    assert set(run.data.params) >= {"engine.backend", "metrics.trackers", "trainer.seed"}
     artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
     assert load(artifacts / "config.yaml") == Config()
     rows = (artifacts / "rollouts" / "step_000002.jsonl").read_text(encoding="utf-8").splitlines()

@@ -194,10 +194,10 @@ def backends() -> dict[str, tuple[str, str | None]]:
     """(Megatron-Core's own setting, what our core attention reads) for everything that can be chosen."""
     from typing import get_args
 
-    from mega_rl.config.schema import Config
+    from mega_rl.config.schema import MegatronConfig, ModelConfig
     from mega_rl.converters.hf.config import parse_hf_config
     from mega_rl.models.attention_choice import Attention
-    from mega_rl.models.build import transformer_config
+    from mega_rl.models.build import ModelSettings, transformer_config
     from mega_rl.parallel.layout import ParallelLayout
 
     found = {}
@@ -206,7 +206,7 @@ def backends() -> dict[str, tuple[str, str | None]]:
             config = transformer_config(
                 parse_hf_config(TINY["qwen3"]),
                 layout=ParallelLayout(),
-                settings=Config(),
+                settings=ModelSettings(ModelConfig(), MegatronConfig(), deterministic=False),
                 attention=attention,
                 device_overrides={},
             )

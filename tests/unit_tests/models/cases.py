@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import Config, ModelConfig, OptimConfig
+from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, ModelConfig
 from mega_rl.errors import UserError
 from tests.helpers.engines import exported_gradients, make_config, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
 from tests.unit_tests.models.attention_cases import attention_cases
 
-FP32 = Config(model=ModelConfig(dtype="fp32"))
+FP32 = ModelConfig(dtype="fp32")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -155,14 +155,15 @@ def refusal_cases(folder: Path) -> dict[str, str]:
     from megatron.core.transformer import multi_latent_attention
 
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.models.build import transformer_config
+    from mega_rl.models.build import ModelSettings, transformer_config
     from mega_rl.models.specs import decoder_spec
     from mega_rl.parallel.layout import ParallelLayout
 
     def config(family: str, *, world_size: int = 2, **sizes: Any) -> str:
         layout = ParallelLayout(world_size=world_size, **sizes)
         hf = read_hf_config(folder / family)
-        how: dict[str, Any] = {"settings": FP32, "attention": "sdpa", "device_overrides": {}}
+        settings = ModelSettings(FP32, MegatronConfig(), deterministic=False)
+        how: dict[str, Any] = {"settings": settings, "attention": "sdpa", "device_overrides": {}}
         return outcome(lambda: str(transformer_config(hf, layout=layout, **how).bf16))
 
     def spec(impl: Any, family: str, *, cp: int = 1) -> str:
@@ -255,7 +256,9 @@ def recompute_case(checkpoint: Path, how: str) -> dict[str, Any]:
 
     from mega_rl.models.attention import CoreAttention
 
-    config = replaced(make_config(checkpoint, optim=OptimConfig(distributed_optimizer=False)), "model", recompute=how)
+    config = replaced(
+        make_config(checkpoint, optimizer=MegatronOptimizerConfig(distributed=False)), "model", recompute=how
+    )
     counts = {"CoreAttention": 0, "MLP": 0}
 
     def count(module: torch.nn.Module, *_: Any) -> None:

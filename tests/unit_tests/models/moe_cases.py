@@ -49,8 +49,8 @@ def nothing(outputs: Any, fields: Any) -> LossOutput:
 def idle(checkpoint: str, layout: str, *, dispatcher: str = "alltoall") -> dict[str, Any]:
     """Two updates with overlapped reduction on three rows of one micro-batch each: some ranks have none."""
     config = config_of(Path(checkpoint), layout, dispatcher=dispatcher)
-    config = replaced(config, "trainer", max_tokens_per_microbatch=24)
-    config = replaced(config, "ddp", overlap_grad_reduce=True, bucket_size=4000)
+    config = replaced(config, "trainer.microbatch", max_tokens=24)
+    config = replaced(config, "engine.megatron.ddp", overlap_grad_reduce=True, bucket_size=4000)
     with running_engine(config) as engine:
         rows = own_rows(random_experience()[:3], engine)
         result: dict[str, Any] = {"logprobs": whole(engine.forward(rows).logprobs, engine)}
@@ -67,9 +67,9 @@ def balance(
     """Gradients of the balance loss alone, unclipped, and its value."""
     config = config_of(Path(checkpoint), layout, aux_loss_coef=2.0)
     config = replaced(config, "optim", clip_grad=0.0)
-    config = replaced(config, "trainer", packing=not padded, micro_batch_size=3)
+    config = replaced(config, "trainer.microbatch", packing=not padded, size=3)
     config = replaced(config, "model", recompute=recompute)
-    config = replaced(config, "ddp", average_in_collective=average)
+    config = replaced(config, "engine.megatron.ddp", average_in_collective=average)
     with running_engine(config) as engine:
         metrics = engine.train_minibatch(own_rows(random_experience(), engine), nothing, lr=0.0)
         return {"gradients": exported_gradients(engine), "loss": metrics["moe_balance_loss"]}
@@ -108,7 +108,7 @@ def moving_bias(checkpoint: str, layout: str, *, recompute: str = "none", folder
     """The corrections after each of two updates with a forward before each, and the loads of the updates."""
     config = config_of(Path(checkpoint), layout, expert_bias_update_rate=0.01)
     config = replaced(config, "model", recompute=recompute)
-    config = replaced(config, "trainer", max_tokens_per_microbatch=48)
+    config = replaced(config, "trainer.microbatch", max_tokens=48)
 
     def biases(engine: Any) -> torch.Tensor:
         return torch.stack([value for name, value in exported(engine).items() if name.endswith(BIAS)])
@@ -148,13 +148,13 @@ def refused_settings(checkpoint: str) -> list[str]:
     from mega_rl.models.specs import check_experts
 
     config = config_of(Path(checkpoint), "1")
-    one_by_one = replaced(config, "moe", grouped_experts=False)
+    one_by_one = replaced(config, "engine.megatron.moe", grouped_experts=False)
     activation = replaced(config, "model", recompute="selective", recompute_modules=["moe_act"])
     said = []
     for chosen in ([("te", one_by_one)], [("local", activation)], [("local", one_by_one), ("te", activation)]):
         try:
             for impl, settings in chosen:
-                check_experts(impl, read_hf_config(checkpoint), settings)
+                check_experts(impl, read_hf_config(checkpoint), moe=settings.engine.megatron.moe, model=settings.model)
             said.append("nothing")
         except UserError as error:
             said.append(str(error))
@@ -165,7 +165,7 @@ def recomputed(checkpoint: str, layout: str, *, recompute: str = "none", modules
     """Gradients and loads of an update that keeps less of the forward."""
     config = config_of(Path(checkpoint), layout)
     config = replaced(config, "model", recompute=recompute, recompute_modules=list(modules) or ["core_attn"])
-    config = replaced(config, "trainer", max_tokens_per_microbatch=48)
+    config = replaced(config, "trainer.microbatch", max_tokens=48)
     with running_engine(config) as engine:
         engine.train_minibatch(own_rows(random_experience(), engine), losses("lm"), lr=0.0)
         return {"gradients": exported_gradients(engine), "loads": engine.routing.loads.clone()}

@@ -10,8 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from mega_rl.config.attention import Role, requested_attention
+from mega_rl.config.keys import FIELDS
 from mega_rl.config.loader import load
-from mega_rl.config.schema import ATTENTION, Config, ModelConfig, RewardConfig
+from mega_rl.config.schema import ATTENTION, Config, ModelConfig, RewardConfig, RewardModelConfig
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.models.attention_choice import check_one_backend, choose_attention
@@ -96,14 +97,15 @@ def test_the_message_names_the_key_and_all_that_lacks() -> None:
     with pytest.raises(UserError) as refused:
         choose("flash_attention_2", "hf", key="model.critic_attn_implementation", device_type="cpu", dtype="fp32")
     assert str(refused.value) == (
-        "model.critic_attn_implementation=flash_attention_2 cannot run in Hugging Face's models (engine=fsdp): it "
-        "needs a CUDA device and model.dtype=bf16 and the package flash-attn; available here: auto, eager, sdpa"
+        "model.critic_attn_implementation=flash_attention_2 cannot run in Hugging Face's models (engine.backend=fsdp): "
+        "it needs a CUDA device and model.dtype=bf16 and the package flash-attn; available here: auto, eager, sdpa"
     )
     with pytest.raises(UserError) as refused:
         choose("flash_attention_2", "local")
     assert str(refused.value) == (
         "model.attn_implementation=flash_attention_2 cannot run in Megatron-Core's layers without Transformer Engine: "
-        "it needs Transformer Engine (model.transformer_impl) or engine=fsdp; available here: auto, eager, sdpa"
+        "it needs Transformer Engine (engine.megatron.transformer_impl) or engine.backend=fsdp; available here: auto, "
+        "eager, sdpa"
     )
 
 
@@ -126,7 +128,7 @@ def test_windows_that_transformers_does_not_hand_on(tmp_path: Path) -> None:
         ("actor", None),
         ("critic", "model.critic_attn_implementation"),
         ("reference", "model.ref_attn_implementation"),
-        ("reward", "reward.attn_implementation"),
+        ("reward", "reward.model.attn_implementation"),
     ],
 )
 def test_a_role_s_own_key_comes_first(role: Role, own: str | None) -> None:
@@ -141,11 +143,10 @@ def test_a_role_s_own_key_comes_first(role: Role, own: str | None) -> None:
 
 def test_every_role_and_key_has_a_case() -> None:
     """A key for attention that no role reads would have no effect."""
-    keys = {f"model.{f.name}" for f in dataclasses.fields(ModelConfig) if "attn_implementation" in f.name}
-    keys |= {f"reward.{f.name}" for f in dataclasses.fields(RewardConfig) if "attn_implementation" in f.name}
+    keys = {key for key in FIELDS if "attn_implementation" in key}
     other = Config(
         model=ModelConfig(critic_attn_implementation="sdpa", ref_attn_implementation="sdpa"),
-        reward=RewardConfig(attn_implementation="sdpa"),
+        reward=RewardConfig(model=RewardModelConfig(attn_implementation="sdpa")),
     )
     assert {requested_attention(other, role).key for role in get_args(Role)} == keys
 
@@ -165,5 +166,5 @@ def test_one_backend_of_transformer_engine() -> None:
     assert str(refused.value) == (
         "model.attn_implementation=sdpa (actor) and model.ref_attn_implementation=eager (reference): Transformer "
         "Engine has one backend for all models of a process; ask for the same in both, or set "
-        "model.transformer_impl=local"
+        "engine.megatron.transformer_impl=local"
     )

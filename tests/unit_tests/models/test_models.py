@@ -43,8 +43,8 @@ def test_the_choice_of_the_layer_implementation(found: dict[str, Any]) -> None:
     assert errors == {f"transformer_engine {where}" for where in ("cpu with", "cpu without", "cuda without")}
     assert all(impl[key] == "local" for key in impl if key.startswith("local"))
     for key in errors:
-        assert "model.transformer_impl=transformer_engine" in impl[key]
-        assert "use model.transformer_impl=auto or local" in impl[key]
+        assert "engine.megatron.transformer_impl=transformer_engine" in impl[key]
+        assert "use engine.megatron.transformer_impl=auto or local" in impl[key]
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
@@ -110,9 +110,9 @@ def test_models_and_layouts_that_do_not_go_together(found: dict[str, Any]) -> No
     """One line with the fix; what does go together is not refused."""
     told = found["refusals"]
     for case in ("experts", "latent"):
-        assert "set parallel.sequence_parallel=true" in told[case]
+        assert "set engine.megatron.sequence_parallel=true" in told[case]
     assert "does not cut experts that have biases" in told["biases"]
-    assert "use model.transformer_impl=local" in told["te"]
+    assert "use engine.megatron.transformer_impl=local" in told["te"]
     assert "norms on the outputs of attention and MLP" in told["te"]
     assert "sliding windows over context parallelism, attention sinks over context parallelism" in told["te cp"]
     assert "2*cp must divide the 4096 positions" in told["yarn"]

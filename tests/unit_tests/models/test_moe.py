@@ -171,13 +171,17 @@ def test_biases_are_those_of_one_rank(found: dict[str, Any], name: str) -> None:
 
 
 def test_a_rate_needs_biases(found: dict[str, Any]) -> None:
-    assert found["no bias"].startswith("moe.expert_bias_update_rate=0.01: this model's routers have no bias")
+    assert found["no bias"].startswith(
+        "engine.megatron.moe.expert_bias_update_rate=0.01: this model's routers have no bias"
+    )
 
 
 def test_settings_that_the_layers_cannot_follow_are_refused(found: dict[str, Any]) -> None:
     """Each with its remedy; what fits is let through."""
     one_by_one, activation, fitting = found["settings"]
-    assert one_by_one.startswith("moe.grouped_experts=false: Transformer Engine's layers have their experts grouped")
+    assert one_by_one.startswith(
+        "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped"
+    )
     assert activation.startswith("model.recompute_modules: moe_act is the activation of grouped experts")
     assert fitting == "nothing"
 

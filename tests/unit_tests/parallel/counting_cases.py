@@ -59,36 +59,37 @@ def write_models(root: Path) -> None:
 def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 1, **settings: Any) -> Iterator[Any]:
     """The engine of one rank of a world of `ranks`, none of which but this is there.
 
-    `settings` are those of `parallel`, and `dtype`, `bucket_size`, `overlap`, `engine`, `fsdp`.
+    `settings` are those of `engine.megatron`, and `dtype`, `bucket_size`, `overlap`, `engine`, `fsdp`.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
+    from mega_rl.assemble import build_actor
     from mega_rl.config.schema import (
         Config,
         DdpConfig,
+        EngineConfig,
         FsdpConfig,
+        MegatronConfig,
+        MicrobatchConfig,
         ModelConfig,
         OptimConfig,
-        ParallelConfig,
         TrainerConfig,
     )
-    from mega_rl.engines.build import build_engine
     from mega_rl.parallel import groups as process_groups
     from mega_rl.parallel.layout import ParallelLayout
 
     dtype, bucket = settings.pop("dtype", "fp32"), settings.pop("bucket_size", 0)
     overlap = settings.pop("overlap", False)
+    backend, fsdp = settings.pop("engine", "megatron"), FsdpConfig(**settings.pop("fsdp", {}))
+    ddp = DdpConfig(bucket_size=bucket, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     config = Config(
-        engine=settings.pop("engine", "megatron"),
-        fsdp=FsdpConfig(**settings.pop("fsdp", {})),
+        engine=EngineConfig(backend=backend, megatron=MegatronConfig(**settings, ddp=ddp), fsdp=fsdp),
         model=ModelConfig(path=model, dtype=dtype),
-        parallel=ParallelConfig(**settings),
-        ddp=DdpConfig(bucket_size=bucket, overlap_grad_reduce=overlap, overlap_param_gather=overlap),
         optim=OptimConfig(lr=1e-3),
-        trainer=TrainerConfig(packing=False, micro_batch_size=micro_batch_size, timeout_s=60.0),
+        trainer=TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(packing=False, size=micro_batch_size)),
     )
     sizes = {name: value for name, value in settings.items() if name != "overlap_p2p"}
     layout = ParallelLayout(world_size=ranks, **sizes)
@@ -96,10 +97,7 @@ def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 
     try:
         groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=60.0)
         process_groups.seed_model_parallel(0, groups)
-        path = Path(model)
-        yield build_engine(
-            "actor", path=path, head="lm", trainable=True, config=config, groups=groups, accelerator=accelerator
-        )
+        yield build_actor(config, groups, accelerator)
     finally:
         process_groups.destroy()
 
@@ -111,31 +109,21 @@ def batch(rows: int) -> Any:
     generator = torch.Generator().manual_seed(0)
     mask = torch.ones(rows, LENGTH, dtype=torch.bool)
     mask[:, 0] = False
-    zeros = torch.zeros(rows, LENGTH)
-    return Experience(
-        tokens=torch.randint(0, 96, (rows, LENGTH), generator=generator),
-        loss_mask=mask,
+    return Experience.from_rows(
+        torch.randint(0, 96, (rows, LENGTH), generator=generator),
         prompt_lengths=torch.ones(rows, dtype=torch.int64),
         lengths=torch.full((rows,), LENGTH),
-        prompt_index=torch.arange(rows),
-        sample_index=torch.zeros(rows, dtype=torch.int64),
-        rollout_logprobs=zeros,
-        old_logprobs=zeros,
-        ref_logprobs=zeros,
-        values=zeros,
         advantages=torch.randn(rows, LENGTH, generator=generator) * mask,
-        returns=zeros,
         loss_weights=mask / mask.sum(),
         token_weights=mask / mask.sum(),
-        batch_size=[rows],
     )
 
 
 def recorded(engine: Any, *, rows: int = 4, steps: int = 1) -> Any:
     """What the last of `steps` training steps sends. What a simulated world answers need not be numbers."""
-    from mega_rl.engines.megatron import NonFiniteGradientError
-    from mega_rl.parallel.counting import CollectiveRecorder
+    from mega_rl.engines.outcome import NonFiniteGradientError
     from mega_rl.verify.measure import policy_loss
+    from tests.helpers.counting import CollectiveRecorder
 
     for _ in range(steps):
         # Gradients of what nobody has sent, and metrics that a last stage would have sent.
@@ -147,7 +135,7 @@ def recorded(engine: Any, *, rows: int = 4, steps: int = 1) -> Any:
 def data_parallel(root: str, *, ranks: int, rank: int = 0, model: str = "2 layers", rows: int = 4, **how: Any) -> Any:
     """What a rank of pure data parallelism sends in a step for gradients and parameters, and what it holds."""
     from mega_rl.ddp.optimizer import torch_optimizers
-    from mega_rl.parallel.counting import total_bytes
+    from tests.helpers.counting import total_bytes
 
     steps = how.pop("steps", 1)
     with simulated(f"{root}/{model}", ranks=ranks, rank=rank, **how) as engine:
@@ -181,7 +169,7 @@ def data_parallel(root: str, *, ranks: int, rank: int = 0, model: str = "2 layer
 
 def fsdp(root: str, *, ranks: int, rows: int = 4, shard_ranks: int = 0, **settings: Any) -> Any:
     """What a rank of the FSDP engine sends for layers and gradients in a step of one row for each micro-batch."""
-    from mega_rl.parallel.counting import total_bytes
+    from tests.helpers.counting import total_bytes
 
     settings["shard_ranks"] = shard_ranks
     with simulated(f"{root}/2 layers", ranks=ranks, dtype="bf16", engine="fsdp", fsdp=settings) as engine:
@@ -202,7 +190,7 @@ def fsdp(root: str, *, ranks: int, rows: int = 4, shard_ranks: int = 0, **settin
 
 def tensor_parallel(root: str, *, tp: int, model: str) -> int:
     """Bytes that the layers' activations take over tensor parallelism in one micro-batch, forward and backward."""
-    from mega_rl.parallel.counting import total_bytes
+    from tests.helpers.counting import total_bytes
 
     with simulated(f"{root}/{model}", ranks=tp, tp=tp, etp=tp, sequence_parallel=True, micro_batch_size=4) as engine:
         recorder = recorded(engine, rows=4)
@@ -221,7 +209,7 @@ def pipeline(root: str, *, pp: int, rank: int, rows: int) -> dict[str, int]:
 
 def experts(root: str, *, ep: int) -> int:
     """Bytes that one layer sends from one rank's tokens to the experts of the others."""
-    from mega_rl.parallel.counting import CollectiveRecorder
+    from tests.helpers.counting import CollectiveRecorder
 
     with simulated(f"{root}/experts", ranks=ep, ep=ep, etp=1, micro_batch_size=16) as engine:
         # Nobody answers with the tokens that come back, and upstream's split sizes then fit no tensor.
@@ -234,7 +222,7 @@ def experts(root: str, *, ep: int) -> int:
 def mixtures(root: str, *, ranks: int) -> dict[str, Any]:
     """Gathers of each bucket in a step by upstream and by us, dense weights and experts having an optimizer each."""
     from mega_rl.ddp.optimizer import step
-    from mega_rl.parallel.counting import CollectiveRecorder
+    from tests.helpers.counting import CollectiveRecorder
 
     with simulated(f"{root}/experts", ranks=ranks, ep=2, etp=1) as engine:
         for chunk in engine.chunks:

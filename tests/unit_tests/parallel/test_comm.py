@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 from torch import Tensor
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.comm import GroupRanks, SingleRank, gather_metrics
+from mega_rl.parallel.comm import GroupRanks, SingleRank
 from mega_rl.types import Rollout
 from tests.helpers.distributed import run_ranks
 
@@ -29,8 +29,8 @@ def rollout(rank: int, size: int, *, strided: bool = False) -> Rollout:
         tokens = tokens.t().contiguous().t()
         assert count < 2 or not tokens.is_contiguous()
     row = torch.arange(count)
-    return Rollout(
-        tokens=tokens,
+    return Rollout.from_rows(
+        tokens,
         loss_mask=tokens % 2 == 1,
         prompt_lengths=row + 1,
         lengths=torch.full((count,), length),
@@ -39,7 +39,6 @@ def rollout(rank: int, size: int, *, strided: bool = False) -> Rollout:
         prompt_index=row + 100 * rank,
         sample_index=row,
         weight_version=torch.full((count,), 5),
-        batch_size=[count],
     )
 
 
@@ -113,11 +112,6 @@ def objects(ranks: GroupRanks) -> None:
         assert not batch[name].requires_grad
     assert batch.get("d").tolist() == [value for part in parts for value in part.get("d").tolist()]
     assert batch["e"] == {"step": 3, "of": [None, "x"]}
-    numbers = gather_metrics({"scalar": 0.1 * rank, "list": [float(rank)] * rank, "nan": math.nan}, ranks)
-    assert numbers["scalar"] == [0.1 * other for other in range(size)]
-    assert numbers["list"] == [float(other) for other in range(size) for _ in range(other)]
-    assert all(map(math.isnan, numbers["nan"]))
-    assert len(numbers["nan"]) == size
 
 
 def refusals(ranks: GroupRanks) -> None:
@@ -136,11 +130,7 @@ def refusals(ranks: GroupRanks) -> None:
         (lambda: ranks.gather_json({"a": [1, {2} if wrong else 2]}), f"rank {last}: a[1] is a set, which does not"),
         (lambda: ranks.gather_json((1, 2) if wrong else 1), f"rank {last}: the value is a tuple, which does not"),
         (lambda: ranks.gather_json({1: 2} if wrong else {}), f"rank {last}: the value is a dict with keys that"),
-        (
-            lambda: gather_metrics({"a": 1.0} if wrong else {"a": 1.0, "b": 2.0}, ranks),
-            f"metric 'b' {differs} there on rank(s) {others}; missing on rank(s) {last}",
-        ),
-        (lambda: gather_metrics({"a": torch.ones(()) if wrong else 1.0}, ranks), f"rank {last}: a[0] is a Tensor"),
+        (lambda: ranks.gather_json({"a": torch.ones(()) if wrong else 1.0}), f"rank {last}: a is a Tensor"),
         (gathered(answer=NonTensorStack("x", 1j)), f"rank {last}: objects.answer[1] is a complex"),
         (gathered(tokens=torch.zeros(2, 3, 4)), f"; torch.float32 [B, S, 4] on rank(s) {last}"),
         (gathered(tokens=torch.zeros(2, 3).long()), f"; torch.int64 [B, S] on rank(s) {last}"),
@@ -219,7 +209,6 @@ def test_a_single_rank_takes_the_objects_that_many_ranks_take() -> None:
     value = [{"a": None}]
     assert ranks.gather_json(value) == [value]
     assert ranks.gather_json(value)[0] is not value
-    assert gather_metrics({"a": 1.0, "b": [2.0, 3.0]}, ranks) == {"a": [1.0], "b": [2.0, 3.0]}
     batch = mixed(2, 4)
     copy = ranks.gather_tensordict(batch)
     for name in ("a", "b", "c"):

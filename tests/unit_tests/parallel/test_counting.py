@@ -20,8 +20,8 @@ def collectives(rank: int) -> list[list[Any]]:
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups as process_groups
-    from mega_rl.parallel.counting import CollectiveRecorder, total_bytes
     from mega_rl.parallel.layout import ParallelLayout
+    from tests.helpers.counting import CollectiveRecorder, total_bytes
 
     groups = process_groups.initialize(ParallelLayout(world_size=2), accelerator=accelerator, timeout_s=60.0)
     try:
@@ -83,7 +83,7 @@ def test_every_collective_is_seen() -> None:
 
 def test_unknown_operators_are_not_passed_over() -> None:
     """What moves bytes in a way that nobody has thought of is an error, not a zero."""
-    from mega_rl.parallel.counting import CollectiveRecorder
+    from tests.helpers.counting import CollectiveRecorder
 
     with pytest.raises(AssertionError, match="c10d::gather_"):
         CollectiveRecorder()._note("gather_", ())

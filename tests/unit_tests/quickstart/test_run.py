@@ -44,7 +44,7 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
     assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3"]
     assert train[:3] == ["train", "--config", "quickstart"]
     config = load(Path("quickstart"), train[3:])
-    assert (config.engine, config.parallel.tp) == (engine, 2 if engine == "megatron" else 1)
+    assert (config.engine.backend, config.engine.megatron.tp) == (engine, 2 if engine == "megatron" else 1)
     assert (config.trainer.run_dir, config.trainer.seed, config.model.path) == ("a, b", 3, "a, b/model")
     assert Path(config.data.train_files[0]).is_file()
     assert Path(config.data.val_files[0]).is_file()
@@ -93,7 +93,7 @@ def test_a_wrong_engine_is_said_before_anything_is_written(
     started: list[list[str]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["quickstart", "--engine", "jax"]) == 2
-    assert capfd.readouterr().err == "error: engine='jax': must be one of megatron, fsdp\n"
+    assert capfd.readouterr().err == "error: engine.backend='jax': must be one of megatron, fsdp\n"
     assert list(Path().iterdir()) == []
     assert not started
 

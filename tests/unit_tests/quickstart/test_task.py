@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from mega_rl.errors import UserError
 from mega_rl.quickstart.task import (
-    PROMPT_TOKENS,
-    RESPONSE_TOKENS,
+    NUM_DIGITS,
     VOCABULARY,
     Task,
     add,
@@ -25,6 +24,9 @@ from mega_rl.quickstart.task import (
     write_checkpoint,
     write_dataset,
 )
+
+PROMPT_TOKENS = 2 * NUM_DIGITS + 2  # the operands, "+" and "="
+RESPONSE_TOKENS = NUM_DIGITS + 2  # one digit more than an operand has, and the end of sequence
 
 
 @pytest.fixture(scope="module")

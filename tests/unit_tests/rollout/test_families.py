@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.preflight import NOT_SAMPLED, TRAINED
+from mega_rl.converters.families import TRAINED
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import Prompt
 from mega_rl.verify.twin.reference import hf_logits
-from tests.helpers.models import TINY, write_tiny_checkpoint
+from tests.helpers.models import write_tiny_checkpoint
 
 LENGTHS = (3, 11, 6)
 
@@ -22,9 +23,7 @@ def engine_of(path: Path) -> HFRolloutEngine:
         path,
         dtype=torch.float32,
         device="cpu",
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
+        sampler=Sampler(temperature=1.0),
         max_new_tokens=12,  # beyond the windows of the tiny models
         stop_token_ids=[],
         batch_size=4,
@@ -56,8 +55,3 @@ def test_rollouts_have_the_log_probs_of_transformers(tmp_path: Path, family: str
         mask = rollout.loss_mask[row, 1:length]
         off = (rollout.rollout_logprobs[row, 1:length] - expected)[mask].abs().max()
         assert float(off) <= 1e-4
-
-
-def test_what_is_not_trained_is_what_cannot_be_sampled() -> None:
-    """Every family is one or the other."""
-    assert sorted([*TRAINED, *NOT_SAMPLED]) == sorted(TINY)

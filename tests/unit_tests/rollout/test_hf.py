@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from mega_rl.errors import UserError
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.types import Prompt, Rollout
 from tests.unit_tests.rollout.tiny_qwen3 import (
@@ -109,12 +110,12 @@ def test_samples_do_not_depend_on_batches_order_or_company(checkpoint: Checkpoin
     assert_same_samples(whole, engine.generate(prompts[5:], [5], n=2, seed=SEED))
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 7}], ids=str)
-def test_truncated_samples_do_not_depend_on_batches(checkpoint: Checkpoint, changes: dict[str, float]) -> None:
+@pytest.mark.parametrize("sampler", [Sampler(0.7), Sampler(1.0, top_p=0.8), Sampler(1.0, top_k=7)], ids=str)
+def test_truncated_samples_do_not_depend_on_batches(checkpoint: Checkpoint, sampler: Sampler) -> None:
     prompts, index = make_prompts(LENGTHS), list(range(6))
-    whole = make_engine(checkpoint, **changes).generate(prompts, index, n=2, seed=SEED)
+    whole = make_engine(checkpoint, sampler=sampler).generate(prompts, index, n=2, seed=SEED)
     assert_same_samples(
-        whole, make_engine(checkpoint, batch_size=3, **changes).generate(prompts, index, n=2, seed=SEED)
+        whole, make_engine(checkpoint, batch_size=3, sampler=sampler).generate(prompts, index, n=2, seed=SEED)
     )
 
 
@@ -139,7 +140,7 @@ def test_generating_leaves_the_global_generator_alone(checkpoint: Checkpoint) ->
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
 def test_logprobs_equal_a_fresh_forward(checkpoint: Checkpoint, temperature: float, greedy: bool) -> None:
-    engine = make_engine(checkpoint, temperature=temperature, top_k=20, top_p=0.95)
+    engine = make_engine(checkpoint, sampler=Sampler(temperature, top_k=20, top_p=0.95))
     rollout = engine.generate(make_prompts(LENGTHS), list(range(6)), n=2, seed=SEED, greedy=greedy)
     for row in range(12):
         start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
@@ -166,7 +167,7 @@ def test_greedy_equals_transformers_greedy(checkpoint: Checkpoint) -> None:
 def test_first_token_has_the_models_distribution(checkpoint: Checkpoint) -> None:
     """20,000 samples of one prompt: chi-square against the exact truncated probabilities."""
     prompt = make_prompts([6])
-    engine = make_engine(checkpoint, temperature=1.2, top_k=12, top_p=0.9, max_new_tokens=1, batch_size=4096)
+    engine = make_engine(checkpoint, sampler=Sampler(1.2, top_k=12, top_p=0.9), max_new_tokens=1, batch_size=4096)
     rollout = engine.generate(prompt, [0], n=20_000, seed=SEED)
     with torch.no_grad():
         logits = checkpoint.model(torch.tensor([prompt[0].token_ids])).logits[0, -1].double() / 1.2
@@ -333,7 +334,7 @@ def test_logits_that_are_not_finite_stop_the_run(checkpoint: Checkpoint) -> None
 
 
 def test_missing_or_unknown_config_is_one_line(tmp_path: Path) -> None:
-    settings = {"dtype": torch.float32, "device": "cpu", "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    settings = {"dtype": torch.float32, "device": "cpu", "sampler": Sampler(1.0)}
     settings |= {"max_new_tokens": 4, "stop_token_ids": [], "batch_size": 4}
     with pytest.raises(UserError, match=r"no config\.json"):
         HFRolloutEngine(tmp_path, **settings)  # type: ignore[arg-type]

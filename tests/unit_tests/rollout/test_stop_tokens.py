@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mega_rl.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from mega_rl.errors import UserError
 from mega_rl.rollout.stop_tokens import check_stop_tokens, name_stop_tokens
 from tests.helpers.inputs import qwen3_config
@@ -42,15 +40,10 @@ def check(
     folder: Path, caplog: pytest.LogCaptureFixture, *, stop: list[int] | None = None, chat: bool = False
 ) -> tuple[tuple[int, ...], list[str]]:
     """(stop ids, warnings) of a run of this model."""
-    config = Config(
-        model=ModelConfig(path=str(folder)),
-        rollout=RolloutConfig(stop_token_ids=stop or []),
-        data=dataclasses.replace(DataConfig(), chat_template=chat),
-    )
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        found = check_stop_tokens(config, tokenizer, is_writer=True)
+        found = check_stop_tokens(folder, tokenizer, extra=stop or [], chat_template=chat, is_writer=True)
     return found, [record.getMessage() for record in caplog.records if record.name.startswith("mega_rl")]
 
 

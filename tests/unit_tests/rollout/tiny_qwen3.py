@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.types import Prompt
 
 VOCAB_SIZE = 131  # not a multiple of the sampler's block
@@ -46,9 +47,7 @@ def make_engine(checkpoint: Checkpoint, *, load: bool = True, **changes: object)
     settings: dict[str, object] = {
         "dtype": torch.float32,
         "device": "cpu",
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
+        "sampler": Sampler(temperature=1.0),
         "max_new_tokens": 12,
         "stop_token_ids": [],
         "batch_size": 64,

@@ -123,6 +123,7 @@ def file(tmp_path: Path) -> Path:
         (set_in("a", "dtype", "Q4"), ["a: dtype='Q4'"]),
         (set_in("a", "dtype", 7), ["a: dtype=7"]),
         (set_in("a", "shape", [4, 3]), ["a: 32 bytes", "[4, 3]", "48"]),
+        (set_in("a", "shape", [3, 2]), ["a: 32 bytes", "[3, 2]", "24"]),
         (set_in("a", "shape", [-4, -2]), ["a: shape=[-4, -2]"]),
         (set_in("a", "shape", "4x2"), ["a: shape='4x2'"]),
         (set_in("a", "shape", [True, 8]), ["a: shape=[True, 8]"]),

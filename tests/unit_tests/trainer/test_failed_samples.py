@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.trainer.experience import (
-    AdvantageEstimator,
-    GAEAdvantages,
-    GRPOAdvantages,
-    MinibatchPlan,
-    build_experience,
-)
-from mega_rl.trainer.report import experience_metrics, rollout_metrics, sample_rows
+from mega_rl.algorithms.advantages import AdvantageEstimator
+from mega_rl.algorithms.aggregation import AGGREGATIONS, Aggregation
+from mega_rl.algorithms.gae import GAEAdvantages
+from mega_rl.algorithms.grpo import GRPOAdvantages
+from mega_rl.algorithms.kl import k1
+from mega_rl.trainer.experience import MinibatchPlan, build_experience
+from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics, sample_rows
 from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
@@ -25,7 +24,7 @@ from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.rollouts import make_rollout
 
 GRPO: list[AdvantageEstimator] = [GRPOAdvantages(std_normalization=True), GRPOAdvantages(std_normalization=False)]
-GAE = GAEAdvantages(gamma=0.99, gae_lambda=0.9, whiten=True, kl=None, kl_estimator="k1")
+GAE = GAEAdvantages(gamma=0.99, gae_lambda=0.9, whiten=True, kl=None, kl_estimator=k1)
 PROMPTS = [Prompt(index=i, token_ids=(2, 3), text=f"p{i}", answer="a") for i in range(8)]
 lengths_and_failures = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=2, max_size=12).filter(
     lambda rows: not all(failed for _, failed in rows)
@@ -84,8 +83,8 @@ def test_the_others_learn_as_if_it_were_not_there(estimator: AdvantageEstimator,
     assert metrics == pytest.approx(rollout_metrics(*answered(rollout, rewards), FakeRanks()), rel=1e-12, abs=1e-7)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_it_has_no_share_in_a_mini_batch(aggregation: str) -> None:
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.values())
+def test_it_has_no_share_in_a_mini_batch(aggregation: Aggregation) -> None:
     rollout, rewards = with_failures([(3, False), (2, True), (4, False), (1, False), (5, True), (2, False)])
     plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation=aggregation, max_response_tokens=5, seed=0)
 
@@ -130,13 +129,14 @@ CASES = {"packed": ("lm", True), "padded": ("lm", False), "values": ("value", Tr
 
 def train(rank: int, checkpoint: str) -> dict[str, Any]:
     """What is said of tokens, and loss and gradient, with rows without response and with these rows left out."""
-    from mega_rl.config.schema import TrainerConfig
+    from mega_rl.config.schema import MicrobatchConfig, TrainerConfig
     from tests.helpers.engines import make_config, own_rows, running_engine
     from tests.unit_tests.distributed.engine_cases import losses
 
     found: dict[str, Any] = {}
     for name, (head, packing) in CASES.items():
-        trainer = TrainerConfig(timeout_s=60.0, packing=packing, max_tokens_per_microbatch=32, micro_batch_size=1)
+        microbatch = MicrobatchConfig(packing=packing, max_tokens=32, size=1)
+        trainer = TrainerConfig(timeout_s=60.0, microbatch=microbatch)
         with running_engine(make_config(Path(checkpoint), layout="dp2", trainer=trainer), head=head) as engine:
             whole = own_rows(with_empty_rows(random_experience()), engine)
             for kind, rows in (("all", whole), ("answered", whole[whole.loss_mask.any(dim=1).nonzero().flatten()])):

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from mega_rl.trainer.hints import FLAT_STEPS, FlatRewards
-from mega_rl.trainer.report import EQUAL_GROUPS
+from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 
 
 def test_the_hint_comes_once_after_some_steps_in_a_row(caplog: pytest.LogCaptureFixture) -> None:

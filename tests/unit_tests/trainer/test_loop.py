@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
+from mega_rl.algorithms.aggregation import token_mean
+from mega_rl.algorithms.gae import GAEAdvantages
+from mega_rl.algorithms.grpo import GRPOAdvantages
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k1
 from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.experience import GAEAdvantages, GRPOAdvantages, MinibatchPlan
+from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, RolloutMismatchError
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
 from mega_rl.workers.models import AbsentWorker
@@ -44,10 +47,8 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "reference": AbsentWorker(),
         "estimator": GRPOAdvantages(std_normalization=True)
         if grpo
-        else GAEAdvantages(gamma=1.0, gae_lambda=1.0, whiten=True, kl=None, kl_estimator="k1"),
-        "minibatches": MinibatchPlan(
-            minibatch_size=2, epochs=1, aggregation="token-mean", max_response_tokens=4, seed=0
-        ),
+        else GAEAdvantages(gamma=1.0, gae_lambda=1.0, whiten=True, kl=None, kl_estimator=k1),
+        "minibatches": MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=4, seed=0),
         "kl": kl,
         "staleness": lambda rollout: {},
         "old_logprobs": RecomputedLogprobs(policy, MismatchGuard(limit=0.5, ranks=FakeRanks())),
@@ -212,7 +213,7 @@ def test_minibatches_cover_the_batch_once_per_epoch() -> None:
         estimator=trainer.estimator,
         sum_over_ranks=FakeRanks().sum,
     )
-    plan = MinibatchPlan(minibatch_size=2, epochs=3, aggregation="token-mean", max_response_tokens=4, seed=1)
+    plan = MinibatchPlan(minibatch_size=2, epochs=3, aggregation=token_mean, max_response_tokens=4, seed=1)
     cut = list(plan.cut(experience, num_prompts=4, step=0, ranks=FakeRanks()))
     assert len(cut) == 6
     for epoch in range(3):

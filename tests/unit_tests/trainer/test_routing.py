@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.algorithms.aggregation import token_mean
+from mega_rl.algorithms.grpo import GRPOAdvantages
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.trainer.experience import GRPOAdvantages, MinibatchPlan, build_experience
+from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.types import Rollout, TokenOutputs
 from tests.helpers.models import random_experience
 
@@ -23,13 +25,7 @@ def experience_from(old: TokenOutputs, routing: torch.Tensor | None) -> Any:
     """The experience that a rollout with this routing and these old outputs make."""
     batch = random_experience()
     names = ("tokens", "loss_mask", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs")
-    rollout = Rollout(
-        **{name: getattr(batch, name) for name in names},
-        finished=torch.ones(8, dtype=torch.bool),
-        weight_version=torch.zeros(8, dtype=torch.int64),
-        routing=routing,
-        batch_size=[8],  # type: ignore[call-arg]
-    )
+    rollout = Rollout.from_rows(**{name: getattr(batch, name) for name in names}, routing=routing)
     return build_experience(
         rollout,
         torch.randn(8),
@@ -47,7 +43,7 @@ def test_routing_stays_with_its_row(source: str) -> None:
     by_trainer = source == "trainer"
     old = TokenOutputs(routing=marked() if by_trainer else None)
     experience = experience_from(old, None if by_trainer else marked())
-    plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation="token-mean", max_response_tokens=24, seed=0)
+    plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0)
     rows = 0
     for minibatch in plan.cut(experience, num_prompts=4, step=0, ranks=SingleRank()):
         numbers = 2 * minibatch.prompt_index + minibatch.sample_index

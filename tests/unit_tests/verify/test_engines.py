@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.verify.layouts import fsdp
-from mega_rl.verify.plan import REFERENCE, Found, Plan
+from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
 from mega_rl.verify.run import problems
 from mega_rl.verify.tolerances import FP32
 from mega_rl.verify.twin.shrink import write_random_twin
@@ -31,7 +31,7 @@ PLANTED = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LayoutErrors]:
     """What two ranks of the FSDP engine compute, without a fault ("") and with each."""
     root = tmp_path_factory.mktemp("engines")
     bare = bare_config(root / "bare", {**TINY[TIED_DENSE], "tie_word_embeddings": True})
@@ -49,7 +49,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
         plans[fault].write(folder / "plan.json")
     paths = {fault: str(Path(plans[fault].folder) / "plan.json") for fault in PLANTED}
     run_ranks(2, measure_faults, str(root / "right" / "plan.json"), paths)
-    return {fault: Found.read(plan.answer(fsdp(2))) for fault, plan in plans.items()}
+    return {fault: LayoutErrors.read(plan.answer(fsdp(2))) for fault, plan in plans.items()}
 
 
 def measure_faults(rank: int, right: str, broken: dict[str, str]) -> None:
@@ -58,7 +58,7 @@ def measure_faults(rank: int, right: str, broken: dict[str, str]) -> None:
     measure_broken(rank, broken)
 
 
-def test_engines_agree(answers: dict[str, Found]) -> None:
+def test_engines_agree(answers: dict[str, LayoutErrors]) -> None:
     """Every tensor of the model is compared, and moves."""
     found = answers[""]
     assert problems(found, FP32) == []
@@ -67,12 +67,12 @@ def test_engines_agree(answers: dict[str, Found]) -> None:
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_found_and_named(answers: dict[str, Found], fault: str) -> None:
+def test_a_planted_fault_is_found_and_named(answers: dict[str, LayoutErrors], fault: str) -> None:
     lines = problems(answers[fault], FP32)
     assert any(line.startswith(PLANTED[fault]) for line in lines), lines
 
 
-def test_what_only_the_optimizer_gets_wrong_shows_in_weights_alone(answers: dict[str, Found]) -> None:
+def test_what_only_the_optimizer_gets_wrong_shows_in_weights_alone(answers: dict[str, LayoutErrors]) -> None:
     """Adam's first step does not depend on how fast the first moment decays, so a single step would not show it."""
     assert [line.partition(" ")[0] for line in problems(answers["optimizer"], FP32)] == ["gradient", "step"]
     assert answers["optimizer"].gradients[0].error <= FP32.gradient

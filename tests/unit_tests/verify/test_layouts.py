@@ -66,11 +66,11 @@ def test_sequence_parallelism_is_switched_on_where_it_must_be(family: str) -> No
 
 
 REFUSED = {
-    "tq2": ("qwen3", "no layout"),
-    "tp": ("qwen3", "no layout"),
-    "tp0": ("qwen3", "no layout"),
-    "tp2++pp2": ("qwen3", "no layout"),
-    "tp2 pp2": ("qwen3", "no layout"),
+    "tq2": ("qwen3", "not a layout"),
+    "tp": ("qwen3", "not a layout"),
+    "tp0": ("qwen3", "not a layout"),
+    "tp2++pp2": ("qwen3", "not a layout"),
+    "tp2 pp2": ("qwen3", "not a layout"),
     "tp2+tp4": ("qwen3", "says tp twice"),
     "sp": ("qwen3", "sp without tensor parallelism"),
     "pp1+vpp2": ("qwen3", "virtual stages on one pipeline rank"),

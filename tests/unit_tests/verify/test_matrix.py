@@ -11,11 +11,12 @@ import pytest
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.verify.layouts import ALL, Layout, resolve
-from mega_rl.verify.plan import REFERENCE, Found, Plan
+from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
 from mega_rl.verify.run import problems
 from mega_rl.verify.tolerances import FP32
 from mega_rl.verify.twin.shrink import write_random_twin
 from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import covering
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import ROUTED, TIED_DENSE, bare_config, measure_all, measure_broken
 
@@ -23,11 +24,16 @@ pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of
 
 FAMILIES = ("qwen2", TIED_DENSE, "llama", ROUTED, "mixtral", "deepseek_v3")
 EXPERTS_ONLY = ("ep2", "ep2+etp2", "tp2+ep2+sp")
+MIXTURES = (ROUTED, "mixtral", "deepseek_v3")
+# Every layout with a dense model and with a mixture; `make test-full` has all families on all layouts.
 PAIRS = [
     (family, name)
-    for family in FAMILIES
-    for name in ALL.split(",")
-    if name not in EXPERTS_ONLY or family in (ROUTED, "mixtral", "deepseek_v3")
+    for family, name, _ in covering(
+        (family, name, (name, family in MIXTURES))
+        for family in FAMILIES
+        for name in ALL.split(",")
+        if name not in EXPERTS_ONLY or family in MIXTURES
+    )
 ]
 # Fault -> (family, layout, what the worst gradient's name must hold).
 PLANTED = {
@@ -64,8 +70,8 @@ class Folders:
         plan.write(path)
         return str(path)
 
-    def found(self, family: str, name: str, *, folder: str = "answers") -> Found:
-        return Found.read(Plan("", str(self.root / family / folder), ()).answer(self.layout(family, name)))
+    def found(self, family: str, name: str, *, folder: str = "answers") -> LayoutErrors:
+        return LayoutErrors.read(Plan("", str(self.root / family / folder), ()).answer(self.layout(family, name)))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from mega_rl.cli.verify_text import print_verdicts
 from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import Found, TensorError
+from mega_rl.verify.plan import LayoutErrors, TensorError
 from mega_rl.verify.run import Verdict
 from mega_rl.verify.tolerances import Tolerances
 
@@ -21,7 +21,7 @@ def test_names_of_tensors_are_whole(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
     monkeypatch.setenv("TERM", "dumb")
     gradient, weight = (TensorError(name, 1e-6) for name in NAMES)
-    found = Found(1e-6, 3.0, 1e-7, 1.0, 1e-7, (gradient,), (weight,), (), 100, 4, 1.0)
+    found = LayoutErrors(1e-6, 3.0, 1e-7, 1.0, 1e-7, (gradient,), (weight,), (), 100, 4, 1.0)
     verdict = Verdict(Layout(name="tp2", tp=2), found, ())
     print_verdicts([verdict], header={}, tolerances=Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 1e-4))
     out = capsys.readouterr().out

@@ -103,6 +103,12 @@ def test_equal_models_agree(mixture: Path) -> None:
     assert parity.first_layer is None
 
 
+def test_a_family_that_transformers_lacks_is_computed_by_its_stand_in(tmp_path: Path) -> None:
+    path = write_tiny_checkpoint(tmp_path / "model", family="kimi_k2", tied=False)
+    parity = compare_twin(path, path, num_tokens=24)
+    assert parity.max_abs < GATE / 10
+
+
 @pytest.mark.parametrize(
     ("name", "layer", "words"),
     [

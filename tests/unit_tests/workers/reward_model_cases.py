@@ -57,25 +57,20 @@ def rollout_of_rows() -> Rollout:
     prompt_lengths = torch.tensor([len(PROMPTS[i].token_ids) for i in index])
     lengths = torch.where(torch.arange(len(LENGTHS)) == FAILED, prompt_lengths, torch.tensor(LENGTHS))
     finished = torch.tensor([True, False, True, False, False, True])
-    column = torch.arange(max(LENGTHS))
-    inside = column < lengths[:, None]
+    inside = torch.arange(max(LENGTHS)) < lengths[:, None]
     tokens = torch.randint(2, 42, inside.shape, generator=generator) * inside
     for row, prompt in enumerate(index.tolist()):
         tokens[row, : prompt_lengths[row]] = torch.tensor(PROMPTS[prompt].token_ids)
         if finished[row]:
             tokens[row, lengths[row] - 1] = 1
-    return Rollout(
-        tokens=tokens,
-        loss_mask=inside & (column >= prompt_lengths[:, None]),
+    return Rollout.from_rows(
+        tokens,
         prompt_lengths=prompt_lengths,
         lengths=lengths,
-        rollout_logprobs=torch.zeros(inside.shape),
         finished=finished,
         prompt_index=index,
         sample_index=torch.arange(len(LENGTHS)) // 2,
-        weight_version=torch.zeros(len(LENGTHS), dtype=torch.int64),
         failed=torch.arange(len(LENGTHS)) == FAILED,
-        batch_size=[len(LENGTHS)],
     )
 
 
@@ -104,7 +99,9 @@ def score_on_layouts(rank: int, checkpoint: str, actor: str, layouts: list[str],
     for layout in layouts:
         config = make_config(Path(checkpoint), layout=layout, engine=engine)
         with running_engine(config, head="value", trainable=False) as model:
-            limits = RowLimits(vocab_size=50, positions=256, microbatch_tokens=64, multiple=2 * config.parallel.cp)
+            limits = RowLimits(
+                vocab_size=50, positions=256, microbatch_tokens=64, multiple=2 * config.engine.megatron.cp
+            )
             everyone = GroupRanks(model.groups.world)
             rows = own_rows(rollout_of_rows(), model)  # type: ignore[arg-type]
             for name, same in (("sampled", True), ("text", False)):

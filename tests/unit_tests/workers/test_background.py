@@ -199,7 +199,7 @@ def test_what_nobody_took_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -
         failed.close()
         failed.close()
     (record,) = caplog.records
-    assert record.getMessage() == "the generation of step 5, beside training, had failed"
+    assert record.getMessage() == "the background generation of step 5 had failed"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], KeyError)
     caplog.clear()
@@ -210,6 +210,4 @@ def test_what_nobody_took_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -
     running.close()
     assert time.monotonic() - begin < 1.0
     never.set()
-    assert [record.getMessage() for record in caplog.records] == [
-        "the generation of step 6, beside training, is given up"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["the background generation of step 6 is cancelled"]

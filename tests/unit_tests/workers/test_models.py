@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
-from mega_rl.algorithms.policy_loss import ppo_policy_loss
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
+from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.types import Experience, Metrics, TokenOutputs
@@ -18,6 +18,7 @@ from tests.helpers.models import random_experience
 
 BATCH = random_experience()
 FIELDS: dict[str, Tensor] = {name: value for name, value in BATCH.items() if value.dim() == 2}
+SETTINGS = PolicyLossSettings(clip_low=0.1, clip_high=0.4, dual_clip=3.0, entropy_coef=0.02)
 GENERATOR = torch.Generator().manual_seed(3)
 LOGPROBS = FIELDS["old_logprobs"] + 0.5 * torch.randn(BATCH.tokens.shape, generator=GENERATOR)
 ENTROPY = torch.rand(BATCH.tokens.shape, generator=GENERATOR)
@@ -57,7 +58,7 @@ def same(found: LossOutput, expected: LossOutput) -> bool:
 
 
 def policy_loss(kl: FixedKL | AdaptiveKL | None) -> PolicyLoss:
-    return PolicyLoss(clip_low=0.1, clip_high=0.4, dual_clip=3.0, entropy_coef=0.02, kl=kl, kl_estimator="k2")
+    return PolicyLoss(SETTINGS, kl=kl, kl_estimator=k2)
 
 
 def direct_policy_loss(kl_coef: float | None) -> LossOutput:
@@ -68,13 +69,8 @@ def direct_policy_loss(kl_coef: float | None) -> LossOutput:
         advantages=BATCH.advantages,
         loss_weights=BATCH.loss_weights,
         token_weights=BATCH.token_weights,
-        clip_low=0.1,
-        clip_high=0.4,
-        dual_clip=3.0,
-        entropy_coef=0.02,
-        ref_logprobs=None if kl_coef is None else BATCH.ref_logprobs,
-        kl_coef=kl_coef or 0.0,
-        kl_estimator="k2",
+        settings=SETTINGS,
+        kl=None if kl_coef is None else KLTerm(BATCH.ref_logprobs, kl_coef, k2),
     )
 
 

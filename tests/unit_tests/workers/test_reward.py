@@ -24,18 +24,13 @@ def rollout_of() -> Rollout:
     tokens = torch.tensor([[3, 50, 51, 9, 0], [1, 2, 52, 53, 54], [3, 9, 0, 0, 0]])
     prompt_lengths = torch.tensor([1, 2, 1])
     lengths = torch.tensor([4, 5, 2])
-    column = torch.arange(5)
-    return Rollout(
-        tokens=tokens,
-        loss_mask=(column >= prompt_lengths[:, None]) & (column < lengths[:, None]),
+    return Rollout.from_rows(
+        tokens,
         prompt_lengths=prompt_lengths,
         lengths=lengths,
-        rollout_logprobs=torch.zeros(3, 5),
         finished=torch.tensor([True, False, True]),
         prompt_index=torch.tensor([1, 0, 1]),
         sample_index=torch.tensor([0, 0, 1]),
-        weight_version=torch.zeros(3, dtype=torch.int64),
-        batch_size=[3],
     )
 
 

@@ -251,7 +251,7 @@ def test_a_wait_past_the_deadline_is_not_begun() -> None:
     message, service, seconds = failing(
         lambda number, post: Answer(status=429, headers={"Retry-After": "60"}), timeout_s=3.0
     )
-    assert "the next try would be in 60 s, past reward.timeout_s=3; the last failure: HTTP 429" in message
+    assert "the next try would be in 60 s, past reward.http.timeout_s=3; the last failure: HTTP 429" in message
     assert len(service.posts) == 1
     assert seconds < 2
 
@@ -261,7 +261,7 @@ def test_a_wait_past_the_deadline_is_not_begun() -> None:
 )
 def test_the_deadline_holds(answer: Answer) -> None:
     message, service, seconds = failing(lambda number, post: answer, timeout_s=0.4)
-    assert "no answer to try 1 of 4 in reward.timeout_s=0.4" in message
+    assert "no answer to try 1 of 4 in reward.http.timeout_s=0.4" in message
     assert len(service.posts) == 1
     assert 0.35 < seconds < 3
 
@@ -270,7 +270,7 @@ def test_the_deadline_is_one_for_all_tries() -> None:
     message, _, seconds = failing(
         lambda number, post: Answer(b"busy", status=503) if number < 2 else Answer(wait_s=30.0), timeout_s=0.6
     )
-    assert "no answer to try 3 of 4 in reward.timeout_s=0.6; the last failure: HTTP 503: 'busy'" in message
+    assert "no answer to try 3 of 4 in reward.http.timeout_s=0.6; the last failure: HTTP 503: 'busy'" in message
     assert seconds < 3
 
 
@@ -373,7 +373,7 @@ def test_where_a_key_may_go(tmp_path: Path, url: str) -> None:
         ("http://h:x/", "Port could not be cast"),
         ("http://[::1/", "Invalid IPv6 URL"),
         ("http://h/a b", "white space or other characters"),
-        ("https://me:pass@h/", "names a user or password for h, and addresses are logged; use reward.key_file"),
+        ("https://me:pass@h/", "names a user or password for h, and addresses are logged; use reward.http.key_file"),
     ],
 )
 def test_where_it_may_not(tmp_path: Path, url: str, why: str) -> None:
@@ -397,6 +397,6 @@ def test_files_that_hold_no_key(tmp_path: Path) -> None:
         assert why in str(caught.value)
         path.unlink()
     for missing in (path, tmp_path):
-        with pytest.raises(UserError, match=r"reward\.key_file: .*: "):
+        with pytest.raises(UserError, match=r"reward\.http\.key_file: .*: "):
             RewardService.find("https://h/", str(missing))
     assert RewardService.find("http://far.example/", "") == RewardService("http://far.example/")

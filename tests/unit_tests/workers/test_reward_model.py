@@ -144,7 +144,7 @@ def test_no_rows() -> None:
     [
         ({"positions": 22}, r"prompt 40 \('2\+3'\): the row has 23 tokens, the model 22 positions"),
         ({"vocab_size": 30}, r"token id \d+ is outside the vocabulary of 30"),
-        ({"microbatch_tokens": 23}, "the row needs 24 tokens, above trainer.max_tokens_per_microbatch=23"),
+        ({"microbatch_tokens": 23}, "the row needs 24 tokens, above trainer.microbatch.max_tokens=23"),
         ({"microbatch_tokens": 26, "multiple": 14}, "the row needs 28 tokens, above"),
     ],
 )

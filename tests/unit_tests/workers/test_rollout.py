@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.rollout import RolloutWorker, VocabularyGuard, share
 from tests.helpers.models import write_tiny_checkpoint
@@ -61,17 +62,13 @@ class CountingEngine:
         count = len(prompts) * n
         index = torch.tensor(list(prompt_index), dtype=torch.int64).repeat_interleave(n)
         first = torch.tensor([p.token_ids[0] for p in prompts], dtype=torch.int64).repeat_interleave(n)
-        return Rollout(
-            tokens=torch.stack([first, first], dim=1),
-            loss_mask=torch.tensor([[False, True]]).expand(count, 2),
+        return Rollout.from_rows(
+            torch.stack([first, first], dim=1),
             prompt_lengths=torch.ones(count, dtype=torch.int64),
             lengths=torch.full((count,), 2),
-            rollout_logprobs=torch.zeros(count, 2),
-            finished=torch.ones(count, dtype=torch.bool),
             prompt_index=index,
             sample_index=torch.arange(n).repeat(len(prompts)),
             weight_version=torch.ones(count, dtype=torch.int64),
-            batch_size=[count],
         )
 
 
@@ -166,8 +163,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rank_without_prompts(checkpoint: Path) -> None:
     """The real engine gives a rollout without rows, which joins with others' rows."""
     engine = HFRolloutEngine(
-        checkpoint, dtype=torch.float32, device="cpu", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4,
-        stop_token_ids=[], batch_size=8,
+        checkpoint, dtype=torch.float32, device="cpu", sampler=Sampler(1.0), max_new_tokens=4, stop_token_ids=[],
+        batch_size=8,
     )  # fmt: skip
     weights = {name: torch.zeros_like(tensor) for name, tensor in engine.model.state_dict().items()}
     engine.load_weights(weights.items())

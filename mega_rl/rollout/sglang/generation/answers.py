@@ -1,4 +1,4 @@
-"""One answer of /generate, checked against its request before anything of it is used. Imports no torch.
+"""Parsing of /generate's answers, each checked against its request before use. Imports no torch.
 
 What a server sends is input from outside: a wrong answer must cost one sample and be named, never poison a batch.
 The answer's shape is SGLang 0.5.20's, read with --skip-tokenizer-init: output_ids ends with the stop token.
@@ -22,7 +22,7 @@ LOGPROB_ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class ExpectedAnswer:
-    """What an answer must agree with."""
+    """The request's side of an answer: what `parse_answer` checks the server's JSON against."""
 
     rid: str
     prompt_tokens: int  # with the tokens of a partial response that is continued
@@ -41,7 +41,7 @@ class ExpectedAnswer:
 
 
 def parse_answer(body: bytes, expected: ExpectedAnswer) -> Sample:
-    """The response in an answer: finish "stop", "length", or "partial" for one that was aborted.
+    """Return the response in an answer; its finish is "stop", "length", or "partial" for an aborted request.
 
     A log-prob above 0 by LOGPROB_ROUNDING or less is kept as it came. Raises BadAnswer, whose `partial` holds the
     tokens of an answer that is good but for its abrupt end.
@@ -67,7 +67,7 @@ def _bad(kind: str, message: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """Enough of a value that came to recognise it by."""
+    """Return at most 60 characters of a received value, for a message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -78,7 +78,7 @@ def _decode(body: bytes, expected: ExpectedAnswer) -> Any:
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
-        # A cut value is found wanting at its very end, or where the string that was cut begins.
+        # JSON that was cut fails to parse at its very end, or where the unterminated string begins.
         cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
         _bad("cut_json" if cut else "bad_json", f"{error.msg} at character {error.pos} of {len(error.doc)}")
     except (ValueError, RecursionError) as error:  # no UTF-8, a number of thousands of digits, a thousand brackets
@@ -198,7 +198,7 @@ def _versions(meta: dict[str, Any], num_tokens: int, expected: ExpectedAnswer) -
             _bad("bad_version_spans", f"version {version} after version {versions[-1]}")
         versions += [version] * (end - start)
     if len(versions) != num_tokens:
-        _bad("bad_version_spans", f"weight_versions speak of {len(versions)} of {num_tokens} tokens")
+        _bad("bad_version_spans", f"weight_versions cover {len(versions)} of {num_tokens} tokens")
     last = _version(meta.get("weight_version"), expected)
     if versions and last < versions[-1]:
         _bad("bad_version_spans", f"weight_version is {last}, the last token's version {versions[-1]}")
@@ -206,7 +206,7 @@ def _versions(meta: dict[str, Any], num_tokens: int, expected: ExpectedAnswer) -
 
 
 def _version(value: Any, expected: ExpectedAnswer) -> int:
-    """A version as we name them: a whole number, written in decimals."""
+    """Return a weight version as an integer; raise BadAnswer unless it is one that the request admits."""
     if value is None:
         _bad("missing_version", "meta_info has no weight_version")
     if not isinstance(value, str) or not value.isascii() or not value.isdecimal() or len(value) > 18:
@@ -225,7 +225,7 @@ def _routing(meta: dict[str, Any], num_tokens: int, expected: ExpectedAnswer) ->
     try:
         routing = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        _bad("bad_routing", "meta_info.routed_experts is no base64")
+        _bad("bad_routing", "meta_info.routed_experts is not base64")
     if not routing or len(routing) % (4 * rows):
-        _bad("bad_routing", f"{len(routing)} bytes are no int32 [{rows}, layers, experts]")
+        _bad("bad_routing", f"{len(routing)} bytes are not an int32 [{rows}, layers, experts]")
     return routing

@@ -1,4 +1,4 @@
-"""One SGLang server, spoken to in token ids. Imports no torch."""
+"""HTTP client for generation on one SGLang server, in token ids. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SglangClient:
     def __init__(self, endpoint: Endpoint, *, vocab_size: int, max_concurrency: int) -> None:
         self.endpoint = endpoint
         self._vocab_size = vocab_size
-        # Beside the requests in flight: an abort, a health check, a probe, one to spare.
+        # Four connections more than requests in flight: an abort, a health check, a probe, a spare.
         # One connection, one answer: what a server sends beyond it can never be read as the answer to another request,
         # and no request goes into a connection that the server is about to close. To connect costs less than a token.
         limits = httpx.Limits(max_connections=max_concurrency + 4, max_keepalive_connections=0)
@@ -47,7 +47,7 @@ class SglangClient:
         return f"SglangClient(server {self.endpoint.index} at {self.endpoint.url})"
 
     def move(self, endpoint: Endpoint) -> None:
-        """Speak to the server's successor from the next request on."""
+        """Send requests to `endpoint` from now on: a restarted server has another port and other keys."""
         self.endpoint = endpoint
         self._http.base_url = endpoint.url
 
@@ -67,10 +67,11 @@ class SglangClient:
         mixed_versions: bool = False,
         grace_s: float = 0.0,
     ) -> Sample:
-        """The sample, or what there was of it when the server aborted it (finish "partial").
+        """Return the sample; if the server aborted it, the tokens so far with finish "partial".
 
-        `partial`, a response so far, is continued, as it would have gone on: SGLang seeds each position by itself.
-        When `timeout_s` has passed the request is aborted, and for `grace_s` what it had is waited for.
+        The server continues `partial`, a response so far, with the tokens that an uninterrupted request would have
+        had: SGLang seeds each position by itself. After `timeout_s` the client aborts the request and waits up to
+        `grace_s` for the tokens it has.
 
         Raises:
             NoAnswer: with the tokens that came before the time was up as `partial`.
@@ -121,10 +122,10 @@ class SglangClient:
         return True
 
     async def check_alive(self, *, timeout_s: float) -> None:
-        """Return if tokens come out of the server, which /health does not say: it answers with a dead scheduler too.
+        """Return if the server generates; /health does not show that, since it answers with a dead scheduler too.
 
-        A busy server answers as soon as any request of its has a token, an idle one after a generation of one token.
-        Raises NoAnswer.
+        A busy server answers once any of its requests has a token, an idle one after generating one token. Raises
+        NoAnswer.
         """
         await self._within(timeout_s, "GET", "/health_generate", None, self.endpoint.keys.api_key)
 
@@ -145,11 +146,11 @@ class SglangClient:
         try:
             return parse_answer(content, expected)
         except BadAnswer as bad:
-            shown = bad.what if not self._holds_key(content) else "(not shown: the answer holds a key)"
+            shown = bad.what if not self.endpoint.keys.appear_in(content) else "(not shown: the answer holds a key)"
             raise BadAnswer(bad.kind, f"{where}: {shown}") from None
 
     async def _abandon(self, answer: asyncio.Future[Sample], rid: str, grace_s: float) -> Sample | None:
-        """What a request that is out of time had, if the server says so within `grace_s`."""
+        """Abort a request that timed out; return its tokens if they come within `grace_s`, else None."""
         if grace_s <= 0:
             return None  # closing the connection also tells the server, which looks every few seconds
         await self.abort(rid, timeout_s=grace_s / 2)
@@ -169,20 +170,15 @@ class SglangClient:
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, key: str, max_bytes: int, where: str
     ) -> bytes:
-        """The body of a 200 answer, as far as `max_bytes` + one read. No deadline of its own but the connection's."""
+        """Return the body of a 200 answer, up to `max_bytes` + one read. Only connecting has a deadline here."""
         content = b"" if body is None else json.dumps(body).encode()
-        # The cause of a failure is told by its type alone, and kept out of the traceback: httpx's errors hold the
-        # request with its key.
+        # Messages name the type of the cause alone, and tracebacks leave it out: httpx's errors hold the request
+        # with its key.
         try:
             async with self._http.stream(
                 method, path, content=content, headers={"Authorization": f"Bearer {key}"}
             ) as response:
-                bound = max_bytes if response.status_code == 200 else _ERROR_BYTES
-                received = bytearray()
-                async for chunk in response.aiter_raw():
-                    received += chunk
-                    if len(received) > bound:
-                        break
+                received = await _read(response, max_bytes if response.status_code == 200 else _ERROR_BYTES)
         except httpx.ConnectTimeout:
             raise NoAnswer("connect_timeout", f"{where}: no connection in {_CONNECT_S:g} s") from None
         except httpx.ConnectError:
@@ -196,18 +192,14 @@ class SglangClient:
         except httpx.HTTPError as error:
             raise NoAnswer("protocol", f"{where}: {type(error).__name__}") from None
         if response.status_code != 200:
-            text = "(not shown: it holds a key)" if self._holds_key(received) else repr(bytes(received[:200]))
+            text = "(not shown: it holds a key)" if self.endpoint.keys.appear_in(received) else repr(received[:200])
             kind = STATUS_KINDS.get(response.status_code, "unexpected_status")
             raise NoAnswer(kind, f"{where}: HTTP {response.status_code}: {text}")
-        return bytes(received)
-
-    def _holds_key(self, content: bytes | bytearray) -> bool:
-        keys = self.endpoint.keys
-        return any(key.encode() in content for key in (keys.api_key, keys.admin_key))
+        return received
 
 
 def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> dict[str, Any]:
-    """As SGLang names them.
+    """Return the sampling parameters under SGLang's names.
 
     Greedy is a nucleus of one token: at temperature 0, and with top_k=1, SGLang gives log-probs at temperature 1.
     """
@@ -229,7 +221,7 @@ def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> d
 
 
 def _joined(before: Sample, new: Sample | None) -> Sample:
-    """A response so far and what followed. The routing of the last answer speaks of all tokens."""
+    """Return `before` continued by `new`; the routing of the last answer covers all tokens."""
     if new is None:
         return before
     return Sample(
@@ -239,6 +231,16 @@ def _joined(before: Sample, new: Sample | None) -> Sample:
         new.finish,
         new.routing,
     )
+
+
+async def _read(response: httpx.Response, max_bytes: int) -> bytes:
+    """Return the body of an answer, up to `max_bytes` + one read."""
+    received = bytearray()
+    async for chunk in response.aiter_raw():
+        received += chunk
+        if len(received) > max_bytes:
+            break
+    return bytes(received)
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

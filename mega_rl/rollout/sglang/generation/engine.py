@@ -1,4 +1,4 @@
-"""The rollout engine over SGLang servers: prompts in, rows out, servers brought back when they are lost."""
+"""Rollout engine over SGLang servers: prompts in, rows out; lost servers are restarted and refitted."""
 
 from __future__ import annotations
 
@@ -27,24 +27,37 @@ _NAMED_FAILURES = 3  # in an error message
 
 
 class RolloutFailedError(RunError):
-    """Samples stayed without an answer, and the run was told not to go on without them."""
+    """Samples failed all their tries, and `rollout.sglang.failed_samples` does not let the run go on without them."""
 
 
 class ServersLostError(RunError):
-    """No server was left, or none could be brought back."""
+    """Samples are unserved and the restarts of one generation are used up."""
 
 
 @dataclass(frozen=True)
 class FailedSamples:
-    """What becomes of samples that have no response after all their tries."""
+    """Policy for samples without a response after all their tries."""
 
     mask: bool  # leave them out of the loss; False ends the run
     max_share: float  # of a generation's samples over all ranks; more end the run
 
 
+@dataclass(frozen=True)
+class SglangRolloutSettings:
+    """Settings of one rank's generations over SGLang servers."""
+
+    sampling: Sampling
+    max_positions: int  # of the model: prompt and response together
+    timeout_s: float  # of one sample, from its first try to its last
+    concurrency: int  # requests of this rank in flight at all servers together; the others wait their turn
+    restarts: int  # times that servers are brought back for one generation
+    failed: FailedSamples
+    token_versions: bool = False  # responses may go on under later weights, and tokens carry their version
+
+
 @dataclass
 class Sampled:
-    """What one rank asked for and has so far."""
+    """One rank's requests and the samples it has so far."""
 
     prompts: Sequence[Prompt]
     requests: list[SampleRequest]  # in the order of the rows
@@ -55,7 +68,7 @@ class Sampled:
     numbers: dict[str, float] = field(default_factory=dict)
 
     def add(self, result: FleetResult) -> None:
-        """Take in a generation of what was unserved."""
+        """Merge the result of a generation of the unserved requests."""
         self.samples |= result.samples
         self.failures |= result.failures
         self.unserved = result.unserved
@@ -84,34 +97,18 @@ class SglangRolloutEngine:
         everyone: Ranks,
         weight_version: Callable[[], int],
         bring_back: Callable[[Sequence[int]], None],
-        sampling: Sampling,
-        max_positions: int,
-        timeout_s: float,
-        concurrency: int,
-        restarts: int,
-        failed: FailedSamples,
-        token_versions: bool = False,
+        settings: SglangRolloutSettings,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         """
         weight_version: of the weights last published.
-        bring_back: starts these servers again where they are dead and sends the weights; collective.
-        timeout_s: of one sample, from its first try to its last.
-        concurrency: requests of this rank in flight at all servers together; the others wait their turn.
-        restarts: times that servers are brought back for one generation.
-        token_versions: responses may go on under later weights, and tokens carry their version.
+        bring_back: restarts these servers if they are dead, and sends them the weights; collective.
         """
         self._fleet = fleet
         self._everyone = everyone
         self._version = weight_version
         self._bring_back = bring_back
-        self._sampling = sampling
-        self._max_positions = max_positions
-        self._timeout_s = timeout_s
-        self._concurrency = concurrency
-        self._restarts = restarts
-        self._failed = failed
-        self._token_versions = token_versions
+        self._settings = settings
         self._progress = progress
         self._metrics: Metrics = {}
         self._handle: Handle | None = None
@@ -130,7 +127,6 @@ class SglangRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Rollout:
-        """n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`. Collective."""
         return self.collect(self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy))
 
     def sample(
@@ -142,7 +138,7 @@ class SglangRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Sampled:
-        """What the servers answer within the deadline; for `collect`. No collective.
+        """Request n samples of each prompt and return those answered within the deadline, for `collect`. No collective.
 
         Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
         """
@@ -152,7 +148,7 @@ class SglangRolloutEngine:
             for prompt, index in zip(prompts, prompt_index, strict=True)
             for number in range(n)
         ]
-        sampled = Sampled(prompts, requests, replace(self._sampling, greedy=greedy))
+        sampled = Sampled(prompts, requests, replace(self._settings.sampling, greedy=greedy))
         sampled.unserved = {request.key: Sample() for request in requests}
         deadline = time.monotonic() + self.deadline_s(len(requests))
         while sampled.unserved:
@@ -163,19 +159,19 @@ class SglangRolloutEngine:
         return sampled
 
     def collect(self, sampled: Sampled) -> Rollout:
-        """The rows of `sampled`, complete; collective over all ranks.
+        """Return the rows of `sampled`, restarting lost servers for what is unserved; collective over all ranks.
 
-        Raises on all ranks RolloutFailedError for samples that failed, ServersLostError when servers cannot be had.
+        Raises on all ranks RolloutFailedError for failed samples, ServersLostError when the restarts are used up.
         """
-        for times in range(self._restarts + 1):
+        for times in range(self._settings.restarts + 1):
             lost = self._lost_servers()
             unserved = int(self._everyone.sum(torch.tensor(len(sampled.unserved))))
             if not unserved and not (lost and times == 0):
                 break
-            if times == self._restarts:
+            if times == self._settings.restarts:
                 raise ServersLostError(
                     f"{unserved} samples are without an answer and servers {lost} have been brought back "
-                    f"{times} times (sglang.restarts={self._restarts}): " + "; ".join(self._reasons())
+                    f"{times} times (rollout.sglang.restarts={self._settings.restarts}): " + "; ".join(self._reasons())
                 )
             if lost:
                 log.warning("servers %s are out of rotation: %s", lost, "; ".join(self._reasons()))
@@ -195,40 +191,42 @@ class SglangRolloutEngine:
             sampled.samples,
             weight_version=self._version(),
             with_failed=any_failed,
-            with_token_versions=self._token_versions and not sampled.sampling.greedy,
+            with_token_versions=self._settings.token_versions and not sampled.sampling.greedy,
         )
 
     def deadline_s(self, count: int) -> float:
-        """Seconds in which `count` samples must be there."""
-        return self._timeout_s * max(1, math.ceil(count / self._concurrency))
+        """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
+        return self._settings.timeout_s * max(1, math.ceil(count / self._settings.concurrency))
 
     def metrics(self) -> Metrics:
-        """Numbers of the generations since the last call, over all ranks; see `_count`."""
+        """Return and reset the metrics of the generations since the last call, over all ranks; see `_count`."""
         taken, self._metrics = self._metrics, {}
         return taken
 
     # -- interruption: a weight update in the middle of a generation that runs beside training ------------------------
 
     def interrupt(self) -> None:
-        """Break off what is in flight, keep its tokens, send nothing more; returns when nothing is in flight."""
+        """Abort requests in flight, keep their tokens and send no more; return when none is in flight."""
         with self._turn:
             self._held = True
             if self._handle is not None:
                 self._handle.interrupt()
-            if not self._turn.wait_for(lambda: not self._sending, timeout=self._timeout_s):
-                raise RunError(f"requests in flight did not end within {self._timeout_s:g} s of their interruption")
+            if not self._turn.wait_for(lambda: not self._sending, timeout=self._settings.timeout_s):
+                raise RunError(
+                    f"requests in flight did not end within {self._settings.timeout_s:g} s of their interruption"
+                )
 
     def resume(self) -> None:
-        """Go on with what `interrupt` broke off, with the weights of now."""
+        """Resume the samples that `interrupt` aborted, under the current weights."""
         with self._turn:
             self._held = False
             self._turn.notify_all()
 
     def _ask_servers(self, sampled: Sampled, deadline: float) -> FleetResult:
-        """One generation of what is unserved, begun when no update holds it back."""
+        """Run one generation of the unserved samples, after any weight update that holds it back."""
         with self._turn:
             if not self._turn.wait_for(lambda: not self._held, timeout=max(0.0, deadline - time.monotonic())):
-                raise RunError("waited for a weight update to end until the deadline of the generation it broke off")
+                raise RunError("waited for a weight update to end until the deadline of the generation it interrupted")
             handle = self._handle = self._fleet.start(
                 [request for request in sampled.requests if request.key in sampled.unserved],
                 sampled.sampling,
@@ -249,15 +247,16 @@ class SglangRolloutEngine:
 
     def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        if longest + self._sampling.max_new_tokens > self._max_positions:
+        new, most = self._settings.sampling.max_new_tokens, self._settings.max_positions
+        if longest + new > most:
             raise UserError(
-                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={self._sampling.max_new_tokens}: "
-                f"together more than the model's max_position_embeddings={self._max_positions}; lower "
+                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={new}: "
+                f"together more than the model's max_position_embeddings={most}; lower "
                 "data.max_prompt_tokens or rollout.max_new_tokens"
             )
 
     def _lost_servers(self) -> list[int]:
-        """Servers that are out of rotation on some rank; collective."""
+        """Return the servers that are out of rotation on some rank; collective."""
         lost = torch.tensor([int(state is not State.READY) for state, _ in self._fleet.states()])
         return self._everyone.max(lost).nonzero().flatten().tolist()
 
@@ -265,25 +264,25 @@ class SglangRolloutEngine:
         return [f"server {i}: {why}" for i, (state, why) in enumerate(self._fleet.states()) if state is not State.READY]
 
     def _settle_failures(self, sampled: Sampled) -> bool:
-        """Whether any rank has samples that failed; raises on all ranks when the run is not to go on without them."""
+        """Return whether any rank has failed samples; raise on all ranks when they are fatal or too many."""
         counts = self._everyone.sum(torch.tensor([len(sampled.failures), len(sampled.requests)])).tolist()
         if not counts[0]:
             return False
         share = counts[0] / counts[1]
-        too_many = not self._failed.mask or share > self._failed.max_share
+        too_many = not self._settings.failed.mask or share > self._settings.failed.max_share
         if too_many:
             own = [f"sample {key}: {failure.message}" for key, failure in sampled.failures.items()][:_NAMED_FAILURES]
             rule = (
-                f"more than sglang.max_failed_share={self._failed.max_share:g}"
-                if self._failed.mask
-                else "sglang.failed_samples=fatal; mask leaves them out of the loss"
+                f"more than rollout.sglang.max_failed_share={self._settings.failed.max_share:g}"
+                if self._settings.failed.mask
+                else "rollout.sglang.failed_samples=fatal; mask leaves them out of the loss"
             )
             text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own)
             raise_together(RolloutFailedError(text) if own else None, self._everyone, error=RolloutFailedError)
         return True
 
     def _count(self, sampled: Sampled) -> None:
-        """Tokens, requests, retries and failures of all ranks, and the slowest rank's tokens per second; collective."""
+        """Add tokens, requests, retries and failures of all ranks and the slowest rank's seconds; collective."""
         numbers = sampled.numbers
         names = ("requests", "retries", "failed_tries", "tokens")
         sums = self._everyone.sum(
@@ -299,6 +298,6 @@ class SglangRolloutEngine:
 
 
 def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:
-    """31 bits that differ with every coordinate: who asks, and when, does not matter."""
+    """Return a 31-bit seed, a function of its arguments alone: the same on any rank and server."""
     key = stream_keys(seed, torch.tensor(prompt_index), torch.tensor(sample_index))
     return int(key) & (2**31 - 1)

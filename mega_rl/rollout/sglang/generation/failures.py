@@ -1,4 +1,4 @@
-"""What can go wrong with one request, by name, and whom it is held against. Imports no torch."""
+"""Kinds of request failures, each with what it counts against. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Kind:
     """One way in which a request fails."""
 
     # "sample": an answer came and it is bad, which uses up one of the sample's tries.
-    # "server": no answer came, which speaks against the server; a sample meets only so many of these.
+    # "server": no answer came, which counts against the server; the number of these per sample is bounded too.
     # "down": as "server", and no other request can do better there, so the server is suspected at once.
     # "stale": as "server", and it gets no request until it has been sent the weights again.
     # "busy": as "server", but it is healthy; it gets no request for a moment.
@@ -26,22 +26,22 @@ KINDS: dict[str, Kind] = {
     # The body is no answer.
     "too_large": Kind("sample", "the body is larger than any answer to this request can be"),
     "cut_json": Kind("sample", "the body ends within a JSON value"),
-    "bad_json": Kind("sample", "the body is no JSON, or nested too deep"),
+    "bad_json": Kind("sample", "the body is not JSON, or nested too deep"),
     "wrong_count": Kind("sample", "a list instead of the one answer"),
-    "not_an_object": Kind("sample", "the answer or its meta_info is no JSON object"),
+    "not_an_object": Kind("sample", "the answer or its meta_info is not a JSON object"),
     # The answer is to something else.
     "wrong_id": Kind("sample", "the answer carries another request's id"),
     "wrong_prompt": Kind("sample", "the answer counts another number of prompt tokens"),
     # Tokens.
     "missing_output_ids": Kind("sample", "no output_ids"),
-    "bad_output_ids": Kind("sample", "output_ids is no list of whole numbers"),
+    "bad_output_ids": Kind("sample", "output_ids is not a list of whole numbers"),
     "token_out_of_vocabulary": Kind("sample", "a token that the vocabulary has not"),
     "too_many_tokens": Kind("sample", "more tokens than were asked for"),
     "empty_response": Kind("sample", "finished without a token"),
     "token_count": Kind("sample", "completion_tokens differs from the number of output_ids"),
     # Log-probs.
     "missing_logprobs": Kind("sample", "no output_token_logprobs"),
-    "bad_logprobs": Kind("sample", "output_token_logprobs is no list of [log-prob, token, text]"),
+    "bad_logprobs": Kind("sample", "output_token_logprobs is not a list of [log-prob, token, text]"),
     "logprob_count": Kind("sample", "not as many log-probs as tokens"),
     "logprob_token": Kind("sample", "a log-prob of another token than was put out"),
     "non_finite_logprob": Kind("sample", "a log-prob that is NaN, infinite or null (SGLang writes NaN as null)"),
@@ -69,10 +69,10 @@ KINDS: dict[str, Kind] = {
     "unavailable": Kind("server", "HTTP 502, 503 or 504"),
     "unexpected_status": Kind("server", "any other HTTP status but 200"),
     # Nothing came.
-    "refused": Kind("down", "no connection: nobody listens"),
+    "refused": Kind("down", "no connection: no process listens"),
     "connect_timeout": Kind("server", "no connection in time"),
     "disconnected": Kind("server", "the connection ended before the answer did"),
-    "protocol": Kind("server", "what came is no HTTP"),
+    "protocol": Kind("server", "the answer is not HTTP"),
     "timeout": Kind("server", "no whole answer in time"),
     "stalled": Kind("server", "the server stopped to generate, whatever its pings say"),
     "server_down": Kind("server", "the server was declared dead with the request in flight"),
@@ -108,8 +108,8 @@ class RequestFailure(Exception):
 
 
 class BadAnswer(RequestFailure):
-    """An answer came, and it is not one to this request."""
+    """An answer to a request that violates the protocol or does not match the request."""
 
 
 class NoAnswer(RequestFailure):
-    """No answer came: the transport failed, time ran out, or the server refused."""
+    """A request without an answer: the transport failed, time ran out, or the server refused."""

@@ -16,7 +16,7 @@ _MAX_BACKOFF_S = 5.0
 
 @dataclass(frozen=True)
 class Policy:
-    """How a generation deals with failures."""
+    """Retry policy and timeouts of a generation."""
 
     retries: int  # further tries of a sample after a bad answer
     request_timeout_s: float  # of a sample from its first try to its last
@@ -40,19 +40,19 @@ class Job:
     evicted: RequestFailure | None = None  # why its try was cut short by us
 
     def backoff_s(self) -> float:
-        """Seconds until the next try: 0.1, 0.2, 0.4 ... times 0.5 to 1.5, which depend on the sample alone."""
+        """Return the seconds until the next try: 0.1, 0.2, 0.4 ... with a jitter of 0.5 to 1.5, fixed by the sample."""
         failed = self.bad_answers + self.disruptions
         jitter = random.Random(f"{self.request.key} {self.request.seed} {failed}").uniform(0.5, 1.5)
         return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (failed - 1)) * jitter
 
 
 def is_whole(sample: Sample, sampling: Sampling) -> bool:
-    """Whether nothing may follow."""
+    """Return whether a response is complete: of the full length, or ended by a stop token."""
     tokens = sample.token_ids
     return len(tokens) >= sampling.max_new_tokens or (bool(tokens) and tokens[-1] in sampling.stop_token_ids)
 
 
 def closed(sample: Sample, sampling: Sampling) -> Sample:
-    """A whole response with the finish that it has."""
+    """Return a complete response with its finish, "stop" or "length"."""
     stopped = sample.token_ids[-1] in sampling.stop_token_ids
     return Sample(sample.token_ids, sample.logprobs, sample.versions, "stop" if stopped else "length", sample.routing)

@@ -1,4 +1,4 @@
-"""The servers of a run as the router sees them: who may get requests, and what a failure says of a server.
+"""Replica state machine: which servers get requests, and how failures take them out of rotation.
 
     READY --failures in a row--> SUSPECT --a real generation--> READY
     READY, SUSPECT --answers with another weight version--> STALE
@@ -49,28 +49,28 @@ class Replica:
         return ReplicaStats(self.client.endpoint.index, self.state, self.reason)
 
     def begin(self) -> None:
-        """A generation begins: count anew."""
+        """Reset the counts for a new generation."""
         self.stats = self._fresh_stats()
 
     def report(self) -> ReplicaStats:
-        """This generation's numbers so far."""
+        """Return the counts of this generation so far."""
         self.stats.state, self.stats.reason = self.state, self.reason
         return self.stats
 
     def holds(self, version: int, *, mixed_versions: bool) -> bool:
-        """Whether a sample of this version may come from here."""
+        """Return whether its weights may sample for `version`: that version, or with `mixed_versions` a later one."""
         return self.version == version or (mixed_versions and self.version > version)
 
     def may_serve(self, version: int, *, mixed_versions: bool) -> bool:
-        """Whether it gets requests of this version, now or after a moment."""
+        """Return whether it is READY and holds weights for `version`; it may be busy for a moment."""
         return self.state is State.READY and self.holds(version, mixed_versions=mixed_versions)
 
     def has_room(self, now: float) -> bool:
-        """Whether it may get a request now."""
+        """Return whether it has capacity for a request at loop time `now`."""
         return self.in_flight < self.capacity and now >= self.busy_until
 
     def sent(self, now: float) -> None:
-        """Count a request that is sent."""
+        """Count a request sent to it."""
         if self.in_flight == 0:
             self.last_sign_of_life = now  # nothing was awaited before
         self.in_flight += 1
@@ -105,7 +105,7 @@ class Replica:
             self.move(State.SUSPECT, str(failure))
 
     def move(self, state: State, reason: str, *, planned: bool = False) -> None:
-        """Change the state and say so, more quietly what every weight update does."""
+        """Change the state and log it; changes that every weight update makes are logged at debug level."""
         if state is not self.state:
             planned = planned or (state is State.READY and self._planned)
             level = logging.DEBUG if planned else logging.INFO if state is State.READY else logging.WARNING
@@ -122,7 +122,7 @@ class Replica:
     async def probe(
         self, rid: str, *, version: int, mixed_versions: bool, timeout_s: float, changed: Callable[[], None]
     ) -> None:
-        """Lead out of SUSPECT, to READY, STALE or DOWN, in a bounded time."""
+        """Probe a SUSPECT server with real generations until it is READY, STALE or, after `PROBES` failures, DOWN."""
         for number in range(PROBES):
             if number:
                 await asyncio.sleep(_PROBE_WAIT_S * 2 ** (number - 1))

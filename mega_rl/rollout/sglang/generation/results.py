@@ -1,4 +1,4 @@
-"""What a generation over several servers returns and reports. Imports no torch."""
+"""Results, statistics and progress of a generation over several servers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample
 
 
 class State(Enum):
-    """What a replica may be asked for."""
+    """State of a replica in the rotation."""
 
     READY = "ready"  # traffic, if it holds the asked version
     SUSPECT = "suspect"  # none until a real generation has succeeded there; then READY, else DOWN
@@ -49,7 +49,7 @@ class Stats:
 
 @dataclass
 class FleetResult:
-    """Each asked key is in exactly one of samples, failures and unserved."""
+    """Result of a generation: each requested key is in exactly one of samples, failures and unserved."""
 
     samples: dict[Key, Sample] = field(default_factory=dict)  # whole responses
     failures: dict[Key, Failure] = field(default_factory=dict)  # tried for the last time
@@ -62,7 +62,7 @@ class FleetResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a generation is."""
+    """Progress of a generation."""
 
     done: int  # samples and failures
     total: int

@@ -23,14 +23,14 @@ from mega_rl.rollout.sglang.http.endpoint import Endpoint
 # An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.20).
 STALL_S = 30.0
 _GRACE_S = 5.0  # for aborted requests to answer
-_SLACK_S = 30.0  # beyond a generation's deadline, until we say that it hangs
-_CALL_S = 10.0  # for the event loop to take note of something
+_SLACK_S = 30.0  # beyond a generation's deadline, until FleetHungError
+_CALL_S = 10.0  # for a short function on the event loop
 
 Result = TypeVar("Result")
 
 
 class FleetHungError(RunError):
-    """A generation went on after its deadline: a defect of ours, told instead of waited for."""
+    """A generation went on after its deadline: a defect of mega_rl, raised instead of waited for."""
 
 
 class Handle:
@@ -46,11 +46,11 @@ class Handle:
         self._future = asyncio.run_coroutine_threadsafe(generation.run(), loop)
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether the generation has ended, so that `result` returns at once."""
         return self._future.done()
 
     def result(self) -> FleetResult:
-        """Wait for the end. Raises FleetHungError."""
+        """Wait for the generation's result. Raises FleetHungError for one that runs on after its deadline."""
         try:
             return self._future.result(timeout=max(0.0, self._deadline - time.monotonic()) + _SLACK_S)
         except concurrent.futures.TimeoutError:
@@ -63,7 +63,7 @@ class Handle:
             ) from None
 
     def interrupt(self) -> None:
-        """Send no more, end what is in flight and keep what it has: `result` then comes within seconds."""
+        """Stop sending, abort requests in flight and keep their tokens: `result` then returns within seconds."""
         self._loop.call_soon_threadsafe(self._generation.interrupt)
 
     def cancel(self) -> None:
@@ -72,10 +72,10 @@ class Handle:
 
 
 class ServerRouter:
-    """The servers of a run. Replicas begin STALE: `mark_ready` opens one once it holds a version of the weights.
+    """Router of requests to the servers of a run. Replicas begin STALE until `mark_ready` says which weights they hold.
 
-    Its event loop runs in a thread of its own, so that generation goes on while the trainer trains. Methods are called
-    from other threads than that one, one at a time.
+    Its event loop runs in its own thread, so that generation goes on while the trainer trains. Call methods from other
+    threads, one at a time.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class ServerRouter:
         stall_timeout_s: float = STALL_S,
         grace_s: float = _GRACE_S,
     ) -> None:
-        """Make the clients; sends nothing.
+        """Create the clients; send nothing.
 
         Args:
             vocab_size: tokens that the servers' embedding has; a prompt with another one kills a server.
             max_concurrency: requests in flight at one server.
-            retries: further tries of a sample after a bad answer. Servers that die under it cost it none.
+            retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             allow_mixed_versions: partial rollouts: responses may go on under later weights.
             stall_timeout_s: seconds without a token from a server with requests until it is checked; a check takes as
@@ -134,7 +134,7 @@ class ServerRouter:
         self.close()
 
     def close(self) -> None:
-        """End what is under way, close all connections and end the thread. May be called twice."""
+        """Cancel a pending generation, close all connections and end the thread. May be called twice."""
         if not self._thread.is_alive():
             return
         if self._handle is not None and not self._handle.done():
@@ -157,23 +157,23 @@ class ServerRouter:
             await replica.client.close()
 
     def mark_ready(self, index: int, version: int) -> None:
-        """The server of that place in `endpoints` holds these weights, verified: it gets traffic."""
+        """Put server `index` of `endpoints` into rotation: it holds the weights of `version`, verified."""
         self._mark(index, State.READY, "", version=version)
 
     def mark_stale(self, index: int, reason: str = "it must be sent the weights") -> None:
-        """No new traffic until `mark_ready`; what is in flight goes on and is not watched for stalls."""
+        """Stop new traffic until `mark_ready`; requests in flight go on, without stall checks."""
         self._mark(index, State.STALE, reason)
 
     def mark_down(self, index: int, reason: str = "it has ended") -> None:
-        """The server is dead: what is in flight there is tried elsewhere at once."""
+        """Take a dead server out of rotation; its requests in flight are retried elsewhere at once."""
         self._mark(index, State.DOWN, reason)
 
     def move(self, index: int, endpoint: Endpoint) -> None:
-        """The server of that place was started again, at another address with other keys; it stays out of rotation."""
+        """Point at a restarted server's new address and keys; it stays out of rotation until `mark_ready`."""
         self._call(lambda: self._replicas[index].client.move(endpoint))
 
     def states(self) -> list[tuple[State, str]]:
-        """Each replica's state and why it is not READY, in the order of `endpoints`."""
+        """Return each replica's state and why it is not READY, in the order of `endpoints`."""
         return self._call(lambda: [(replica.state, replica.reason) for replica in self._replicas])
 
     def generate(
@@ -215,7 +215,7 @@ class ServerRouter:
             UserError: for a prompt that holds a token outside the vocabulary, or none.
         """
         if self._handle is not None and not self._handle.done():
-            raise RuntimeError("a generation is under way; interrupt it or wait for its result")
+            raise RuntimeError("a generation is pending; interrupt it or wait for its result")
         if not self._thread.is_alive():
             raise RuntimeError("the fleet is closed")
         keys = {request.key for request in requests}
@@ -242,8 +242,8 @@ class ServerRouter:
     def _check_prompt(self, request: SampleRequest) -> None:
         foreign = next((token for token in request.prompt if not 0 <= token < self._vocab_size), None)
         if foreign is not None or not request.prompt:
-            found = "is empty" if foreign is None else f"holds token {foreign}, the model has {self._vocab_size} tokens"
-            raise UserError(f"prompt {request.key[0]} {found}; check that the tokenizer is the model's own")
+            fault = "is empty" if foreign is None else f"holds token {foreign}, the model has {self._vocab_size} tokens"
+            raise UserError(f"prompt {request.key[0]} {fault}; check that the tokenizer is the model's own")
 
     def _usable_partial(self, partial: Sample | None, version: int) -> Sample:
         if partial is None:
@@ -266,7 +266,7 @@ class ServerRouter:
         self._call(mark)
 
     def _call(self, work: Callable[[], Result]) -> Result:
-        """Run something short on the event loop and wait for it."""
+        """Run a short function on the event loop and return its result."""
 
         async def run() -> Result:
             return work()

@@ -1,4 +1,4 @@
-"""Samples as the rows of a rollout."""
+"""Conversion of samples into the rows of a Rollout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rollout_of(
     with_failed: bool,
     with_token_versions: bool,
 ) -> Rollout:
-    """One row per request, in their order, prompt and response joined and right-padded with 0, on the host.
+    """Return one row per request, in their order: prompt and response, right-padded with 0, on the host.
 
     A request without a sample is a row without a response. A row's version is its oldest token's; `weight_version`
     where it has none.
@@ -29,7 +29,7 @@ def rollout_of(
     width = max(lengths, default=0)
 
     def rows(of_prompt: int, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        """[B, S]: `of_prompt` on the prompts, one value per response token, 0 on padding."""
+        """Return [B, S]: `of_prompt` on the prompts, one value per response token, 0 on padding."""
         table = torch.zeros(len(requests), width, dtype=dtype)
         for row, request, own in zip(table, requests, values, strict=True):
             row[: len(request.prompt)] = of_prompt
@@ -40,9 +40,8 @@ def rollout_of(
     for row, request in zip(tokens, requests, strict=True):
         row[: len(request.prompt)] = torch.tensor(request.prompt)
     versions = [min(answer.versions, default=weight_version) for answer in answers]
-    return Rollout(
-        tokens=tokens,
-        loss_mask=rows(0, [[1] * len(answer.token_ids) for answer in answers], torch.int64).bool(),
+    return Rollout.from_rows(
+        tokens,
         prompt_lengths=_integers([len(request.prompt) for request in requests]),
         lengths=_integers(lengths),
         rollout_logprobs=rows(0, [answer.logprobs for answer in answers], torch.float32),
@@ -52,7 +51,6 @@ def rollout_of(
         weight_version=_integers(versions),
         token_versions=rows(0, [answer.versions for answer in answers], torch.int64) if with_token_versions else None,
         failed=_integers([request.key not in samples for request in requests]).bool() if with_failed else None,
-        batch_size=[len(requests)],  # type: ignore[call-arg]
     )
 
 

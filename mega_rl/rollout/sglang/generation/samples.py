@@ -1,4 +1,4 @@
-"""What is asked of a server and what comes back, one sample at a time. Imports no torch."""
+"""Requests and samples, the records between engine, scheduler and client. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Key = tuple[int, int]  # (prompt_index, sample_index)
 
 @dataclass(frozen=True)
 class Sampling:
-    """What all requests of one generation share."""
+    """Sampling parameters that all requests of a generation share."""
 
     temperature: float
     top_p: float
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a sample has no response after all its tries."""
+    """Reason why a sample has no response after all its tries."""
 
     kind: str  # one of failures.KINDS: "cut_json", "missing_logprobs", ...
     message: str  # names the server, the sample and what came

@@ -1,7 +1,7 @@
 """One generation over several replicas: each sample ends exactly once, in bounded time, whatever fails.
 
-Everything here runs on one event loop and a sample has at most one try in flight, so an answer that comes late, twice
-or to another's question has nobody to go to. Imports no torch.
+All of it runs on one event loop, and a sample has at most one try in flight: a late, duplicate or misdirected answer
+matches no try and is dropped. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mega_rl.rollout.sglang.generation.failures import KINDS, BadAnswer, NoAnswer, RequestFailure
+from mega_rl.rollout.sglang.generation.health import Helpers, ReplicaHealth
 from mega_rl.rollout.sglang.generation.jobs import Job, Policy, closed, is_whole
+from mega_rl.rollout.sglang.generation.outcomes import Outcomes
 from mega_rl.rollout.sglang.generation.replicas import Replica
-from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
-from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample, Sampling
+from mega_rl.rollout.sglang.generation.results import FleetResult, Progress
+from mega_rl.rollout.sglang.generation.samples import Sample, Sampling
 
-_PROGRESS_S = 0.2
 # Samples of one prompt share its prefix where they meet, so they stay together up to this much imbalance.
 _AFFINITY_SLACK = 8
 
 
 class SampleScheduler:
-    """State of one `ServerRouter.start`."""
+    """Scheduler of one generation, that of one `ServerRouter.start`."""
 
     def __init__(
         self,
@@ -37,100 +38,96 @@ class SampleScheduler:
         policy: Policy,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self.result = FleetResult()
+        self._outcomes = Outcomes(len(jobs), progress)
+        self.result = self._outcomes.result
         self._replicas = replicas
         self._sampling = sampling
         self._version = version
         self._deadline = deadline  # loop time
         self._policy = policy
-        self._progress = progress
-        self._total = len(jobs)
         self._fresh = deque(jobs)
         self._waiting: list[Job] = []  # for another try
         self._running: dict[asyncio.Task[Sample | RequestFailure], tuple[Job, Replica]] = {}
         self._over: list[asyncio.Task[Sample | RequestFailure]] = []  # of _running
-        self._helpers: dict[str, asyncio.Task[None]] = {}  # probes and checks of replicas, and the abort of all
         self._homes: dict[int, Replica] = {}  # prompt -> replica that last got it
         self._wake = asyncio.Event()
         self._interrupted = False
         self._nonce = uuid.uuid4().hex[:12]
         self._loop = asyncio.get_running_loop()
-        self._last_progress = 0.0
+        self._helpers = Helpers(self._wake.set)  # probes and checks of replicas, and the abort of all requests
+        self._health = ReplicaHealth(
+            replicas,
+            version=version,
+            policy=policy,
+            helpers=self._helpers,
+            nonce=self._nonce,
+            changed=self._wake.set,
+            evict=self._evict,
+        )
 
     async def run(self) -> FleetResult:
-        """Until each sample has ended."""
-        began = self._began = self._loop.time()
+        """Run until each sample has a response, a failure, or is unserved; return the result."""
+        self._outcomes.begin()
         for replica in self._replicas:
             replica.begin()
         for _ in range(len(self._fresh)):
             job = self._fresh.popleft()
             if is_whole(job.partial, self._sampling):
-                self._end(job, closed(job.partial, self._sampling))
+                self._outcomes.end(job, closed(job.partial, self._sampling))
             else:
                 self._fresh.append(job)
         try:
             while self._fresh or self._waiting or self._running:
-                if self._loop.time() >= self._deadline:
-                    await self._stop()
-                    self._fail_all("deadline", "the generation's deadline came first")
+                if not await self._advance():
                     break
-                if self._interrupted:
-                    self._start_helper("abort", self._abort_all)
-                    if not self._running:
-                        break
-                else:
-                    self._update_replica_health()
-                    self._dispatch()
-                    if not self._running and not self._can_recover():
-                        break
                 await self._sleep()
                 self._collect()
         finally:
             await self._stop()
         for job in (*self._fresh, *self._waiting):
-            assert self._is_open(job.request.key), f"sample {job.request.key} ended twice"
-            self.result.unserved[job.request.key] = job.partial
-        self.result.interrupted = self._interrupted
-        self.result.stats.seconds = self._loop.time() - began
+            self._outcomes.leave(job)
         self.result.stats.replicas = [replica.report() for replica in self._replicas]
-        self._tell(last=True)
+        self._outcomes.finish(interrupted=self._interrupted)
         return self.result
 
     def interrupt(self) -> None:
-        """Send no more requests, end those in flight and keep what they have."""
+        """Send no more requests, abort those in flight and keep their tokens."""
         self._interrupted = True
         self._wake.set()
 
     def replica_changed(self, replica: Replica, failure: NoAnswer | None = None) -> None:
-        """The caller changed its state; `failure` ends what is in flight there."""
+        """Note that the caller changed a replica's state; `failure` ends its requests in flight."""
         if failure is not None:
             self._evict(replica, failure)
         self._wake.set()
 
+    async def _advance(self) -> bool:
+        """Send requests and start helpers, or end what must end; return whether the generation goes on."""
+        if self._loop.time() >= self._deadline:
+            await self._stop()
+            self._fail_all("deadline", "the generation's deadline came first")
+            return False
+        if self._interrupted:
+            self._helpers.start("abort", self._abort_all, once=True)
+            return bool(self._running)
+        self._health.update()
+        self._dispatch()
+        return bool(self._running) or self._health.can_recover()
+
     # Routing.
 
-    def _usable(self) -> list[Replica]:
-        mixed = self._policy.mixed_versions
-        return [replica for replica in self._replicas if replica.may_serve(self._version, mixed_versions=mixed)]
-
-    def _can_recover(self) -> bool:
-        """Whether some replica serves, or may again without the caller's help."""
-        mixed = self._policy.mixed_versions
-        return any(
-            replica.state in (State.READY, State.SUSPECT) and replica.holds(self._version, mixed_versions=mixed)
-            for replica in self._replicas
-        )
-
     def _dispatch(self) -> None:
-        """Send what may go now: those that were sent before first, and never more than the replicas' capacity."""
+        """Send what the replicas have capacity for: retries whose backoff is over first, then fresh jobs."""
         now = self._loop.time()
-        usable = self._usable()
+        usable = self._health.usable()
         if not usable:
             return
         for job in [job for job in self._waiting if job.not_before <= now]:
             if now >= job.expires:
                 self._waiting.remove(job)
-                self._fail(job, "timeout", f"sample {job.request.key}: {self._policy.request_timeout_s:g} s are over")
+                self._outcomes.fail(
+                    job, "timeout", f"sample {job.request.key}: {self._policy.request_timeout_s:g} s are over"
+                )
                 continue
             others = [replica for replica in usable if replica is not job.avoid] or usable
             home = _least_loaded(others, now)
@@ -169,7 +166,7 @@ class SampleScheduler:
     async def _try(self, job: Job, replica: Replica) -> Sample | RequestFailure:
         now = self._loop.time()
         remaining = job.expires - now
-        # A server that lost the request should not take all its time: the first try gets half, the next half of that.
+        # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.
         timeout_s = remaining / 2 if job.disruptions < self._policy.retries else remaining
         try:
             return await replica.client.generate(
@@ -186,7 +183,7 @@ class SampleScheduler:
             return failure
 
     def _collect(self) -> None:
-        """Deal with the tries that are over, and raise what a helper died of."""
+        """Process the finished tries, and raise the error of a helper that failed."""
         over, self._over = self._over, []
         for task in over:
             job, replica = self._running.pop(task)
@@ -199,24 +196,20 @@ class SampleScheduler:
                 self._answered(job, replica, outcome)
             elif outcome is not None:
                 self._failed(job, replica, outcome)
-            else:  # the generation ends, and the sample with what it had
+            else:  # cancelled by the end of the generation: the sample keeps its tokens
                 self._waiting.append(job)
-        for name, helper in list(self._helpers.items()):
-            if helper.done() and name != "abort":  # which happens once
-                del self._helpers[name]
-            if helper.done() and not helper.cancelled():
-                helper.result()
+        self._helpers.collect()
 
     def _answered(self, job: Job, replica: Replica, sample: Sample) -> None:
         new = len(sample.token_ids) - len(job.partial.token_ids)
         self.result.stats.tokens += new
         if sample.finish != "partial":
             replica.answered(self._loop.time(), new)
-            self._end(job, sample)
+            self._outcomes.end(job, sample)
             return
         job.partial = sample
         if is_whole(sample, self._sampling):  # aborted at its last token
-            self._end(job, closed(sample, self._sampling))
+            self._outcomes.end(job, closed(sample, self._sampling))
         elif self._interrupted:
             self._waiting.append(job)
         else:
@@ -231,7 +224,7 @@ class SampleScheduler:
             self.result.stats.tokens += len(failure.partial.token_ids) - len(job.partial.token_ids)
             job.partial = failure.partial
             if is_whole(job.partial, self._sampling):
-                self._end(job, closed(job.partial, self._sampling))
+                self._outcomes.end(job, closed(job.partial, self._sampling))
                 return
         if kind.charged == "sample":
             job.bad_answers += 1
@@ -239,79 +232,21 @@ class SampleScheduler:
             job.disruptions += 1
         wait_s = job.backoff_s()
         replica.failed(now, failure, wait_s=wait_s)
-        # A server's death should not use up the tries of a sample, nor a sample that kills servers live for ever.
+        # Dying servers must not use up a sample's tries, and a sample that kills servers must not be retried for ever.
         spent = job.bad_answers > self._policy.retries or job.disruptions > self._policy.retries + len(self._replicas)
         if not self._interrupted and (spent or not kind.retried or now >= job.expires):
-            self._fail(job, failure.kind, failure.what)
+            self._outcomes.fail(job, failure.kind, failure.what)
             return
         job.avoid = replica
-        elsewhere = any(other is not replica for other in self._usable())
+        elsewhere = any(other is not replica for other in self._health.usable())
         job.not_before = now if elsewhere and kind.charged != "sample" else now + wait_s
         self._waiting.append(job)
 
-    # The end of a sample.
-
-    def _is_open(self, key: Key) -> bool:
-        return not any(key in ended for ended in (self.result.samples, self.result.failures, self.result.unserved))
-
-    def _end(self, job: Job, sample: Sample) -> None:
-        assert self._is_open(job.request.key), f"sample {job.request.key} ended twice"
-        self.result.samples[job.request.key] = sample
-        self._tell()
-
-    def _fail(self, job: Job, kind: str, message: str) -> None:
-        assert self._is_open(job.request.key), f"sample {job.request.key} ended twice"
-        self.result.failures[job.request.key] = Failure(kind, message, job.tries)
-        self._tell()
-
     def _fail_all(self, kind: str, message: str) -> None:
         for job in (*self._fresh, *self._waiting):
-            self._fail(job, kind, f"sample {job.request.key}: {message}")
+            self._outcomes.fail(job, kind, f"sample {job.request.key}: {message}")
         self._fresh.clear()
         self._waiting.clear()
-
-    def _tell(self, *, last: bool = False) -> None:
-        now = self._loop.time()
-        if self._progress is None or not (last or now - self._last_progress >= _PROGRESS_S):
-            return
-        self._last_progress = now
-        tokens, seconds = self.result.stats.tokens, max(now - self._began, 1e-9)
-        done = len(self.result.samples) + len(self.result.failures)
-        self._progress(Progress(done, self._total, tokens, tokens / seconds, ended=last))
-
-    # Replicas.
-
-    def _update_replica_health(self) -> None:
-        now = self._loop.time()
-        for replica in self._replicas:
-            if replica.state is State.SUSPECT:
-                self._start_helper(f"probe {replica.index}", self._probe, replica)
-            silent = now - replica.last_sign_of_life >= self._policy.stall_timeout_s
-            if replica.state is State.READY and replica.in_flight and silent:
-                self._start_helper(f"check {replica.index}", self._check, replica)
-
-    async def _probe(self, replica: Replica) -> None:
-        await replica.probe(
-            f"{self._nonce}-probe-{replica.index}",
-            version=self._version,
-            mixed_versions=self._policy.mixed_versions,
-            timeout_s=self._policy.stall_timeout_s,
-            changed=self._wake.set,
-        )
-
-    async def _check(self, replica: Replica) -> None:
-        """Requests wait and no answer has come for a while: is anything generated there?"""
-        asked = self._loop.time()
-        try:
-            await replica.client.check_alive(timeout_s=self._policy.stall_timeout_s)
-        except NoAnswer as failure:
-            if replica.state is not State.READY or replica.last_sign_of_life > asked:
-                return
-            replica.move(State.SUSPECT, failure.what)
-            where = f"server {replica.client.endpoint.index}"
-            self._evict(replica, NoAnswer("stalled", f"{where}: no sign of life with requests in flight: {failure}"))
-        else:
-            replica.last_sign_of_life = self._loop.time()
 
     def _evict(self, replica: Replica, failure: RequestFailure) -> None:
         for task, (job, where) in self._running.items():
@@ -320,7 +255,7 @@ class SampleScheduler:
                 task.cancel()
 
     async def _abort_all(self) -> None:
-        """Until nothing is in flight or time is up. Repeated, since a request on its way to the scheduler escapes."""
+        """Abort all requests within `grace_s`; repeatedly, since an abort misses one that is still on its way."""
         end = self._loop.time() + self._policy.grace_s
         while self._running and self._loop.time() < end:
             asked = {replica for _, replica in self._running.values()}
@@ -331,13 +266,8 @@ class SampleScheduler:
 
     # Waiting and stopping.
 
-    def _start_helper(self, name: str, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
-        if name not in self._helpers:
-            task = self._helpers[name] = self._loop.create_task(work(*arguments))
-            task.add_done_callback(lambda _: self._wake.set())
-
     async def _sleep(self) -> None:
-        """Until something happens, a backoff ends, a stall is due or the deadline comes."""
+        """Wait for an event, the end of a backoff, a stall check or the deadline, whichever comes first."""
         now = self._loop.time()
         moments = [self._deadline, now + self._policy.stall_timeout_s / 4]
         moments += [job.not_before for job in self._waiting if job.not_before > now]
@@ -348,8 +278,8 @@ class SampleScheduler:
         self._wake.clear()
 
     async def _stop(self) -> None:
-        """End all tries and helpers; the samples of the tries go back to the waiting."""
-        tasks: list[asyncio.Task[Any]] = [*self._running, *self._helpers.values()]
+        """Cancel all tries and helpers; the jobs of the tries wait again."""
+        tasks: list[asyncio.Task[Any]] = [*self._running, *self._helpers.tasks()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -358,6 +288,6 @@ class SampleScheduler:
 
 
 def _least_loaded(replicas: Sequence[Replica], now: float) -> Replica | None:
-    """With the fewest requests in flight, then the fewest ever; None when all are full."""
+    """Return the replica with the fewest requests in flight, then the fewest ever; None when all are full."""
     free = [replica for replica in replicas if replica.has_room(now)]
     return min(free, key=lambda replica: (replica.in_flight, replica.dispatched, replica.index), default=None)

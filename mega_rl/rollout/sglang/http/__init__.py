@@ -1,1 +1,1 @@
-"""Requests to one server: its address and keys, one call with a deadline, and the endpoints that steer it."""
+"""Requests to one server: its address and keys, calls with a deadline, and the endpoints that steer it."""

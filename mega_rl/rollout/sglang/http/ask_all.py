@@ -1,4 +1,4 @@
-"""One call to each of several servers at once."""
+"""Concurrent calls, one to each of several servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_THREADS = 32
 
 
 def each(servers: Collection[int], ask: Callable[[int], Answer]) -> tuple[dict[int, Answer], dict[int, str]]:
-    """(answer of each server, why not of each that failed) of `ask`, all servers at once."""
+    """Call `ask` for all servers at once; return the answers and the failures' reasons, both by server."""
     if not servers:
         return {}, {}
 
@@ -31,5 +31,5 @@ def each(servers: Collection[int], ask: Callable[[int], Answer]) -> tuple[dict[i
 
 
 def without(servers: Iterable[int], failed: Collection[int]) -> list[int]:
-    """The servers that have not failed, in order."""
+    """Return the servers that have not failed, in order."""
     return [i for i in servers if i not in failed]

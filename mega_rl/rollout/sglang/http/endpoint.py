@@ -1,4 +1,4 @@
-"""Where a server is and what opens it. Imports no torch."""
+"""Address and keys of a server. Imports no torch."""
 
 from __future__ import annotations
 

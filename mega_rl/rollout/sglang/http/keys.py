@@ -23,7 +23,7 @@ GENERATION = frozenset({"/generate", "/health", "/health_generate", "/model_info
 
 @dataclass(frozen=True)
 class Keys:
-    """What opens a server. Not shown by repr."""
+    """The two keys of a server, which repr does not show."""
 
     api_key: str = field(repr=False)  # for GENERATION
     admin_key: str = field(repr=False)  # for all else
@@ -33,15 +33,19 @@ class Keys:
         """Return two random keys of 256 bits."""
         return cls(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
 
+    def appear_in(self, content: bytes) -> bool:
+        """Return whether `content` holds one of the keys, and so must not be shown."""
+        return any(key.encode() in content for key in (self.api_key, self.admin_key))
+
     def write(self, path: Path) -> None:
-        """Into a new file that its owner alone can read. Raises FileExistsError."""
+        """Write both into a new file that only its owner can read. Raises FileExistsError."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """From a file with both keys. Raises UserError for one that others can read or that is not such a file."""
+        """Read both keys from a file. Raises UserError for a file that others can read or without both keys."""
         try:
             mode = path.stat().st_mode
             content = json.loads(path.read_text("utf-8"))
@@ -54,7 +58,7 @@ class Keys:
         if mode & 0o077:
             raise UserError(f"{path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 {path}")
         if not (isinstance(keys.api_key, str) and isinstance(keys.admin_key, str)) or not all(asdict(keys).values()):
-            raise UserError(f"{path}: a key is empty or no text; write both as text")
+            raise UserError(f"{path}: a key is empty or not a string; write both as strings")
         return keys
 
 

@@ -21,7 +21,7 @@ _MAX_ANSWER = 256 << 20  # bytes; checksums of all tensors of the largest models
 
 
 class ServerError(RunError):
-    """A server that did not do what it was asked. The message names server, endpoint, status and its own words."""
+    """A request that a server did not fulfil. The message names server, endpoint, status and the server's message."""
 
     def __init__(self, endpoint: Endpoint, path: str, what: str, *, status: int | None = None) -> None:
         self.server = endpoint.index
@@ -33,10 +33,10 @@ class ServerError(RunError):
 
 
 class Caller:
-    """Makes requests, each over a connection of its own, from any thread.
+    """HTTP client that opens a connection for each request; usable from any thread.
 
-    Between two weight updates a server would have closed a kept connection, and a request that meets the closing
-    cannot be told from one that was half done.
+    A server closes a kept connection between two weight updates, and a request that meets the closing cannot be
+    distinguished from one that was half done.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class Caller:
         )
 
     def close(self) -> None:
-        """Give back what the client holds."""
+        """Close the HTTP client."""
         self._client.close()
 
     def call(
         self, endpoint: Endpoint, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float
     ) -> bytes:
-        """The body of a 200. Raises ServerError for any other end."""
+        """Send a request and return the body of its 200 answer. Raises ServerError for any other outcome."""
         key = endpoint.keys.api_key if path in GENERATION else endpoint.keys.admin_key
         with self._counting:
             self.requests += 1
@@ -81,7 +81,7 @@ class Caller:
         return content
 
     def _exchange(self, request: httpx.Request) -> tuple[int, bytes]:
-        """(status, body) of the answer."""
+        """Return (status, body) of the answer."""
         response = self._client.send(request, stream=True)
         try:
             content = bytearray()
@@ -95,7 +95,7 @@ class Caller:
 
 
 class _Deadline:
-    """Shuts the socket of one request when its time is over.
+    """Timer that shuts the socket of one request at its deadline.
 
     httpx's own timeouts are those of single reads: an answer that drips would come for ever.
     """
@@ -115,7 +115,7 @@ class _Deadline:
         self._timer.cancel()
 
     def watch(self, event: str, info: Mapping[str, Any]) -> None:
-        """httpcore's trace of one request: tells of the connection that it makes."""
+        """Keep the socket of the request's connection; a callback of httpcore's "trace" extension."""
         if event == "connection.connect_tcp.complete":
             with self._lock:
                 self._socket = info["return_value"].get_extra_info("socket")
@@ -129,12 +129,12 @@ class _Deadline:
 
     def _shut(self) -> None:
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # the other side was faster
+            with contextlib.suppress(OSError):  # the server closed it first
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _message(content: bytes) -> str:
-    """What a server says of its refusal: the message in its JSON, else its text."""
+    """Return the message in a refusal's JSON, else its text."""
     text = content.decode(errors="replace")
     try:
         answer = json.loads(text)
@@ -150,7 +150,7 @@ def _message(content: bytes) -> str:
 
 
 def shortened(text: str) -> str:
-    """At most a few hundred characters of one line; the end, where SGLang's tracebacks say what it was, is kept."""
+    """Return `text` on one line of at most 400 characters; keep its end, where SGLang's tracebacks name the error."""
     text = " ".join(text.split())
     half = _MAX_MESSAGE // 2
     return text if len(text) <= _MAX_MESSAGE else f"{text[:half]} ... {text[-half:]}"

@@ -1,7 +1,7 @@
-"""What SGLang imports and a machine without CUDA does not have. Installed in SGLang's processes only, never in ours.
+"""Stand-ins for modules that SGLang imports and a machine without CUDA lacks; only in SGLang's processes.
 
-Each stand-in is one function that names what it stands for, why, and the version that it was seen in. The launcher
-calls `install` before anything of SGLang is imported; with CUDA present it is never called.
+Each is one function that names the module it replaces, why, and the version that needs it. The launcher calls
+`install` before any import of SGLang, and never with CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """All stand-ins, in the order in which SGLang's imports meet them."""
+    """Install all stand-ins, in the order in which SGLang imports what they replace."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # without it SGLang takes CUDA and Triton paths on a machine without them
     # Seeded sampling is compiled otherwise: it takes a C++ compiler, and the first request half a minute and more.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
@@ -29,10 +29,26 @@ def install() -> None:
     triton()
     murmur_hash()
     sampling_seeds()
+    forked_processes()
+
+
+def forked_processes() -> None:
+    """`multiprocessing.set_start_method`: SGLang asks for spawn, which CUDA needs, and gets fork.
+
+    Scheduler and detokenizer then share the leader's imports, seven seconds of a core each. SGLang starts them before
+    it has threads, sockets or an event loop.
+    """
+    import multiprocessing
+
+    def set_start_method(method: str | None, force: bool = False) -> None:
+        original("fork" if method == "spawn" else method, force)
+
+    original = multiprocessing.set_start_method
+    multiprocessing.set_start_method = set_start_method
 
 
 def kernels() -> None:
-    """`sgl_kernel`: imported for names that CPUs without AMX never call. Each name raises when called.
+    """Stand in for `sgl_kernel`, imported for names that CPUs without AMX never call; each name raises when called.
 
     PyPI has only its CUDA build (sglang-kernel 0.4.7); every layer has a branch in plain torch.
     """
@@ -51,7 +67,7 @@ def kernels() -> None:
 
 
 def torchvision_operators() -> None:
-    """`torchvision`'s registrations of its C++ operators.
+    """Replace `torchvision`'s registrations of its C++ operators by empty modules.
 
     The build on PyPI (0.28.0) is for CUDA and its library cannot load beside a CPU torch; without the operators,
     registering them fails and with it every import of transformers.
@@ -61,10 +77,10 @@ def torchvision_operators() -> None:
 
 
 def triton() -> None:
-    """`triton`, unless it is installed: SGLang's own stand-in for macOS, told for a moment that this is one.
+    """Install SGLang's own stand-in for `triton`, which is for macOS, unless triton is there.
 
-    No Triton kernel runs on the CPU path; the package would be 1 GB for its import alone. What the file changes in
-    torch for macOS is taken back.
+    The file runs while `platform` names macOS; its changes to torch for macOS are undone afterwards. No Triton kernel
+    runs on the CPU path, and the package would take 1 GB for its import alone.
     """
     if importlib.util.find_spec("triton") is not None:
         return
@@ -72,13 +88,13 @@ def triton() -> None:
 
     import torch
 
-    found = importlib.util.find_spec("sglang")
-    assert found is not None, "sglang is not on the path"
-    assert found.origin is not None, "sglang is a folder without code"
-    location = Path(found.origin).with_name("_platform_stubs.py")
+    package = importlib.util.find_spec("sglang")
+    assert package is not None, "sglang is not on the path"
+    assert package.origin is not None, "sglang is a folder without code"
+    location = Path(package.origin).with_name("_platform_stubs.py")
     spec = importlib.util.spec_from_file_location("sglang_platform_stubs", location)
-    assert spec is not None, f"{location} is no Python file"
-    assert spec.loader is not None, f"{location} is no Python file"
+    assert spec is not None, f"{location} is not a Python file"
+    assert spec.loader is not None, f"{location} is not a Python file"
     stubs = importlib.util.module_from_spec(spec)
     changed: list[tuple[Any, str, Any]] = [
         (sys, "platform", "darwin"),
@@ -103,7 +119,7 @@ def triton() -> None:
 
 
 def murmur_hash() -> None:
-    """`torch.ops.sgl_kernel.murmur_hash32_cpu`: the hash behind seeded sampling, the same 32 bits as SGLang's kernel.
+    """Register `torch.ops.sgl_kernel.murmur_hash32_cpu`, the hash of seeded sampling; bit-equal to SGLang's kernel.
 
     MurmurHash3 (x86, 32 bits) over four words: the seed's low and high half, the position, the token id.
     """
@@ -116,7 +132,7 @@ def murmur_hash() -> None:
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """[n, m] uint32 hashes of seed [n] (64 bits), positions [n] and col_indices [m]."""
+    """Return [n, m] uint32 hashes of seed [n] (64 bits), positions [n] and col_indices [m]."""
     import torch
 
     low = 0xFFFFFFFF  # int64 holds the words; products wrap, and their low half is right all the same
@@ -137,7 +153,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
 
 
 def sampling_seeds() -> None:
-    """`SamplingBatchInfo.from_schedule_batch`: a request's sampling_seed counts.
+    """Patch `SamplingBatchInfo.from_schedule_batch` to honour each request's sampling_seed.
 
     SGLang reads it under --enable-deterministic-inference alone, which wants an attention kernel that needs CUDA. As
     there, a request without a seed has 42: batches are merged, and one with seeds does not merge with one without.
@@ -161,7 +177,7 @@ _kept_alive: list[Any] = []  # an operator is gone with its library
 
 
 def _module(name: str, *, package: bool = False) -> ModuleType:
-    """An empty module that every later import of `name` finds."""
+    """Put an empty module under `name` into sys.modules and return it."""
     module = ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=package)
     if package:

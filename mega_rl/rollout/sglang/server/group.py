@@ -1,4 +1,4 @@
-"""The processes of one server: all that share its process group. Imports no torch."""
+"""Process group of one server: listing and killing its processes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 
 def members(group: int) -> list[psutil.Process]:
-    """Living processes of a process group, zombies left out."""
-    assert group > 1, f"{group} is no group of ours"
-    found = []
+    """Return the living processes of a process group, without zombies."""
+    assert group > 1, f"{group} is not the group of a server"
+    living = []
     for process in psutil.process_iter():
         try:
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                living.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
-    return found
+    return living
 
 
 def kill(group: int, *, spare: int = 0) -> int:
-    """SIGKILL to a group's members but `spare` and those that clean up after the others; how many that were."""
-    found = [process for process in members(group) if process.pid != spare and not _cleans(process)]
-    for process in found:
-        _send(process)
-    return len(found)
+    """Send SIGKILL to a group's members but `spare` and `_CLEANERS`; return the number of signals sent."""
+    targets = [process for process in members(group) if process.pid != spare and not _cleans(process)]
+    for process in targets:
+        _kill_one(process)
+    return len(targets)
 
 
 def end(group: int, *, deadline_s: float) -> list[int]:
-    """Kill a group and wait until nothing of it is left; the process ids of what is left at the deadline, if any.
+    """Kill a group and wait until it is empty; return the process ids that are left at the deadline.
 
-    What cleans up has half of that time to end by itself.
+    `_CLEANERS` have half of that time to end by themselves.
     """
     start = time.monotonic()
     while left := members(group):
@@ -45,7 +45,7 @@ def end(group: int, *, deadline_s: float) -> list[int]:
             return [process.pid for process in left]
         if passed > deadline_s / 2:
             for process in left:
-                _send(process)
+                _kill_one(process)
         else:
             kill(group)  # again and again: a process may have been started meanwhile
         time.sleep(0.05)
@@ -59,6 +59,6 @@ def _cleans(process: psutil.Process) -> bool:
         return False
 
 
-def _send(process: psutil.Process) -> None:
+def _kill_one(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()  # looks first whether the id is still this process's
+        process.kill()  # checks first that the id is still this process's

@@ -1,4 +1,4 @@
-"""Where SGLang is on this machine, found without importing it. Imports no torch.
+"""Location and version of SGLang on this machine, without importing it. Imports no torch.
 
 Two ways exist. The `sglang` extra puts it beside everything else (machines with CUDA). On a CPU it has a folder of its
 own, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
@@ -30,7 +30,7 @@ class Installation:
 
 
 def find_sglang(prefix: Path | None = None) -> Installation | None:
-    """The interpreter's own SGLang, else the one in its folder below `prefix` (sys.prefix); None without either."""
+    """Return the interpreter's own SGLang, else the one in its folder below `prefix` (sys.prefix), else None."""
     folder = (Path(sys.prefix) if prefix is None else prefix) / FOLDER
     spec = importlib.util.find_spec("sglang")
     if spec is not None and spec.origin is not None:
@@ -40,30 +40,30 @@ def find_sglang(prefix: Path | None = None) -> Installation | None:
             return Installation("unknown", None)
     if not (folder / "sglang" / "__init__.py").is_file():
         return None
-    found = importlib.metadata.distributions(name="sglang", path=[str(folder)])
-    return Installation(next((one.version for one in found), "unknown"), folder)
+    distributions = importlib.metadata.distributions(name="sglang", path=[str(folder)])
+    return Installation(next((one.version for one in distributions), "unknown"), folder)
 
 
 def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:
-    """The SGLang that serves on `device` ("cpu", "cuda", or "" where that is not known yet).
+    """Return the SGLang that serves on `device` ("cpu", "cuda", or "" where that is not known yet).
 
-    Raises UserError, which says what to install, where there is none, another version, or only the one for CPUs.
+    Raises UserError, which says what to install, for no SGLang, another version, or on CUDA the one for CPUs.
     """
-    found = find_sglang(prefix)
-    if found is None:
+    installation = find_sglang(prefix)
+    if installation is None:
         raise UserError(
             f"rollout.backend=sglang needs SGLang {SGLANG_VERSION}, which is not installed; {how_to_install(device)}"
         )
-    if found.version != SGLANG_VERSION:
+    if installation.version != SGLANG_VERSION:
         raise UserError(
-            f"SGLang {found.version} is installed; mega_rl works with {SGLANG_VERSION}; {how_to_install(device)}"
+            f"SGLang {installation.version} is installed; mega_rl works with {SGLANG_VERSION}; {how_to_install(device)}"
         )
-    if device == "cuda" and found.folder is not None:
+    if device == "cuda" and installation.folder is not None:
         raise UserError(
-            f"SGLang in {found.folder} has no CUDA kernels and serves CPUs only; on a GPU machine install "
+            f"SGLang in {installation.folder} has no CUDA kernels and serves CPUs only; on a GPU machine install "
             "'mega_rl[sglang]'"
         )
-    return found
+    return installation
 
 
 def how_to_install(device: str = "") -> str:

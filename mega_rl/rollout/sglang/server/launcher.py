@@ -5,12 +5,13 @@ SGLang's own server with four things around it:
 - Keys come in a file that only its owner can read (`MEGA_RL_SGLANG_KEYS` names it) and never reach SGLang's settings,
   which it logs and answers on /server_info. Every endpoint wants a key; see `keys.KeyCheck`.
 - Standard input is the line of life: at its end, which comes with any end of the trainer, all processes of the server
-  go. They go as well when this one, the leader of their process group, ends.
+  are killed. They are as well when this one, the leader of their process group, ends.
 - What SGLang shares by public names or open ports goes to a private folder (`MEGA_RL_SGLANG_SCRATCH`), which is
   removed at the end; see `private_files`.
 - Without CUDA, `cpu_stand_ins` take the place of modules that need it.
 
-SGLang starts its own processes by spawn, which runs this module's top level in each of them.
+SGLang starts its own processes by spawn, which runs this module's top level in each of them; without CUDA by fork,
+see `cpu_stand_ins.forked_processes`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 import psutil
 
 from mega_rl.rollout.sglang.http.keys import KeyCheck, Keys
-from mega_rl.rollout.sglang.server import group
+from mega_rl.rollout.sglang.server import cpu_stand_ins, group, private_files
 
 KEYS_VARIABLE = "MEGA_RL_SGLANG_KEYS"
 DEVICE_VARIABLE = "MEGA_RL_SGLANG_DEVICE"
@@ -43,7 +44,7 @@ _KILL_S = 10.0
 
 
 def prepare(*, leads: bool) -> None:
-    """What each process of the server needs before it imports anything of SGLang; `leads`: this is the first one."""
+    """Prepare a process of the server before its first import of SGLang; `leads`: it is the server's first one."""
     if leads and os.getpgrp() != os.getpid():
         os.setsid()  # started by hand: the group that ends together must not be the caller's
     # Kept from one server to the next: torch puts it among the temporary files, which are about to move.
@@ -51,14 +52,10 @@ def prepare(*, leads: bool) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     scratch = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.mkdtemp(prefix="mega-rl-sglang-"))
     os.environ[SCRATCH_VARIABLE] = os.environ["TMPDIR"] = str(scratch)
-    until = _until_the_trainer_ends if leads else _until_the_leader_ends
-    threading.Thread(target=_end_all_after, args=(until, scratch), name="line-of-life", daemon=True).start()
+    _watch(_until_the_trainer_ends if leads else _until_the_leader_ends, scratch)
+    os.register_at_fork(after_in_child=lambda: _watch(_until_the_leader_ends, scratch))
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
-        from mega_rl.rollout.sglang.server import cpu_stand_ins
-
         cpu_stand_ins.install()
-    from mega_rl.rollout.sglang.server import private_files
-
     private_files.install(scratch)
 
 
@@ -70,14 +67,19 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     http_server.app.add_middleware(KeyCheck, api_key=keys.api_key, admin_key=keys.admin_key)
-    # Both would be requests of SGLang's to itself, without a key: a first generation, which the trainer asks for in
-    # its place, and then a pause of Python's garbage collector, which only saves time.
+    # SGLang would send itself two requests without a key: a first generation, which the trainer requests instead,
+    # and a freeze of Python's garbage collector, which only saves time.
     http_server._freeze_gc_after_server_warmup = lambda _: None
     run_server(prepare_server_args([*arguments, "--skip-server-warmup"]))
 
 
+def _watch(until: Callable[[], None], scratch: Path) -> None:
+    """Start the thread that ends all processes of the server once `until` returns."""
+    threading.Thread(target=_end_all_after, args=(until, scratch), name="line-of-life", daemon=True).start()
+
+
 def _until_the_trainer_ends() -> None:
-    """Two signs: the end of standard input, which a forked child of the trainer may hold open, and a new parent."""
+    """Return at the end of standard input, which a forked child of the trainer may hold open, or with a new parent."""
     trainer = int(os.environ.get(TRAINER_VARIABLE) or os.getppid())
     while os.getppid() == trainer:
         if select.select([0], [], [], _POLL_S)[0] and not os.read(0, 4096):
@@ -99,7 +101,7 @@ def _end_all_after(until: Callable[[], None], scratch: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     deadline = time.monotonic() + _KILL_S
     while group.kill(os.getpgrp(), spare=os.getpid()) and time.monotonic() < deadline:
-        time.sleep(0.02)  # who is not gone yet could still put something into the folder
+        time.sleep(0.02)  # a process that is still there could write into the folder
     shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

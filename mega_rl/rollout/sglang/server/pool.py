@@ -1,4 +1,4 @@
-"""The servers of a run: started on each host of the trainer, or joined; known to every rank, brought back when lost."""
+"""Servers of a run, started on each host of the trainer or joined by URL; every rank knows their endpoints."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ _ANSWER_S = 10.0
 
 
 class ServerPool(Protocol):
-    """What the rest of a run needs of its servers; the same on every rank."""
+    """Interface to the servers of a run; the same on every rank."""
 
     endpoints: list[Endpoint]
     tp: list[int]  # tensor-parallel ranks of each server
 
     def owner(self, index: int) -> int | None:
-        """The rank that started a server; None where nobody of this run did."""
+        """Return the rank that started a server; None for a server that this run only joined."""
         ...
 
     def bring_back(self, lost: Sequence[int]) -> None:
-        """These servers answer again, at `endpoints`, with weights of any kind; collective.
+        """Restart or await these servers until they answer at `endpoints`, with weights of any kind; collective.
 
         Raises RunError on all ranks.
         """
         ...
 
     def close(self) -> None:
-        """End what was started; no collective, may be called twice."""
+        """End the servers that this rank started; no collective, may be called twice."""
         ...
 
 
 class StartedServers:
-    """Servers of this run's own, `per_host` on each of its hosts, owned by the first rank there.
+    """Servers that this run starts, equally many on each of its hosts, owned by the first rank there.
 
     A server that is started again keeps its number; its address and its keys are new.
     """
 
     def __init__(self, ranks: Ranks, settings: Sequence[ServerSettings], *, ranks_per_host: int, folder: Path) -> None:
-        """Starts this host's servers without waiting for them; `wait_ready` does. No collective.
+        """Start this host's servers without waiting for them; `wait_ready` does. No collective.
 
         settings: of this host's servers; every host has as many. Their numbers go on from host to host.
         """
@@ -78,19 +78,21 @@ class StartedServers:
                 log.info("starting SGLang server %d, log in %s", server.index, server.log_file)
 
     def owner(self, index: int) -> int | None:
-        """The first rank of the server's host."""
         return self._owner[index]
 
     def wait_ready(self) -> None:
-        """Until all servers of all hosts generate; collective. Raises ServerStartError or RunError on all ranks."""
-        found: list[dict[str, Any]] = []
+        """Wait until every server of every host generates; collective.
+
+        Raises ServerStartError or RunError on all ranks.
+        """
+        records: list[dict[str, Any]] = []
         for leader in self._leaders:
             with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
-                found += run_on_one(partial(self._wait, self._own), self._ranks, source=leader)
-        self.endpoints = [_endpoint(one) for one in found]
+                records += run_on_one(partial(self._wait, self._own), self._ranks, source=leader)
+        self.endpoints = [_endpoint(record) for record in records]
 
     def bring_back(self, lost: Sequence[int]) -> None:
-        """Start these anew, and `endpoints` says where; collective. A server that hangs is ended first."""
+        """Restart these servers, ending those that hang, and update `endpoints`; collective."""
         for leader in self._leaders:
             own = [index for index in lost if self._owner[index] == leader]
             if own:
@@ -104,10 +106,10 @@ class StartedServers:
         return self._wait({index: self._own[index] for index in own})
 
     def _wait(self, servers: dict[int, ServerProcess]) -> list[dict[str, Any]]:
-        """Endpoints of these servers, which start side by side."""
+        """Wait for these servers at the same time; return their endpoints as JSON records."""
         with ThreadPoolExecutor(len(servers)) as pool:
             ready = list(pool.map(lambda server: server.wait_ready(), servers.values()))
-        # The trainer's own channel carries the keys: what it is open to, the weights are open to as well.
+        # The trainer's own process group carries the keys: whoever can read it could read the weights too.
         return [{"index": one.index, "url": one.url, "keys": asdict(one.keys)} for one in ready]
 
     def close(self) -> None:
@@ -116,26 +118,25 @@ class StartedServers:
             server.stop()
 
 
-def _endpoint(told: dict[str, Any]) -> Endpoint:
-    return Endpoint(told["index"], told["url"], Keys(**told["keys"]))
+def _endpoint(record: dict[str, Any]) -> Endpoint:
+    return Endpoint(record["index"], record["url"], Keys(**record["keys"]))
 
 
 class JoinedServers:
-    """Servers that somebody else has started and will end."""
+    """Servers that run already (`rollout.sglang.urls`); this run neither starts nor ends them."""
 
     def __init__(self, ranks: Ranks, urls: Sequence[str], keys: Keys, *, timeout_s: float) -> None:
-        """Reads nothing and sends nothing; `wait_ready` does. timeout_s: deadline of an answer from all of them."""
+        """Send nothing; `wait_ready` does. timeout_s: deadline of an answer from all of them."""
         self._ranks = ranks
         self._timeout_s = timeout_s
         self.tp: list[int] = []
         self.endpoints = [Endpoint(index, url.rstrip("/"), keys) for index, url in enumerate(urls)]
 
     def owner(self, index: int) -> int | None:
-        """Return None: no rank of this run owns a joined server."""
         return None
 
     def wait_ready(self) -> None:
-        """Until all answer, and say how many tensor-parallel ranks they have; collective.
+        """Wait until all servers answer, and read their tensor-parallel sizes into `tp`; collective.
 
         Raises RunError on all ranks.
         """
@@ -145,7 +146,7 @@ class JoinedServers:
             self.tp = run_on_one(self._sizes, self._ranks)
 
     def _sizes(self) -> list[int]:
-        """The servers' tensor-parallel ranks, by their own word."""
+        """Return the servers' tensor-parallel sizes from /server_info."""
         self._wait(range(len(self.endpoints)))
         sizes = []
         for endpoint in self.endpoints:
@@ -158,7 +159,7 @@ class JoinedServers:
         return sizes
 
     def bring_back(self, lost: Sequence[int]) -> None:
-        """Wait until these answer again: who started them must start them anew; collective."""
+        """Wait until these answer again, restarted by whoever started them; collective."""
         run_on_one(lambda: self._wait(lost), self._ranks)
 
     def _wait(self, servers: Sequence[int]) -> None:
@@ -172,7 +173,8 @@ class JoinedServers:
                 if time.monotonic() > deadline:
                     urls = ", ".join(control.endpoint.url for control in silent)
                     raise RunError(
-                        f"waited {self._timeout_s:g} s (sglang.start_timeout_s) for an answer of SGLang servers {urls}"
+                        f"waited {self._timeout_s:g} s (rollout.sglang.start_timeout_s) for an answer of SGLang "
+                        f"servers {urls}"
                     )
                 time.sleep(_POLL_S)
         finally:
@@ -180,7 +182,7 @@ class JoinedServers:
                 control.close()
 
     def close(self) -> None:
-        """They are not ours to end."""
+        """Leave joined servers running."""
 
 
 def _healthy(control: Control) -> bool:
@@ -191,5 +193,5 @@ def _healthy(control: Control) -> bool:
 
 
 def ranks_on_this_host(world_size: int) -> int:
-    """Ranks that the launcher started on this host, by its LOCAL_WORLD_SIZE; without one all are here."""
+    """Return the launcher's LOCAL_WORLD_SIZE, the ranks of this host; without it `world_size`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -1,4 +1,4 @@
-"""What SGLang shares by public names, on any device, moved to a private folder. Installed in SGLang's processes only.
+"""Patches that move SGLang's publicly named files to a private folder, on any device; only in SGLang's processes.
 
 Seen in SGLang 0.5.20.
 """
@@ -16,12 +16,12 @@ def install(folder: Path) -> None:
 
 
 def rendezvous(folder: Path) -> None:
-    """Ranks meet at a file: torch's TCPStore listens on all interfaces, whatever address it is given."""
+    """Let ranks meet at a file: torch's TCPStore listens on all interfaces, whatever address it is given."""
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/rendezvous"
 
 
 def load_snapshots(folder: Path) -> None:
-    """The load that schedulers report is in a file of /dev/shm, which SGLang never removes."""
+    """Move the file of the schedulers' load out of /dev/shm, where SGLang never removes it."""
     from sglang.srt.managers import load_snapshot
 
     load_snapshot.shm_path_for = lambda name: f"{folder}/load-{Path(name).name}"

@@ -37,7 +37,7 @@ _LONGEST_LINE = 300
 
 
 class ServerStartError(RunError):
-    """A server did not come up. The message names the server, what it waited for, the log and its last lines."""
+    """A server did not start. The message names the server, what it waited for, the log and its last lines."""
 
 
 class ServerStopError(RunError):
@@ -45,7 +45,7 @@ class ServerStopError(RunError):
 
 
 class ServerProcess:
-    """A server of this process's own: it ends when this process does, in whatever way.
+    """A server that this process starts; it ends when this process does, in whatever way.
 
     Its output goes to `<folder>/server-<index>.log`. Use as a context manager, or call `start` and `stop`.
     """
@@ -77,19 +77,19 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the main process, which is also the server's process group; None while stopped."""
+        """Return the main process's id, also that of the server's process group; None while stopped."""
         return None if self._process is None else self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the main process runs. The server's other processes end when it does."""
+        """Return whether the main process runs; the server's other processes end with it."""
         return self._process is not None and self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
-        """Of the main process, negative for a signal; None while it runs and before the first start.
+        """Return the main process's exit code, negative for a signal; None while it runs and before the first start.
 
-        The process is looked at and not reaped: until `stop` its id, and so its group's, cannot become another's.
+        `waitid` does not reap the process: until `stop` its id, and so its group's, is not reused.
         """
         process = self._process
         if process is None:
@@ -130,12 +130,12 @@ class ServerProcess:
         return Endpoint(self.index, f"http://{_in_url(self.settings.host)}:{self._port}", self._keys)
 
     def restart(self) -> None:
-        """Stop what runs, if anything, and start anew, with new keys and on a new port; does not wait."""
+        """Stop the server if it runs, and start it with new keys on a new port; does not wait."""
         self.stop()
         self.start()
 
     def stop(self) -> None:
-        """End every process of the server and wait for that; what was stopped may be stopped again.
+        """End every process of the server and wait for that; may be called twice.
 
         Raises ServerStopError for a process that SIGKILL does not end.
         """
@@ -178,7 +178,7 @@ class ServerProcess:
             self._reserved = None
 
     def _wait_for_health(self, deadline: float) -> str | None:
-        """None once /health answers 200, else what is wrong."""
+        """Wait until /health answers 200; return None then, else the problem."""
         last = "no answer"
         while time.monotonic() < deadline:
             code = self.exit_code
@@ -195,7 +195,7 @@ class ServerProcess:
         return f"/health did not answer 200 within {self.settings.start_timeout_s:g} s (last: {last})"
 
     def _first_token(self, deadline: float) -> str | None:
-        """None once one token was generated, else what is wrong."""
+        """Generate one token; return None on success, else the problem."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
         try:
             status, content = self._call("POST", "/generate", body, timeout_s=max(1.0, deadline - time.monotonic()))
@@ -209,7 +209,7 @@ class ServerProcess:
         return None
 
     def _call(self, method: str, path: str, body: Any, *, timeout_s: float) -> tuple[int, bytes]:
-        """Status and content of one request; no proxy is asked, whatever the environment says."""
+        """Return (status, body) of one request; proxies of the environment are ignored."""
         connection = http.client.HTTPConnection(self.settings.host, self._port, timeout=timeout_s)
         headers = {"Authorization": f"Bearer {self._keys.api_key}", "Content-Type": "application/json"}
         try:
@@ -226,7 +226,7 @@ class ServerProcess:
 
 
 def telling_lines(log_file: Path, start: int) -> list[str]:
-    """A log's last lines from byte `start` on, less quoted source code and SGLang's list of its settings."""
+    """Return a log's last lines from byte `start` on, without quoted source code and SGLang's list of its settings."""
     with log_file.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - 200_000))
@@ -236,7 +236,7 @@ def telling_lines(log_file: Path, start: int) -> list[str]:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A socket bound to a port that nobody has, and kept so: the server may bind to it too, for it does not listen."""
+    """Return a socket bound to a free port: held so, and not listening, it lets the server alone bind there too."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What a server is to be, and what its process is told: command line and environment. Imports no torch."""
+"""Settings of a server, and its process's command line and environment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "PET_", "MEGA_RL_SGLANG_")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What one server is to be."""
+    """Settings of one server."""
 
     model_path: Path  # checkpoint in Hugging Face's format
     host: str = "127.0.0.1"  # address to listen on
@@ -39,18 +39,21 @@ class ServerSettings:
     start_timeout_s: float = 600.0  # from start() to the first token
 
     def __post_init__(self) -> None:
-        """Raises UserError for an address that would open the server to every network of the machine."""
+        """Check the address. Raises UserError for one that opens the server to every network of the machine."""
         if self.host in ("", "*") or (is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified):
-            raise UserError(f"sglang.host={self.host!r} listens on all interfaces; name one address, such as 127.0.0.1")
+            raise UserError(
+                f"rollout.sglang.server.host={self.host!r} listens on all interfaces; name one address, such as "
+                "127.0.0.1"
+            )
 
     @property
     def loopback(self) -> bool:
-        """Whether nothing but this machine can reach the server."""
+        """Return whether only this machine can reach the server."""
         return self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an IPv4 or IPv6 address, not a name."""
+    """Return whether `host` is an IPv4 or IPv6 address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -59,7 +62,7 @@ def is_address(host: str) -> bool:
 
 
 def arguments(settings: ServerSettings, port: int) -> list[str]:
-    """SGLang's command line. Keys are never on it; trust_remote_code is never either."""
+    """Return SGLang's command line; it never holds keys or trust_remote_code."""
     given = {
         "--model-path": settings.model_path.resolve(),
         "--host": settings.host,
@@ -86,7 +89,7 @@ def arguments(settings: ServerSettings, port: int) -> list[str]:
 
 
 def environment(settings: ServerSettings, *, scratch: Path, packages: Path | None) -> dict[str, str]:
-    """Of the server's process: the trainer's own, less what makes it a rank, plus where the server finds its things."""
+    """Return the server's environment: the trainer's without torchrun's variables, plus paths, keys and threads."""
     clean = {
         name: value
         for name, value in os.environ.items()
@@ -101,14 +104,14 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
     if settings.device == "cpu":
         clean["SGLANG_CPU_OMP_THREADS_BIND"], threads = cpu_binding(settings.tp, sorted(os.sched_getaffinity(0)))
         clean["OMP_NUM_THREADS"] = str(threads)
-        clean["OMP_WAIT_POLICY"] = "passive"  # nor do threads without work
+        clean["OMP_WAIT_POLICY"] = "passive"  # threads without work sleep as well
     if settings.loopback:
         clean["GLOO_SOCKET_IFNAME"] = clean["NCCL_SOCKET_IFNAME"] = "lo"
     return clean
 
 
 def cpu_binding(ranks: int, cpus: Sequence[int]) -> tuple[str, int]:
-    """SGLang's way to write which CPUs each rank has, "0,1|2,3", and the threads of each.
+    """Return the CPUs of each rank in SGLang's notation, "0,1|2,3", and the number of threads of each.
 
     Ranks have equal shares of `cpus`; where there are more ranks than CPUs they take turns on them.
     """

@@ -1,8 +1,8 @@
-"""The bytes of a bucket, and how SGLang is told of them: its load format "flattened_bucket", version 0.5.20.
+"""Bytes of a bucket and their description in SGLang's load format "flattened_bucket", version 0.5.20.
 
-That format is one tensor of bytes, and the place of each tensor in it (srt/weight_sync/tensor_bucket.py). SGLang takes
-it as a pickle, in base64. Its unpickler admits the names of some modules only; all that appear here are among them, and
-none is SGLang's own, which this process has not installed: of a place it reads no more than the attributes.
+The format is one tensor of bytes and the place of each tensor in it (srt/weight_sync/tensor_bucket.py), pickled, in
+base64. SGLang's unpickler admits the names of some modules only; those used here are among them. None is SGLang's own,
+which this process has not installed: of a tensor's metadata SGLang reads attributes only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MappedFile:
 
 
 def payload(data: Any, bucket: Bucket, dtype: torch.dtype, *, offset: int = 0) -> str:
-    """The text for one tensor-parallel rank of a server.
+    """Return a bucket's description for one tensor-parallel rank of a server, base64 text.
 
     `data`: what unpickles to a uint8 tensor that has the bucket at `offset`; `dtype`: of all but the float32 slots.
     """
@@ -56,14 +56,14 @@ def payload(data: Any, bucket: Bucket, dtype: torch.dtype, *, offset: int = 0) -
 
 
 def slot_tensor(flat: Tensor, slot: Slot, dtype: torch.dtype) -> Tensor:
-    """A slot of a bucket's bytes [nbytes] uint8 as the tensor it is; shares memory."""
+    """Return the tensor of a slot as a view of the bucket's bytes `flat` [nbytes] uint8."""
     return flat[slot.start : slot.end].view(torch.float32 if slot.float32 else dtype).view(slot.shape)
 
 
 def write_parts(
     writes: Iterable[ParamWrites], live: Sequence[Mapping[str, Tensor]], flat: Tensor, dtype: torch.dtype
 ) -> int:
-    """Copies this rank's rectangles from its parameters to their places, cast; returns the bytes written.
+    """Copy this rank's rectangles from its parameters to their slots, cast; return the bytes written.
 
     `live`: weights by name of each virtual pipeline stage. `flat`: the bucket, [nbytes] uint8.
     """
@@ -87,7 +87,7 @@ def filled(
     memory: Callable[[int, int], Tensor],
     dtype: torch.dtype,
 ) -> Iterator[tuple[Bucket, Tensor]]:
-    """(bucket, its bytes) of each bucket, as soon as its tensors have come.
+    """Yield (bucket, its bytes) for each bucket, as soon as its tensors have come.
 
     tensors: (Hugging Face name, full tensor), bucket after bucket, in any order within one. memory(number of the
     bucket, nbytes): where it goes, [nbytes] uint8, called before its first tensor is taken.

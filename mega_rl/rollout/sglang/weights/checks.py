@@ -1,6 +1,6 @@
-"""What a server must be before weights are sent to it.
+"""Checks of a server before weights are sent to it: model, settings, names and shapes of tensors.
 
-SGLang 0.5.20 dies of a tensor of another shape and takes one of an unknown name in silence, so the sender has to know.
+SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NOT_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SentTensor(NamedTuple):
-    """One weight as it will be sent."""
+    """Name, shape and dtype of one weight in a weight update."""
 
     name: str  # Hugging Face's
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class SentTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpectedServer:
-    """What the trainer will send, and the server that it is for."""
+    """Model and weights that the trainer will send, and the settings a server needs for them."""
 
     hf: HFConfig  # of the trainer's model
     sent: tuple[SentTensor, ...]
@@ -69,7 +69,7 @@ class ExpectedServer:
 
 
 def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ...]:
-    """Every tensor that the trainer sends, in its order; dtype: of all but those that are float32 in every model."""
+    """Return the tensors that the trainer sends, in order; `dtype` of all but those that are float32 in every model."""
     return tuple(
         SentTensor(name, shape, torch.float32 if unit.float32 else dtype)
         for unit in export_plan(sharding)
@@ -78,52 +78,54 @@ def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ..
 
 
 def check_server(control: Control, expected: ExpectedServer) -> list[str]:
-    """Every reason, one line each, why this server must not get these weights; empty when it may.
+    """Return every reason why this server cannot take these weights, one line each.
 
-    Asks the server what it is and, where its checkpoint can be read from here, compares all names and shapes with what
-    that holds. Raises ServerError when it does not answer.
+    Compares /model_info and /server_info and, where the server's checkpoint can be read from here, the names and
+    shapes of its tensors. Raises ServerError when the server does not answer.
     """
-    found = mismatches(control.model_info(), control.server_info(), expected)
+    problems = mismatches(control.model_info(), control.server_info(), expected)
     where = f"SGLang server {control.endpoint.index} at {control.endpoint.url}"
-    return [f"{where}: {problem}" for problem in found]
+    return [f"{where}: {problem}" for problem in problems]
 
 
 def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
-    """What /model_info and /server_info say that does not fit, and what their checkpoint says."""
-    found = _wrong_settings(server, expected)
+    """Return the mismatches of /model_info, /server_info and their checkpoint with `expected`, in words."""
+    problems = _wrong_settings(server, expected)
     raw = expected.hf.raw
     for key in ("model_type", "architectures"):
         if key in raw and model.get(key) != raw[key]:
-            found.append(f"serves {key}={model.get(key)!r}, the trainer's model is {raw[key]!r}; serve the same model")
+            problems.append(
+                f"serves {key}={model.get(key)!r}, the trainer's model is {raw[key]!r}; serve the same model"
+            )
     if model.get("is_generation") is not True:
-        found.append("its model does not generate (is_generation is not true); serve a language model")
+        problems.append("its model does not generate (is_generation is not true); serve a language model")
     path = Path(str(model.get("model_path")))
     readable = (path / "config.json").is_file()
-    return found + (_wrong_checkpoint(path, server, expected) if readable else _wrong_tensors(expected, None))
+    return problems + (_wrong_checkpoint(path, server, expected) if readable else _wrong_tensors(expected, None))
 
 
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
-    """Settings of SGLang under which an update is impossible or would be another than asked."""
-    found = []
+    """Return the settings of a server under which an update fails or gives other weights, in words."""
+    problems = []
     if server.get("version") != SGLANG_VERSION:
-        found.append(f"runs SGLang {server.get('version')!r}; its endpoints are known for {SGLANG_VERSION} only")
+        problems.append(f"runs SGLang {server.get('version')!r}; its endpoints are known for {SGLANG_VERSION} only")
     for name, (allowed, why) in _SETTINGS.items():
         if server.get(name) not in allowed:
-            found.append(f"{name}={server.get(name)!r} must be {allowed[0]!r}: {why}")
+            problems.append(f"{name}={server.get(name)!r} must be {allowed[0]!r}: {why}")
     if expected.tp is not None and server.get("tp_size") != expected.tp:
-        found.append(f"tp_size={server.get('tp_size')!r}, sglang.tp is {expected.tp}")
-    # "auto" is bfloat16 for a checkpoint in float32 too, so it is not taken for an answer.
+        problems.append(f"tp_size={server.get('tp_size')!r}, rollout.sglang.server.tp is {expected.tp}")
+    # "auto" means bfloat16 for a checkpoint in float32 too, so it is not accepted.
     dtype = str(server.get("dtype"))
     if _SHORT_DTYPES.get(dtype, dtype) != expected.dtype:
-        found.append(
+        problems.append(
             f"dtype={server.get('dtype')!r}, rollouts are to be in {expected.dtype}; start it with "
             f"--dtype {expected.dtype}, or set rollout.dtype"
         )
-    return found
+    return problems
 
 
 def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
-    """Differences between the trainer's model and the checkpoint that the server was started from."""
+    """Return the differences between the trainer's model and the checkpoint that the server serves, in words."""
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
         config |= json.loads(str(server.get("json_model_override_args") or "{}"))
@@ -137,7 +139,7 @@ def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedS
         return list(error.problems)
     except (UserError, OSError, ValueError, TypeError) as error:
         return [f"its checkpoint {path} cannot be read: {error}"]
-    found = [
+    problems = [
         f"{path / 'config.json'}: {field.name}={getattr(hf, field.name)!r}, "
         f"the trainer's model has {getattr(expected.hf, field.name)!r}"
         for field in fields(HFConfig)
@@ -147,26 +149,26 @@ def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedS
     if shapes is not None:
         aside = ignored_tensors(hf, head="lm")
         wanted |= {name: shape for name, shape in shapes.items() if name not in aside}
-    return found + _wrong_tensors(expected, wanted)
+    return problems + _wrong_tensors(expected, wanted)
 
 
 def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:
-    """Every tensor that would be sent twice, not at all, in another shape or type, or under a name that is unknown.
+    """Return the tensors that would be sent twice, not at all, in a wrong shape or dtype, or under an unknown name.
 
-    wanted: of the server's model; None where its checkpoint is out of reach, and the trainer's config stands in.
+    wanted: shapes of the server's model; None where its checkpoint cannot be read: the trainer's config gives them.
     """
     if wanted is None:
         wanted = {name: tensor.shape for name, tensor in hf_tensors(expected.hf, head="lm").items()}
     counts = Counter(tensor.name for tensor in expected.sent)
-    found = [f"{name} would be sent {count} times" for name, count in counts.items() if count > 1]
+    problems = [f"{name} would be sent {count} times" for name, count in counts.items() if count > 1]
     for tensor in expected.sent:
         if tensor.name not in wanted:
-            found.append(f"{tensor.name} {list(tensor.shape)} would be sent and is no part of its model")
+            problems.append(f"{tensor.name} {list(tensor.shape)} would be sent and is not part of its model")
         elif tuple(wanted[tensor.name]) != tensor.shape:
-            found.append(
+            problems.append(
                 f"{tensor.name} would be sent as {list(tensor.shape)}, its model has {list(wanted[tensor.name])}"
             )
         if tensor.dtype not in _NOT_QUANTIZED:
-            found.append(f"{tensor.name} would be sent as {tensor.dtype}, which SGLang cannot load")
-    found += [f"{name} {list(shape)} would not be sent" for name, shape in wanted.items() if name not in counts]
-    return found
+            problems.append(f"{tensor.name} would be sent as {tensor.dtype}, which SGLang cannot load")
+    problems += [f"{name} {list(shape)} would not be sent" for name, shape in wanted.items() if name not in counts]
+    return problems

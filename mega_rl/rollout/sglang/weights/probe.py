@@ -1,4 +1,4 @@
-"""Proof that servers compute what the trainer does: greedy tokens of a fixed prompt, log-probs on both sides."""
+"""Comparison of a server with the trainer: log-probs of the server's greedy tokens after a fixed prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1}  # nats
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe found; equal on all ranks."""
+    """Result of a probe; equal on all ranks."""
 
     failed: dict[int, str]  # server -> why
     largest: float  # |trainer - server| in nats over all tokens of all servers that answered
@@ -48,7 +48,7 @@ class Probe:
         left = [i for i in servers if i not in failed]
         if not left:
             return Probed(failed, 0.0)
-        # Each server is steered by one rank, so a sum is what that rank has.
+        # One rank steers each server and the others hold zeros, so the sum is that rank's values.
         own = torch.zeros(2, len(left), self.num_tokens, dtype=torch.float64)
         for row, server in enumerate(left):
             if server in answers:
@@ -65,7 +65,7 @@ class Probe:
         return Probed(merge_failures(failed, self.ranks), float(difference.max()))
 
     def _ask(self, control: Control, prompt: Sequence[int]) -> tuple[list[float], list[float]]:
-        """(tokens, log-probs) of one server."""
+        """Return (tokens, log-probs) of one server's greedy response."""
         body = {
             "input_ids": list(prompt),
             "sampling_params": {
@@ -76,7 +76,7 @@ class Probe:
             },
             "return_logprob": True,
         }
-        answer = control.generate(body)
+        answer = control.generation.generate(body)
         try:
             pairs = [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]
             tokens = [int(token) for token in answer["output_ids"]]
@@ -90,23 +90,14 @@ class Probe:
         return [float(token) for token in tokens], [logprob for logprob, _ in pairs]
 
     def _own_logprobs(self, prompt: Sequence[int], responses: Tensor) -> Tensor:
-        """[R, N] float64: the trainer's log-probs of `responses` [R, N] int64 after the prompt."""
+        """Return the trainer's log-probs [R, N] float64 of `responses` [R, N] int64 after the prompt."""
         rows, first = responses.size(0), len(prompt)
         tokens = torch.cat([torch.tensor(prompt).expand(rows, first), responses], dim=1)
-        mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        mask[:, first:] = True
         outputs = self.evaluate(
-            Rollout(
-                tokens=tokens,
-                loss_mask=mask,
+            Rollout.from_rows(
+                tokens,
                 prompt_lengths=torch.full((rows,), first),
                 lengths=torch.full((rows,), tokens.size(1)),
-                rollout_logprobs=torch.zeros(tokens.shape),
-                finished=torch.ones(rows, dtype=torch.bool),
-                prompt_index=torch.arange(rows),
-                sample_index=torch.zeros(rows, dtype=torch.int64),
-                weight_version=torch.zeros(rows, dtype=torch.int64),
-                batch_size=[rows],  # type: ignore[call-arg]
             )
         )
         assert outputs.logprobs is not None, "the model that evaluates a probe has no log-probs"
@@ -117,17 +108,17 @@ class Probe:
         return (
             f"SGLang server {server}: probe token {worst} (id {int(tokens[worst])}) has log-prob "
             f"{float(theirs[worst]):.7g} at the server and {float(ours[worst]):.7g} at the trainer, apart by "
-            f"{float(difference[worst]):.3g}, limit {self.limit:g} (sglang.probe_limit)"
+            f"{float(difference[worst]):.3g}, limit {self.limit:g} (rollout.sglang.sync.probe_limit)"
         )
 
 
 def probe_prompt(vocab_size: int) -> tuple[int, ...]:
-    """Eight ids, evenly over the vocabulary."""
+    """Return eight token ids, evenly spaced over the vocabulary."""
     return tuple((2 * i + 1) * vocab_size // (2 * _PROMPT_TOKENS) for i in range(_PROMPT_TOKENS))
 
 
 def probe_limit(setting: float, dtype: str) -> float:
-    """The limit in nats: the setting, or for 0 what rounding in the server's dtype allows."""
+    """Return the limit in nats: the setting, or for 0 the bound on rounding in the server's dtype."""
     return setting or _LIMITS[dtype]
 
 

@@ -1,11 +1,11 @@
-"""From the train layout to Hugging Face tensors in buckets: where each byte goes, and which rank puts it there.
+"""Resharding plan from the train layout to buckets of Hugging Face tensors: which rank writes which bytes.
 
 Plain arithmetic over the export plan, the same on all ranks. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -34,8 +34,8 @@ class Slot(NamedTuple):
 class Bucket:
     """Consecutive units of the model: their tensors lie back to back, float32 ones first.
 
-    So every tensor starts at a multiple of its item size without gaps, which SGLang needs to look at the bytes as what
-    they are, and which it assumes where it lays out a bucket itself.
+    So every tensor starts at a multiple of its item size without gaps, as SGLang needs to view the bytes as tensors and
+    as it assumes where it lays out a bucket itself.
     """
 
     units: tuple[ExportUnit, ...]
@@ -48,7 +48,7 @@ class Bucket:
 
 
 class ParamWrites(NamedTuple):
-    """What of one of this rank's parameters this rank writes; nothing where other holders write it all."""
+    """The parts of one of a rank's parameters that the rank writes; empty where other holders write all of it."""
 
     vp_stage: int
     param: str  # name in the live chunk
@@ -56,24 +56,24 @@ class ParamWrites(NamedTuple):
 
 
 def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int) -> tuple[Bucket, ...]:
-    """The whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit is alone.
+    """Return the whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit is alone.
 
-    `itemsize`: bytes per element of the dtype in which weights travel. What SGLang fuses as it arrives (query, key and
-    value; gate and up; the two down projections of latent attention) comes out of one unit (`Rule.together`, or one
+    `itemsize`: bytes per element of the dtype in which weights travel. Tensors that SGLang fuses on arrival (query, key
+    and value; gate and up; the two down projections of latent attention) come from one unit (`Rule.together`, or one
     parameter in Megatron-Core), and a unit is never split.
     """
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     units: list[ExportUnit] = []
     size = 0
     for unit in export_plan(sharding):
         nbytes = sum(prod(shape) for _, shape, _ in unit.tensors) * (FLOAT32_BYTES if unit.float32 else itemsize)
         if units and size + nbytes > bucket_bytes:
-            found.append(_bucket(units, itemsize))
+            buckets.append(_bucket(units, itemsize))
             units, size = [], 0
         units.append(unit)
         size += nbytes
-    found.append(_bucket(units, itemsize))
-    return tuple(found)
+    buckets.append(_bucket(units, itemsize))
+    return tuple(buckets)
 
 
 def _bucket(units: Sequence[ExportUnit], itemsize: int) -> Bucket:
@@ -88,7 +88,7 @@ def _bucket(units: Sequence[ExportUnit], itemsize: int) -> Bucket:
 
 
 def covers(layout: ParallelLayout, ranks: Sequence[int], *, experts: bool) -> bool:
-    """Whether these ranks hold a whole copy of the model between them."""
+    """Return whether these ranks together hold a whole copy of the model."""
     places = [layout.coordinates(rank) for rank in ranks]
     common = {(place.pp_rank, place.tp_rank) for place in places}
     of_experts = {(place.pp_rank, place.ep_rank, place.etp_rank) for place in places}
@@ -99,7 +99,7 @@ def covers(layout: ParallelLayout, ranks: Sequence[int], *, experts: bool) -> bo
 def writes(
     buckets: Sequence[Bucket], layout: ParallelLayout, *, rank: int, ranks: Sequence[int]
 ) -> list[list[ParamWrites]]:
-    """What `rank` writes of each bucket, if `ranks` write all of them together; each byte falls to exactly one rank.
+    """Return for each bucket the parts that `rank` writes when `ranks` write all; each byte falls to exactly one rank.
 
     Ranks that hold the same rectangle have equal shares of its rows. `ranks` cover the model. All parameters of this
     rank's stage are listed, in one order: to read one that is sharded over data parallelism is collective.
@@ -107,36 +107,45 @@ def writes(
     holders = _Holders(layout, ranks)
     own_stage = layout.coordinates(rank).pp_rank
     turns: dict[tuple[int, ...], int] = {}
-    found = []
+    plans = []
     for bucket in buckets:
         slots = {slot.name: slot for slot in bucket.slots}
-        mine: list[ParamWrites] = []
+        own: list[ParamWrites] = []
         for unit in bucket.units:
-            parts: list[list[tuple[Slot, Copy]]] = [[] for _ in unit.params]
-            for name, _, pieces in unit.tensors:
-                for piece in pieces:
-                    who = holders.of(unit, piece)
-                    assert who, f"no rank of {list(ranks)} holds {name}"
-                    if rank in who:
-                        shares = _shares(piece.copy, slots[name], who, rank, turns)
-                        parts[piece.param] += [(slots[name], share) for share in shares]
+            parts = _unit_parts(unit, slots, holders, rank, turns)
             if unit.pp_rank == own_stage:
                 named = zip(unit.params, parts, strict=True)
-                mine += [ParamWrites(unit.vp_stage, param.name, tuple(part)) for param, part in named]
-        found.append(mine)
-    return found
+                own += [ParamWrites(unit.vp_stage, param.name, tuple(part)) for param, part in named]
+        plans.append(own)
+    return plans
+
+
+def _unit_parts(
+    unit: ExportUnit, slots: Mapping[str, Slot], holders: _Holders, rank: int, turns: dict[tuple[int, ...], int]
+) -> list[list[tuple[Slot, Copy]]]:
+    """Return for each parameter of a unit the rectangles that `rank` writes, with their slots; advances `turns`."""
+    parts: list[list[tuple[Slot, Copy]]] = [[] for _ in unit.params]
+    for name, _, pieces in unit.tensors:
+        for piece in pieces:
+            ranks = holders.of(unit, piece)
+            assert ranks, f"no rank of {holders.ranks} holds {name}"
+            if rank in ranks:
+                shares = _shares(piece.copy, slots[name], ranks, rank, turns)
+                parts[piece.param] += [(slots[name], share) for share in shares]
+    return parts
 
 
 class _Holders:
-    """Which ranks hold the same rectangle."""
+    """Lookup of the ranks that hold a rectangle."""
 
     def __init__(self, layout: ParallelLayout, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
         self._places = {rank: layout.coordinates(rank) for rank in ranks}
         self._etp = layout.etp
         self._known: dict[tuple[int, bool, int | None], tuple[int, ...]] = {}
 
     def of(self, unit: ExportUnit, piece: ExportPiece) -> tuple[int, ...]:
-        """Ranks in ascending order."""
+        """Return the ranks that hold a piece of a unit, in ascending order."""
         anywhere = not unit.of_experts and unit.params[piece.param].replicated
         key = unit.pp_rank, unit.of_experts, None if anywhere else piece.member
         if key not in self._known:
@@ -151,7 +160,7 @@ class _Holders:
 def _shares(
     copy: Copy, slot: Slot, holders: tuple[int, ...], rank: int, turns: dict[tuple[int, ...], int]
 ) -> Iterator[Copy]:
-    """The rows of a rectangle that fall to this rank; small ones go whole to the holders in turn."""
+    """Yield this rank's share of a rectangle's rows; a small rectangle goes whole to its holders in turn."""
     itemsize = (slot.end - slot.start) // prod(slot.shape)
     count, index = len(holders), holders.index(rank)
     if copy.rows * copy.cols * itemsize < _LEAST_BYTES or copy.rows < count:

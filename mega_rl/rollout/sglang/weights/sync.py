@@ -1,4 +1,4 @@
-"""Sending the policy's weights to SGLang servers: the bracket around an update, and the proofs after it."""
+"""Weight sync to SGLang servers: check, pause, send, resume, then a probe and checksums."""
 
 from __future__ import annotations
 
@@ -27,26 +27,34 @@ PHASES = ("check", "pause", "send", "continue", "probe", "checksum")
 
 
 class Rotation(Protocol):
-    """Which servers generate: a part of `generation.router.ServerRouter`, on every rank."""
+    """Rotation of the servers that generate, as the sync changes it: `generation.router.ServerRouter` on every rank."""
 
     def mark_down(self, index: int, reason: str) -> None:
         """Take a server that does not answer out of the rotation."""
         ...
 
     def mark_stale(self, index: int, reason: str) -> None:
-        """It answers, but its weights are not, or not yet, the policy's."""
+        """Take a server that answers out of the rotation until it holds the policy's weights."""
         ...
 
     def mark_ready(self, index: int, version: int) -> None:
-        """It holds the weights of `version` and may generate."""
+        """Put a server that holds the weights of `version` into the rotation."""
+        ...
+
+
+class SendListener(Protocol):
+    """Part of a run that acts in an update between loading weights and generating with them."""
+
+    def after_send(self, servers: Sequence[int]) -> None:
+        """Take note that these servers have all weights; collective."""
         ...
 
 
 class SglangWeightSync:
     """`protocols.WeightSync` for SGLang servers. Methods are collective over `ranks`, all of the run's.
 
-    From the start of an update to its last proof a server is out of rotation, and only one that has passed every proof
-    comes back. A server that fails stays out, which hinders no other; the next publish or `refit` tries it again.
+    From the start of an update to its last check a server is out of rotation, and returns only if it passed every
+    check. A server that fails stays out and hinders no other; the next publish or `refit` tries it again.
     """
 
     def __init__(
@@ -60,23 +68,18 @@ class SglangWeightSync:
         expected: ExpectedServer,
         probe: Probe | None,
         verify_interval: int,
-        before: Callable[[], None] = lambda: None,
-        after_send: Callable[[Sequence[int]], Mapping[int, str]] = lambda servers: {},
     ) -> None:
         """
         controls: of the servers that this rank steers; every server has one rank that does.
         probe: None proves nothing; else it runs after every update.
         verify_interval: compare checksums at the first publish and every N-th.
-        before: called first in `publish`, on all ranks: no request is in flight when it returns, or all may be aborted.
-        after_send: called between loading and generating with the servers that have all weights; returns those that
-            it failed with (on any rank) and why.
         """
         if verify_interval < 1 or num_servers < 1:
             raise ValueError(f"verify_interval={verify_interval}, num_servers={num_servers}: both are at least 1")
         self._transport, self._rotation, self._ranks = transport, rotation, ranks
         self._controls, self._num_servers = controls, num_servers
         self._expected, self._probe, self._verify_interval = expected, probe, verify_interval
-        self._before, self._after_send = before, after_send
+        self._listeners: list[SendListener] = []
         self._weight_version = 0
         self._num_publishes = 0
         self._ready: set[int] = set()
@@ -84,25 +87,28 @@ class SglangWeightSync:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights last published; 0 before the first time."""
+        """Return the version of the weights last published; 0 before the first publish."""
         return self._weight_version
 
     @property
     def ready(self) -> frozenset[int]:
-        """Servers that took the last update; the same on all ranks."""
+        """Return the servers that took the last update; the same on all ranks."""
         return frozenset(self._ready)
 
+    def add_listener(self, listener: SendListener) -> None:
+        """Call `listener.after_send` in every update from now on."""
+        self._listeners.append(listener)
+
     def resume_at(self, version: int) -> None:
-        """The next publish sends the weights of `version` again: the count goes on as if the run had never stopped."""
+        """Let the next publish have `version`, so that a resumed run counts on."""
         self._weight_version = version - 1
 
     def publish(self) -> Metrics:
-        """Sends every weight to every server that answers, proves that it arrived, raises the version.
+        """Send all weights to every server that answers, verify them, and raise the version.
 
         Raises on all ranks alike: UserErrors for servers of another model or setting (with all differences), before
-        anything is sent; RunError when no server took the update, and the version then stays.
+        sending; RunError when no server took the update, and the version then stays.
         """
-        self._before()
         verify = self._num_publishes % self._verify_interval == 0
         metrics = self._update(range(self._num_servers), self._weight_version + 1, verify=verify)
         self._weight_version += 1
@@ -110,7 +116,7 @@ class SglangWeightSync:
         return {"rollout/weight_version": float(self._weight_version), **metrics}
 
     def refit(self, servers: Sequence[int]) -> Metrics:
-        """Sends the last published version to these servers, as after their restart; errors as in `publish`.
+        """Send the last published version to these servers, as after their restart; errors as in `publish`.
 
         The trainer must still hold those weights. Raises RunError only when no server at all is ready then.
         """
@@ -134,7 +140,8 @@ class SglangWeightSync:
             attempt.all_do(_pause)
         with _timed(seconds, "send"):
             report = self._send(attempt, version)
-            attempt.fail(self._after_send(tuple(attempt.left)))
+            for listener in self._listeners:
+                listener.after_send(tuple(attempt.left))
         with _timed(seconds, "continue"):
             attempt.all_do(lambda control: _finish(control, version))
         largest = 0.0
@@ -162,7 +169,7 @@ class SglangWeightSync:
         }
 
     def _check(self, attempt: _Attempt) -> None:
-        """Servers that answer, and whether they are what they must be: asked of each once, again after a failure."""
+        """Check that servers answer and, once for each until it fails, that model and settings fit."""
         attempt.all_do(_answers)
         fresh = [i for i in attempt.left if i not in self._checked]
         wrong, silent = each(
@@ -170,9 +177,9 @@ class SglangWeightSync:
         )
         attempt.fail(silent)
         texts = {i: "\n".join(problems) for i, problems in wrong.items() if problems}
-        found = merge_failures(texts, self._ranks)
-        if found:
-            raise UserErrors([line for i in sorted(found) for line in found[i].split("\n")])
+        faults = merge_failures(texts, self._ranks)
+        if faults:
+            raise UserErrors([line for i in sorted(faults) for line in faults[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
 
     def _send(self, attempt: _Attempt, version: int) -> SendReport:
@@ -183,11 +190,14 @@ class SglangWeightSync:
         return report
 
     def _compare_checksums(self, attempt: _Attempt) -> int:
-        """Servers whose checksums were compared: those of one tensor-parallel size must hold the same bits."""
+        """Compare checksums among servers of one tensor-parallel size; fail those that differ from the majority.
+
+        Returns the number of servers compared.
+        """
         asked = [i for i in attempt.left if i in self._controls]
         sums, failed = each(asked, lambda i: _checksum(self._controls[i]))
         attempt.fail(failed)
-        # They travel as reasons do.
+        # merge_failures gathers any text by server.
         texts = {i: text for i, text in sums.items() if text is not None}
         by_server = merge_failures(texts, self._ranks)
         by_size: dict[str, dict[int, str]] = defaultdict(dict)
@@ -199,7 +209,7 @@ class SglangWeightSync:
                 continue
             compared += len(held)
             usual, count = Counter(held.values()).most_common(1)[0]
-            if 2 * count <= len(held):  # nobody is believed without a majority
+            if 2 * count <= len(held):  # without a majority all of them fail
                 usual = ""
             attempt.fail(
                 {
@@ -211,7 +221,7 @@ class SglangWeightSync:
         return compared
 
     def _conclude(self, attempt: _Attempt, version: int) -> None:
-        """Servers back into rotation, or not. Raises RunError when none is left."""
+        """Put the servers that passed back into rotation, and log the others. Raises RunError when none is left."""
         dead = attempt.unreachable()
         for i, why in attempt.failed.items():
             self._checked.discard(i)
@@ -234,7 +244,7 @@ class SglangWeightSync:
 
 
 class _Attempt:
-    """The servers of one update: those that are left, and why the others are not; the same on all ranks."""
+    """Servers of one update, the same on all ranks: `left`, and `failed` with reasons."""
 
     def __init__(self, ranks: Ranks, controls: Mapping[int, Control], servers: Sequence[int]) -> None:
         self._ranks, self._controls = ranks, controls
@@ -242,18 +252,18 @@ class _Attempt:
         self.failed: dict[int, str] = {}
 
     def fail(self, failed: Mapping[int, str]) -> None:
-        """Take out servers that failed on some rank; collective."""
-        found = merge_failures(failed, self._ranks)
-        self.failed = found | self.failed
-        self.left = without(self.left, found)
+        """Drop servers that failed on some rank; collective."""
+        merged = merge_failures(failed, self._ranks)
+        self.failed = merged | self.failed
+        self.left = without(self.left, merged)
 
     def all_do(self, ask: Callable[[Control], Any]) -> None:
-        """Something of every server that is left, by the rank that steers it, all at once; collective."""
+        """Call `ask` for every server that is left, on the rank that steers it, concurrently; collective."""
         _, failed = each([i for i in self.left if i in self._controls], lambda i: ask(self._controls[i]))
         self.fail(failed)
 
     def unreachable(self) -> set[int]:
-        """Which of those that failed do not answer at all; collective."""
+        """Return the failed servers that do not answer at all; collective."""
         _, silent = each([i for i in self.failed if i in self._controls], lambda i: _answers(self._controls[i]))
         return set(merge_failures(silent, self._ranks))
 
@@ -264,24 +274,24 @@ def _answers(control: Control) -> None:
 
 
 def _pause(control: Control) -> None:
-    """Stop generating and forget what old weights have cached; in this order, since flushing needs an idle server."""
-    control.pause("abort")
-    control.flush()
+    """Stop generating, then empty the prefix cache of the old weights, which needs an idle server."""
+    control.generation.pause("abort")
+    control.generation.flush()
 
 
 def _finish(control: Control, version: int) -> None:
-    """Generate again, unless the last bucket's version is not there."""
-    found = control.weight_version()
-    if found != str(version):
+    """Resume generation. Raises ServerError if the version of the last bucket has not arrived."""
+    held = control.weights.version()
+    if held != str(version):
         raise ServerError(
-            control.endpoint, "/model_info", f"weight_version is {found!r} after the update to version {version}"
+            control.endpoint, "/model_info", f"weight_version is {held!r} after the update to version {version}"
         )
-    control.continue_()
+    control.generation.resume()
 
 
 def _checksum(control: Control) -> str | None:
-    """ "2:<hash of rank 0>:<hash of rank 1>" of a server's weights; None where it has no checksums."""
-    ranks = control.checksums()
+    """Return "2:<hash of rank 0>:<hash of rank 1>" of a server's weights; None from one without checksums."""
+    ranks = control.weights.checksums()
     if ranks is None:
         return None
     try:

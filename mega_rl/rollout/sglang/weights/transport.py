@@ -1,4 +1,4 @@
-"""How weights travel from the trainer into servers: what every way has in common."""
+"""Transport of weights from the trainer to servers: the protocol, and what all transports share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRACE_S = 60.0  # beyond a server's deadline, for what ranks do between two meet
 
 
 class Receiver(Protocol):
-    """The endpoints of one server that carry weights: a part of `control.Control`.
+    """The endpoints of one server that carry weights: `control.WeightControl`.
 
     A call returns when the server has done what it asks; every call has a deadline, and raises ServerError for
     anything but success. Calls come from several threads.
@@ -30,7 +30,7 @@ class Receiver(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Another one after a restart of the server."""
+        """Return the server's address and keys; they change with a restart."""
         ...
 
     def update_from_tensor(
@@ -71,7 +71,7 @@ class Server:
 
 @dataclass
 class SendReport:
-    """What one `send` did; equal on all ranks."""
+    """Statistics of one `send`; equal on all ranks."""
 
     bytes: int = 0  # of weights, counted once however many servers got them
     buckets: int = 0
@@ -86,11 +86,11 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """shared_memory, cuda_ipc, distributed or disk."""
+        """Return shared_memory, cuda_ipc, distributed or disk."""
         ...
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        """Sends every weight to these servers (None: all); collective, with equal arguments on all ranks.
+        """Send every weight to these servers (None: all); collective, with equal arguments on all ranks.
 
         The servers must be paused; their cache is not flushed. The weight version goes with the last bucket. A server
         that fails is reported, not raised, and hinders no other.
@@ -98,12 +98,12 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives back memory, groups and files; collective. A later `send` sets all up again."""
+        """Release memory, groups and files; collective. A later `send` sets all up again."""
         ...
 
 
 class Meeting:
-    """Ranks of the trainer that wait for each other, with a deadline: over gloo, whatever the trainer's backend."""
+    """Collectives with a deadline between ranks of the trainer: over gloo, whatever the trainer's backend."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         self._group, self._timeout_s = group, timeout_s
@@ -116,21 +116,21 @@ class Meeting:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the first."""
+        """Return whether this rank is the group's first."""
         return self._ranks.rank == 0
 
     def barrier(self, what: str) -> None:
-        """Returns when all ranks are here."""
+        """Wait for all ranks of the group."""
         with self._named(what):
             dist.barrier(group=self._group)
 
-    def tell(self, value: Any, *, source: int, what: str) -> Any:
-        """What rank `source` of the group gives, on all, as JSON carries it."""
+    def broadcast(self, value: Any, *, source: int, what: str) -> Any:
+        """Return rank `source`'s value on all ranks, as JSON carries it."""
         with self._named(what):
             return broadcast_json(value, self._ranks, source=source)
 
     def max(self, value: float, *, what: str) -> float:
-        """The largest value of all ranks."""
+        """Return the largest value of all ranks."""
         with self._named(what):
             return float(self._ranks.max(torch.tensor(value, dtype=torch.float64)))
 
@@ -150,11 +150,11 @@ class Meeting:
 
 
 class RanksLost(RunError):
-    """Other ranks of the trainer ended, or did not come in time."""
+    """Other ranks of the trainer ended or missed a deadline."""
 
 
 class ServerRequests:
-    """One request at a time to each of some servers, all servers at once; a server that failed gets no more."""
+    """Concurrent requests to servers, one at a time to each; a server that failed gets no more."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.sent = 0
@@ -173,43 +173,45 @@ class ServerRequests:
 
     @property
     def servers(self) -> list[Server]:
-        """Those that have not failed."""
+        """Return the servers that have not failed."""
         return [server for server in self._servers if server.index not in self.failed]
 
     def start(self, work: Callable[[Server, Receiver], None], *, only: Sequence[Server] | None = None) -> None:
-        """Calls work(server, its receiver), one request, for each server that has not failed, in a thread of its own.
+        """Call work(server, its receiver), one request, for each server that has not failed, each in its own thread.
 
         `only`: these servers (None: all).
         """
-        assert not self._waiting, "requests are under way"
+        assert not self._waiting, "requests are pending"
         for server in self.servers if only is None else only:
             assert server.receiver is not None, f"this rank does not lead server {server.index}"
             self.sent += 1
             self._waiting.append((server, self._pool.submit(work, server, server.receiver)))
 
     def fail_all(self, why: str) -> None:
-        """Gives up all servers that have not failed."""
+        """Mark all servers that have not failed as failed."""
         self.failed |= {server.index: why for server in self.servers}
 
     def wait(self) -> None:
-        """Until all that were started are answered, well or not."""
+        """Wait for the answers to all started requests; record those that failed."""
         for server, future in self._waiting:
             error = future.exception()
             if isinstance(error, ServerError):
                 self.failed[server.index] = str(error)
             elif error is not None:
-                # Not now: the other ranks are inside the same collectives.
+                # Raised in `agree`: the other ranks are inside the same collectives now.
                 self.failed[server.index] = f"{type(error).__name__}: {error}"
                 self._bug = error
         self._waiting = []
 
     def agree(self, report: SendReport, meeting: Meeting, *, leaders: Sequence[int], started: float) -> SendReport:
-        """The report with what every leader's requests came to, equal on all ranks; raises what was no server's fault.
+        """Return the report with the outcome of every leader's requests, equal on all ranks; re-raise our own errors.
 
         `leaders`: ranks of `meeting` that had servers. `started`: time.perf_counter() at the beginning.
         """
         for leader in leaders:
-            words = meeting.tell([self.sent, list(self.failed.items())], source=leader, what="at the end of an update")
+            words = meeting.broadcast(
+                [self.sent, list(self.failed.items())], source=leader, what="at the end of an update"
+            )
             report.requests += words[0]
             report.failed |= {int(index): str(why) for index, why in words[1]}
         report.seconds = meeting.max(time.perf_counter() - started, what="at the end of an update")
@@ -219,7 +221,7 @@ class ServerRequests:
 
 
 def chosen(servers: Sequence[Server], indices: Sequence[int] | None) -> list[Server]:
-    """The servers of these numbers; all for None."""
+    """Return the servers with these indices; all for None."""
     known = {server.index: server for server in servers}
     assert indices is None or set(indices) <= set(known), f"servers {indices} of {sorted(known)}"
     return [server for server in servers if indices is None or server.index in indices]

@@ -83,7 +83,7 @@ def test_what_is_sent_does_not_depend_on_the_layout(checkpoints: dict[str, Path]
         ({"version": "0.4.9"}, "runs SGLang '0.4.9'"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16', rollouts are to be in float32"),
         ({"dtype": "auto"}, "dtype='auto'"),
-        ({"tp_size": 1}, "tp_size=1, sglang.tp is 2"),
+        ({"tp_size": 1}, "tp_size=1, rollout.sglang.server.tp is 2"),
         ({"dp_size": 2}, "dp_size=2 must be 1"),
         ({"pp_size": 2}, "pp_size=2 must be 1"),
         ({"quantization": "fp8"}, "quantization='fp8' must be None"),
@@ -126,7 +126,7 @@ SENT: dict[str, tuple[Change, list[str]]] = {
     ),
     "unknown": (
         lambda sent: [*sent.values(), SentTensor(EXTRA, (3,), torch.float32)],
-        [f"{EXTRA} [3] would be sent and is no part of its model"],
+        [f"{EXTRA} [3] would be sent and is not part of its model"],
     ),
     "shape": (
         lambda sent: [*(sent | {NORM: sent[NORM]._replace(shape=(31,))}).values()],
@@ -166,7 +166,7 @@ def test_all_that_is_wrong_comes_at_once(checkpoints: dict[str, Path]) -> None:
         "tied=False, the trainer's model has True",
         "qk_norm=False, the trainer's model has True",
         "lm_head.weight [50, 32] would not be sent",
-        *(f"model.layers.{layer}.self_attn.q_norm.weight [16] would be sent and is no part" for layer in range(4)),
+        *(f"model.layers.{layer}.self_attn.q_norm.weight [16] would be sent and is not part" for layer in range(4)),
     ):
         assert sum(part in line for line in found) == 1, part
 

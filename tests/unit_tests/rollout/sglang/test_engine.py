@@ -17,6 +17,7 @@ from mega_rl.rollout.sglang.generation.engine import (
     RolloutFailedError,
     ServersLostError,
     SglangRolloutEngine,
+    SglangRolloutSettings,
     sampling_seed,
 )
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
@@ -74,13 +75,15 @@ def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: in
         everyone=SingleRank(),
         weight_version=given.pop("weight_version", lambda: 1),
         bring_back=bring_back,
-        sampling=SAMPLING,
-        max_positions=given.pop("max_positions", 64),
-        timeout_s=5.0,
-        concurrency=4,
-        restarts=restarts,
-        failed=failed or FailedSamples(mask=False, max_share=0.0),
-        **given,
+        settings=SglangRolloutSettings(
+            sampling=SAMPLING,
+            max_positions=given.pop("max_positions", 64),
+            timeout_s=5.0,
+            concurrency=4,
+            restarts=restarts,
+            failed=failed or FailedSamples(mask=False, max_share=0.0),
+            **given,
+        ),
     )
     return engine, brought_back
 
@@ -178,7 +181,7 @@ def fails_one(requests: list[SampleRequest], _: Any) -> FleetResult:
 def test_a_failed_sample_ends_the_run() -> None:
     engine, _ = engine_over(ScriptedFleet(fails_one))
     with pytest.raises(
-        RolloutFailedError, match=r"1 of 6 samples have no answer \(sglang.failed_samples=fatal.*is cut"
+        RolloutFailedError, match=r"1 of 6 samples have no answer \(rollout.sglang.failed_samples=fatal.*is cut"
     ):
         generate(engine)
 
@@ -193,7 +196,7 @@ def test_or_stays_out_of_the_loss() -> None:
 
 def test_but_not_more_of_them_than_the_user_allows() -> None:
     engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(mask=True, max_share=0.1))
-    with pytest.raises(RolloutFailedError, match=r"more than sglang.max_failed_share=0.1"):
+    with pytest.raises(RolloutFailedError, match=r"more than rollout.sglang.max_failed_share=0.1"):
         generate(engine)
 
 

@@ -30,14 +30,14 @@ def _config(folder: Path) -> Any:
             f"data.train_files=[{folder / 'd.jsonl'}]",
             f"trainer.run_dir={folder / 'run'}",
             "model.dtype=fp32",
-            "parallel.tp=2",
+            "engine.megatron.tp=2",
             "rollout.backend=sglang",
             "rollout.n=2",
             "rollout.max_new_tokens=48",
-            "sglang.servers=2",
-            "sglang.max_total_tokens=20000",
-            "sglang.max_concurrency=16",
-            "sglang.sync_timeout_s=60",
+            "rollout.sglang.server.count=2",
+            "rollout.sglang.server.max_total_tokens=20000",
+            "rollout.sglang.max_concurrency=16",
+            "rollout.sglang.sync.timeout_s=60",
             "trainer.device=cpu",
             "trainer.timeout_s=120",
         ],
@@ -49,6 +49,7 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
 
     accelerator = prepare("cpu")
     from mega_rl.assemble import session
+    from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.roles import build_roles
     from mega_rl.assemble.rollouts import build_rollouts, start_servers
     from mega_rl.parallel.comm import GroupRanks
@@ -57,10 +58,11 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with session(config, accelerator) as groups, ExitStack() as resources:
         world = GroupRanks(groups.world)
-        servers = start_servers(config, accelerator, world, resources)
-        roles = build_roles(config, accelerator, groups)
+        plan = plan_run(config, accelerator)
+        servers = start_servers(plan, accelerator, world, resources)
+        roles = build_roles(plan, accelerator, groups)
         rollouts = build_rollouts(
-            config,
+            plan,
             accelerator,
             world,
             servers,

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mega_rl.converters.families import TRAINED
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.preflight import TRAINED
 from mega_rl.rollout.sglang.weights import reshard
 from mega_rl.rollout.sglang.weights.buckets import filled, slot_tensor, write_parts
 from mega_rl.rollout.sglang.weights.reshard import Bucket, covers, plan_buckets, writes

@@ -121,3 +121,12 @@ def test_this_release_needs_the_stand_ins_as_they_are() -> None:
     found = in_sglang(ASSUMED)
     assert found.pop("version") == SGLANG_VERSION
     assert [name for name, holds in found.items() if not holds] == []
+
+
+def test_processes_are_forked_where_sglang_asks_for_spawn() -> None:
+    program = (
+        "from mega_rl.rollout.sglang.server import cpu_stand_ins; import multiprocessing as mp;"
+        "cpu_stand_ins.forked_processes(); mp.set_start_method('spawn', force=True); print(mp.get_start_method())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["fork"]

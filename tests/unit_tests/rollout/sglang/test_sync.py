@@ -70,7 +70,7 @@ class Trainer:
             try:
                 for number, (name, value) in enumerate(self.weights.items()):
                     last = number == len(self.weights) - 1
-                    self.controls[server].update_from_tensor(
+                    self.controls[server].weights.update_from_tensor(
                         [payload({name: value})], version=version if last else None
                     )
             except ServerError as error:
@@ -253,7 +253,7 @@ def test_a_lost_bucket_shows_in_the_probe(servers: list[UpdateServer]) -> None:
     assert int(said[1]) == token
     assert float(said[2]) == pytest.approx(theirs, abs=1e-6)
     assert float(said[3]) == pytest.approx(ours, abs=1e-6)
-    assert "sglang.probe_limit" in found
+    assert "rollout.sglang.sync.probe_limit" in found
     assert metrics["sync/probe_logprob_diff_max"] == pytest.approx(abs(ours - theirs), rel=1e-3)
 
 
@@ -396,19 +396,22 @@ def test_a_resumed_run_stamps_its_version_again(servers: list[UpdateServer]) -> 
     assert run.sync.weight_version == 7
 
 
-def test_hooks_come_before_everything_and_between_loading_and_generating(servers: list[UpdateServer]) -> None:
+def test_a_listener_is_called_between_loading_and_generating_with_the_servers_that_have_the_weights(
+    servers: list[UpdateServer],
+) -> None:
     seen: list[Any] = []
 
-    def after(left: Sequence[int]) -> dict[int, str]:
-        seen.append((list(left), [server.number("/continue_generation") for server in servers]))
-        return {2: "SGLang server 2: no memory for its cache"}
+    class Listener:
+        def after_send(self, sent: Sequence[int]) -> None:
+            loaded = [server.number(UPDATE) for server in servers]
+            seen.append((list(sent), loaded[1:], [server.number("/continue_generation") for server in servers]))
 
     servers[0].faults = {UPDATE: ("error", 1)}
-    run = run_of(servers, before=lambda: seen.append([len(s.calls) for s in servers]), after_send=after)
+    run = run_of(servers)
+    run.sync.add_listener(Listener())
     run.sync.publish()
-    assert seen == [[0, 0, 0], ([1, 2], [0, 0, 0])]
-    assert run.rotation.said == {0: "stale", 1: "ready 1", 2: "stale"}
-    assert run.rotation.reasons[2] == "SGLang server 2: no memory for its cache"
+    assert seen == [([1, 2], [3, 3], [0, 0, 0])]
+    assert run.rotation.said == {0: "stale", 1: "ready 1", 2: "ready 1"}
 
 
 def test_servers_are_steered_at_once(servers: list[UpdateServer]) -> None:

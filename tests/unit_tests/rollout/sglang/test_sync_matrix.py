@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import ParallelConfig, RolloutConfig, SglangConfig
+from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import make_config, running_engine
+from tests.helpers.engines import make_config, replaced, running_engine
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang, wait_until
 
@@ -35,12 +35,12 @@ pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for
 
 # case -> (ranks, source, how the trainer runs it, transport of B, transport of A)
 CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
-    "tp2": (2, "dense", {"parallel": ParallelConfig(tp=2)}, "disk", "auto"),
-    "pp2": (2, "dense", {"parallel": ParallelConfig(pp=2)}, "auto", "distributed"),
-    "ep2": (2, "mixture", {"parallel": ParallelConfig(ep=2)}, "distributed", "auto"),
+    "tp2": (2, "dense", {"megatron": MegatronConfig(tp=2)}, "disk", "auto"),
+    "pp2": (2, "dense", {"megatron": MegatronConfig(pp=2)}, "auto", "distributed"),
+    "ep2": (2, "mixture", {"megatron": MegatronConfig(ep=2)}, "distributed", "auto"),
     "fsdp": (2, "dense", {"engine": "fsdp"}, "disk", "auto"),
     "fsdp of experts": (2, "mixture", {"engine": "fsdp"}, "distributed", "auto"),
-    "tp2-pp2": (4, "dense", {"parallel": ParallelConfig(tp=2, pp=2)}, "distributed", "auto"),
+    "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}, "distributed", "auto"),
 }
 FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied
 TEMPERATURE = 0.7
@@ -145,13 +145,14 @@ class Joined:
 
 def _config(root: Path, case: str, model: str, transport: str, told: Sequence[dict[str, Any]]) -> Any:
     _, source, areas, _, _ = CASES[case]
+    urls = [one["url"] for one in told]
+    sglang = SglangConfig(urls=urls, sync=SglangSyncConfig(transport=transport, timeout_s=60.0))
     config = make_config(
         root / f"{source}-{model}",
-        rollout=RolloutConfig(temperature=TEMPERATURE),
-        sglang=SglangConfig(urls=[one["url"] for one in told], transport=transport, sync_timeout_s=60.0),
+        rollout=RolloutConfig(temperature=TEMPERATURE, sglang=sglang),
+        **areas,
     )
-    trainer = dataclasses.replace(config.trainer, run_dir=str(root / "run"))
-    return dataclasses.replace(config, trainer=trainer, **areas)
+    return replaced(config, "trainer", run_dir=str(root / "run"))
 
 
 def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
@@ -163,13 +164,17 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
         for model, transport in zip("ba", transports, strict=True):
             config = _config(root, case, model, transport, servers[source])
             with running_engine(config, trainable=False) as engine:
+                from mega_rl.accelerator import prepare
+                from mega_rl.assemble.plan import plan_run
                 from mega_rl.assemble.sglang import connect
                 from mega_rl.parallel.comm import GroupRanks
+
+                plan = plan_run(config, prepare("auto"))
 
                 world = GroupRanks(engine.groups.world)
                 pool = Joined(servers[source])
                 version += 5
-                with connect(config, pool, actor=engine, world=world, colocated=False) as connection:
+                with connect(plan, pool, actor=engine, world=world, colocated=False) as connection:
                     connection.sync.resume_at(version)
                     found[f"{case} {model}"] = {
                         "metrics": connection.sync.publish(),
@@ -190,7 +195,7 @@ def _has_left(endpoint: Endpoint, group: str) -> bool:
     """Whether a server is no longer in a group of weight updates."""
     control = Control(endpoint, timeout_s=60.0)
     try:
-        control.destroy_group(group)
+        control.weights.destroy_group(group)
     except ServerError as error:
         return "not exist" in str(error)
     finally:
@@ -201,17 +206,16 @@ def _has_left(endpoint: Endpoint, group: str) -> bool:
 def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[Any]:
     """(tokens, lengths, log-probs) of the embedded engine and of the servers, greedy."""
     from mega_rl.rollout.embedded.engine import HFRolloutEngine
+    from mega_rl.rollout.embedded.sampling import Sampler
     from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
-    from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine
+    from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine, SglangRolloutSettings
     from mega_rl.rollout.sglang.generation.samples import Sampling
 
     embedded = HFRolloutEngine(
         path,
         dtype=torch.float32,
         device="cpu",
-        temperature=TEMPERATURE,
-        top_p=1.0,
-        top_k=0,
+        sampler=Sampler(TEMPERATURE),
         max_new_tokens=24,
         stop_token_ids=[1],
         batch_size=8,
@@ -222,12 +226,14 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
         everyone=world,
         weight_version=lambda: connection.sync.weight_version,
         bring_back=connection.bring_back,
-        sampling=Sampling(temperature=TEMPERATURE, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,)),
-        max_positions=connection.max_positions,
-        timeout_s=60.0,
-        concurrency=8,
-        restarts=0,
-        failed=FailedSamples(mask=False, max_share=0.0),
+        settings=SglangRolloutSettings(
+            sampling=Sampling(temperature=TEMPERATURE, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,)),
+            max_positions=connection.max_positions,
+            timeout_s=60.0,
+            concurrency=8,
+            restarts=0,
+            failed=FailedSamples(mask=False, max_share=0.0),
+        ),
     )
     prompts = [Prompt(index=i, token_ids=tuple(ids), text="", answer="") for i, ids in enumerate(PROMPTS)]
     rollouts = [made.generate(prompts, range(len(prompts)), n=1, seed=(3,), greedy=True) for made in (embedded, served)]
@@ -288,19 +294,23 @@ def test_the_embedded_engine_says_the_same(sent: dict[str, Any]) -> None:
 def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], pid: int) -> Any:
     root = Path(folder)
     config = _config(root, "tp2", "b", "shared_memory", told)
-    config = dataclasses.replace(config, parallel=ParallelConfig())
+    config = replaced(config, "engine.megatron", tp=1)
     with running_engine(config, trainable=False) as engine:
+        from mega_rl.accelerator import prepare
+        from mega_rl.assemble.plan import plan_run
         from mega_rl.assemble.sglang import connect
         from mega_rl.parallel.comm import GroupRanks
 
+        plan = plan_run(config, prepare("auto"))
+
         world = GroupRanks(engine.groups.world)
-        with connect(config, Joined(told), actor=engine, world=world, colocated=False) as connection:
+        with connect(plan, Joined(told), actor=engine, world=world, colocated=False) as connection:
             sync = connection.sync
             sync._transport._bucket_bytes = 4000  # the smallest that a setting can name holds this whole model
             sync.resume_at(100)
             whole = sync.publish()
             victim = connection._controls[0]
-            update, buckets = victim.update_from_tensor, []
+            update, buckets = victim.weights.update_from_tensor, []
 
             def dying(*args: Any, **kwargs: Any) -> None:
                 buckets.append(kwargs)
@@ -308,10 +318,10 @@ def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], 
                     os.killpg(pid, signal.SIGKILL)
                 update(*args, **kwargs)
 
-            victim.update_from_tensor = dying
+            victim.weights.update_from_tensor = dying
             broken = sync.publish()
             states = [state.value for state, _ in connection.fleet.states()]
-            victim.update_from_tensor = update
+            victim.weights.update_from_tensor = update
             after = {"broken": answers(connection._controls[1].endpoint)}
 
             (root / "restart").touch()
@@ -321,7 +331,7 @@ def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], 
             connection.fleet.move(0, successor)
             healed = sync.refit([0])
             after["healed"] = [answers(control.endpoint) for control in connection._controls]
-            versions = [control.weight_version() for control in connection._controls]
+            versions = [control.weights.version() for control in connection._controls]
         return {
             "metrics": [whole, broken, healed],
             "states": states,

@@ -1,4 +1,4 @@
-"""Which transport carries the weights: by where servers run, what devices there are, and what the user asks for."""
+"""Choice of the transport from the setting, the hosts of trainer and servers, and their devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemory
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
 
-# What a setting of sglang.transport may become, best first. Between GPUs a process group is faster than the way
+# Transports of each rollout.sglang.sync.transport, best first. Between GPUs a process group is faster than the way
 # through the host's memory; between CPUs it is that way, only longer.
 _SETTINGS = {
     "auto": ("cuda_ipc", "shared_memory", "distributed", "disk"),
@@ -36,14 +36,14 @@ _SETTINGS = {
 
 
 def host_identity() -> str:
-    """What processes have in common that see one /proc on one machine."""
+    """Return an identity, equal for processes that see one /proc on one machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii") if sys.platform == "linux" else ""
     namespace = os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
     return hashlib.sha256(f"{os.uname().nodename} {boot} {namespace}".encode()).hexdigest()[:15]
 
 
 def hosts_of(ranks: Ranks) -> tuple[str, ...]:
-    """`host_identity` of every rank; collective."""
+    """Return the `host_identity` of every rank; collective."""
     mine = torch.zeros(ranks.size, dtype=torch.int64)
     mine[ranks.rank] = int(host_identity(), 16)
     return tuple(f"{number:015x}" for number in ranks.sum(mine).tolist())
@@ -51,7 +51,7 @@ def hosts_of(ranks: Ranks) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where trainer and servers are; the same on all ranks."""
+    """Hosts of the trainer's ranks, and whether servers share their devices; the same on all ranks."""
 
     hosts: tuple[str, ...]  # of each rank of the trainer: `hosts_of`
     colocated: bool  # servers share the trainer's devices and take turns with it
@@ -68,12 +68,12 @@ def choose_transport(
     folder: Path,
     source: Path,
 ) -> Transport:
-    """The transport for `sglang.transport=setting`; equal arguments on all ranks, no communication.
+    """Return the transport for `rollout.sglang.sync.transport=setting`; equal arguments on all ranks, no communication.
 
     A server's `receiver` is needed on `leader_of` it. timeout_s: of a server's answer. folder: of the run, seen by rank
     0 and all servers, in which weights may lie for a moment. source: the model's checkpoint.
 
-    Raises UserError when what is asked for is not possible, with the reasons.
+    Raises UserError, with the reasons, when the setting is not possible.
     """
     reasons = []
     on_gpu = weights.device.type == "cuda"
@@ -83,11 +83,11 @@ def choose_transport(
             return _MAKERS[name](weights, servers, placement, _Settings(bucket_bytes, timeout_s, folder, source))
         reasons.append(f"{name}: {reason}")
     others = " or ".join(name for name in ("shared_memory", "distributed", "disk") if name != setting)
-    raise UserError(f"sglang.transport={setting} is not possible ({'; '.join(reasons)}); try {others}")
+    raise UserError(f"rollout.sglang.sync.transport={setting} is not possible ({'; '.join(reasons)}); try {others}")
 
 
 def leader_of(server: Server, transport: Transport, placement: Placement) -> int:
-    """The trainer's rank that talks to a server: of shared memory the first of its host, else 0."""
+    """Return the trainer's rank that talks to a server: with shared memory the first of its host, else 0."""
     if transport.name != "shared_memory":
         return 0
     assert server.host is not None, f"shared memory with server {server.index} on a host that is not known"
@@ -95,7 +95,7 @@ def leader_of(server: Server, transport: Transport, placement: Placement) -> int
 
 
 def why_not(name: str, weights: TrainerWeights, servers: Sequence[Server], placement: Placement) -> str | None:
-    """Why a transport cannot reach these servers; None when it can."""
+    """Return the reason why a transport cannot reach these servers, or None."""
     on_gpu = weights.device.type == "cuda"
     if name == "cuda_ipc":
         return _why_not_cuda_ipc(servers, placement, on_gpu=on_gpu)

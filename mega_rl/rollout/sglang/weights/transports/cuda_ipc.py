@@ -1,8 +1,8 @@
 """Weights through the memory of GPUs that the trainer's ranks share with servers: CUDA IPC.
 
 Every rank assembles each bucket on its GPU, and the servers' tensor-parallel rank on the same GPU opens that memory by
-its handle. A new buffer for each bucket: SGLang may answer before its copies have ended, and torch frees a buffer when
-whoever opened it has let go of it.
+its handle. Each bucket has a new buffer: SGLang may answer before its copies have ended, and torch frees a buffer only
+after the process that opened it has released it.
 
 Written from torch.multiprocessing.reductions and SGLang 0.5.20's srt/utils/patch_torch.py, which names GPUs by their
 UUID, since processes count them differently. No machine with SGLang on a GPU has run this yet.
@@ -39,7 +39,7 @@ _DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
 
 
 class CudaHandle:
-    """A CUDA tensor as another process opens it, on the GPU of the same UUID."""
+    """Picklable handle of a CUDA tensor; another process opens it on the GPU of the same UUID."""
 
     def __init__(self, tensor: Tensor, uuid: str) -> None:
         self._tensor, self._uuid = tensor, uuid
@@ -50,7 +50,7 @@ class CudaHandle:
 
 
 def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
-    """The arguments of rebuild_cuda_tensor with the device's UUID for its number."""
+    """Return the arguments of rebuild_cuda_tensor with the device's UUID for its number."""
     changed = list(arguments)
     changed[_DEVICE_ARGUMENT] = uuid
     return tuple(changed)
@@ -96,7 +96,7 @@ class CudaIpcTransport:
                 held.append(data)
                 torch.cuda.synchronize(device)
                 own = payload(CudaHandle(data, uuid), bucket, dtype)
-                texts = [world.tell(own, source=rank, what="to share handles") for rank in range(world.size)]
+                texts = [world.broadcast(own, source=rank, what="to share handles") for rank in range(world.size)]
                 requests.wait()
                 requests.start(self._post(texts, version if bucket is buckets[-1] else None))
             requests.wait()

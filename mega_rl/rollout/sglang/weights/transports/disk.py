@@ -1,17 +1,18 @@
-"""Weights as a checkpoint that servers read: slow, and possible wherever all see one file system."""
+"""Transport through a checkpoint on disk that servers read: slow, and possible with any shared file system."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from mega_rl.converters.live.save import save_hf
+from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.weights.transport import (
     GRACE_S,
@@ -30,7 +31,7 @@ BUCKET_BYTES = 64 << 20  # that ranks gather at a time; what waits to be written
 
 
 class DiskTransport:
-    """`transports.Transport` through a folder, which is complete and flushed before a server hears of it, then removed.
+    """`Transport` through a folder that is complete and flushed before a server reads it, then removed.
 
     Rank 0 writes and asks all servers; a bucket is the whole model.
     """
@@ -57,7 +58,7 @@ class DiskTransport:
         self._world: Meeting | None = None
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        """See `Transport.send`. A full disk is a failure of all servers."""
+        """Send a checkpoint as `Transport.send` does; a full disk fails all servers."""
         started = time.perf_counter()
         if self._world is None:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
@@ -90,20 +91,12 @@ class DiskTransport:
             self._world = None
 
     def _write(self, target: Path) -> None:
-        """One checkpoint; collective, and an error is raised on rank 0 only, after all have done their part."""
-        groups = self._weights.engine.groups
+        """Write one checkpoint; collective. Raises on rank 0 only, after all ranks have done their part."""
+        weights = self._weights
         save_hf(
-            self._weights.chunks(),
+            weights.chunks(),
             target,
             source=self._source,
-            sharding=self._weights.engine.sharding,
-            coordinates=groups.coordinates,
-            tp_group=groups.tp,
-            pp_group=groups.pp,
-            expert_group=groups.experts,
-            bucket_bytes=self._bucket_bytes,
-            dtype=self._weights.dtype,
-            mtp="drop",
-            overwrite=True,
-            sharded=self._weights.sharded,
+            place=replace(weights.engine.place, bucket_bytes=self._bucket_bytes),
+            options=SaveOptions(dtype=weights.dtype, mtp="drop", overwrite=True),
         )

@@ -1,8 +1,8 @@
-"""Weights over process groups with servers elsewhere: SGLang's `update_weights_from_distributed`, gloo or NCCL.
+"""Transport over process groups, to servers on any host: SGLang's `update_weights_from_distributed`, gloo or NCCL.
 
-Rank 0 of the trainer gathers buckets and broadcasts each to every server. There is one group for each server (rank 0,
-and the server's tensor-parallel ranks after it), so that one that dies breaks no other's; its bytes leave rank 0 once
-for each server. Groups are made by the first update and kept.
+Rank 0 of the trainer gathers buckets and broadcasts each to every server. Each server has its own group (rank 0, then
+the server's tensor-parallel ranks), so that one that dies breaks no other's; bytes leave rank 0 once for each server.
+The first update makes the groups, and later ones keep them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from math import lcm
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -75,7 +74,7 @@ class DistributedTransport:
         with ServerRequests(chosen(self._servers, servers) if leads else []) as requests:
             if leads:
                 self._connect(requests)
-            if takes_part(self._weights):
+            if self._weights.engine.place.gathers_first_copy:
                 stream = self._weights.export(bucket_bytes=self._bucket_bytes)
                 if leads:
                     self._broadcast(stream, requests, version)
@@ -100,7 +99,7 @@ class DistributedTransport:
             self._world = None
 
     def _connect(self, requests: ServerRequests) -> None:
-        """Makes the groups that are not there, also with servers that have started again since."""
+        """Make the groups that are missing, also with servers that have restarted."""
 
         def connect(server: Server, receiver: Receiver) -> None:
             backend = "nccl" if self._weights.device.type == "cuda" else "gloo"
@@ -114,7 +113,7 @@ class DistributedTransport:
         requests.wait()
 
     def _broadcast(self, stream: Iterator[tuple[str, Tensor]], requests: ServerRequests, version: int) -> None:
-        """Sends every bucket while the next one is gathered, in the memory of two of the largest."""
+        """Send every bucket while the next one is gathered; two buffers of the largest bucket's size."""
         room = max(bucket.nbytes for bucket in self._buckets)
         memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.device) for _ in range(2)]
         last = self._buckets[-1]
@@ -127,15 +126,8 @@ class DistributedTransport:
         receiver.destroy_group(self._links[server.index].name)
 
 
-def takes_part(weights: TrainerWeights) -> bool:
-    """Whether this rank is one of those that hold the first copy of all weights, rank 0 among them."""
-    layout, at = weights.engine.sharding.layout, weights.engine.groups.coordinates
-    place = at.tp_rank + layout.tp * (at.cp_rank + layout.cp * at.dp_rank)
-    return place < lcm(layout.tp, layout.ep * layout.etp) or weights.sharded
-
-
 def address_towards(url: str) -> str:
-    """This machine's address on its way to a server: where the server reaches it, and nothing else need."""
+    """Return the address of this machine's interface towards a server."""
     parts = urlsplit(url)
     family, kind, protocol, _, to = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -144,7 +136,7 @@ def address_towards(url: str) -> str:
 
 
 class _Send:
-    """One bucket to one server: its request, and the broadcast that the request announces."""
+    """Sending of one bucket to one server: the request, and the broadcast that it announces."""
 
     def __init__(
         self, links: dict[int, _Link], bucket: Bucket, data: Tensor, dtype: torch.dtype, version: int | None
@@ -177,10 +169,10 @@ _numbers = itertools.count()
 
 
 class _Link:
-    """The process group of this rank (0) and one server's ranks, as the server makes it: `init_custom_process_group`.
+    """Process group of this rank (0) and one server's ranks, built as SGLang's `init_custom_process_group` does.
 
-    Like there the store's keys are prefixed with the group's name, once more by torch, and with the device. The group
-    is not registered with torch.distributed, whose own groups end together with the world.
+    As there, the store's keys have the group's name as prefix twice (once by torch), then the device. The group is not
+    registered with torch.distributed, whose own groups end together with the world.
     """
 
     def __init__(self, server: Server, receiver: Receiver, backend: str, timeout_s: float) -> None:
@@ -199,7 +191,7 @@ class _Link:
             master_listen_fd=listener.detach(),  # torch's own socket would listen on all interfaces
         )
         joined: Future[Any] = Future()
-        # A thread that nobody waits for at the end: where a server never comes, only the deadline ends it.
+        # A daemon thread: if the server never joins, only the deadline ends it, and the process must not wait for it.
         join = threading.Thread(target=self._join, args=(joined, store, backend, server.tp + 1), daemon=True)
         join.start()
         receiver.init_group(
@@ -237,13 +229,13 @@ class _Link:
         return dist.ProcessGroupNCCL(PrefixStore("cuda/", named), 0, size, options)
 
     def broadcast(self, data: Tensor) -> Any:
-        """Begins to send bytes [n] uint8 to all of the server's ranks; they must stay until `finish`."""
+        """Start a broadcast of `data` [n] uint8 to the server's ranks; `data` must stay until `finish`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([data], options)
 
     def finish(self, work: Any) -> None:
-        """Returns when the bytes are out."""
+        """Wait for the end of a broadcast. Raises ServerError."""
         try:
             work.wait(timedelta(seconds=_SETTLE_S))
         except RuntimeError as error:
@@ -251,13 +243,13 @@ class _Link:
             raise self._lost(path, "the server has the bucket, but the broadcast has not ended", error) from None
 
     def abandon(self, work: Any, data: Tensor) -> None:
-        """Keeps what a broadcast uses that may never end, until its deadline has passed or the process ends.
+        """Keep the group and data of a broadcast that may never end until its deadline, in a thread.
 
-        The end of a gloo group waits for its broadcasts, and would hold up all of this process meanwhile.
+        The destructor of a gloo group waits for its broadcasts, and would block this process meanwhile.
         """
 
         def wait(_: Any, __: Tensor) -> None:
-            with suppress(RuntimeError):  # that nobody received it is known
+            with suppress(RuntimeError):  # the server's failure is reported already
                 work.wait()
 
         threading.Thread(target=wait, args=(self._group, data), daemon=True).start()

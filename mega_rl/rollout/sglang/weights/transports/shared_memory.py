@@ -1,12 +1,12 @@
-"""Weights through memory that the trainer's ranks of a host and its servers share. Linux.
+"""Transport through memory that a host's ranks and servers share. Linux.
 
-Every rank writes its parts of a bucket straight to their places in it: nothing is gathered, and no rank holds more of
-the model than its own part. Then the host's first rank sends each server one request, in which stands where the bytes
-are. While servers load a bucket the ranks write the next one.
+Every rank writes its parts of a bucket straight to their places: without gathering, so that no rank holds more of the
+model than its part. Then the host's first rank sends each server one request with the place of the bytes. While
+servers load a bucket, the ranks write the next one.
 
-The memory is an anonymous file of the first rank (memfd_create(2)), which others open through /proc. It is no file of
-/dev/shm, where containers often have 64 MB, and it has no name that could stay behind: the kernel frees it with the
-last process that maps it, whatever ends the trainer. All processes must see one /proc and belong to one user.
+The memory is an anonymous file of the first rank (memfd_create(2)), which others open through /proc. Unlike a file of
+/dev/shm it is not limited to the 64 MB of many containers, and leaves no name behind: the kernel frees it with the last
+process that maps it, however the trainer ends. All processes must see one /proc and belong to one user.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SharedMemoryTransport:
 
     @property
     def memory_bytes(self) -> int:
-        """Shared memory in use on this host: two consecutive buckets, which is 0 before the first `send`."""
+        """Return the bytes of shared memory on this host: two consecutive buckets, or 0 before the first `send`."""
         return 0 if self._open is None else self._open.memory.numel()
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
@@ -109,7 +109,7 @@ class _Post:
 
 
 class _Opened:
-    """Plan, groups and memory: made by the first `send`, collectively, and kept."""
+    """Plan, groups and memory, which the first `send` makes collectively and later ones reuse."""
 
     def __init__(self, weights: TrainerWeights, hosts: Sequence[str], *, bucket_bytes: int, timeout_s: float) -> None:
         rank = dist.get_rank()
@@ -130,17 +130,17 @@ class _Opened:
         self._offsets, size = _places(self.buckets)
         self._descriptor = _anonymous_file(size) if self.host.leads else -1
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._path: str = self.host.tell(path, source=0, what="to share memory")
+        self._path: str = self.host.broadcast(path, source=0, what="to share memory")
         self.memory: Tensor = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
         self._payloads: dict[int, str] = {}
 
     def view(self, number: int) -> Tensor:
-        """The bytes of a bucket."""
+        """Return the memory of a bucket, [nbytes] uint8."""
         at = self._offsets[number]
         return self.memory[at : at + self.buckets[number].nbytes]
 
     def payload(self, number: int) -> str:
-        """What a server is told; the same at every update, for the memory stays where it is."""
+        """Return a bucket's description for servers; the same at every update, since the memory stays in place."""
         if not self.host.leads:
             return ""
         if number not in self._payloads:
@@ -159,7 +159,7 @@ class _Opened:
 
 
 def _places(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
-    """(offset of each bucket, bytes in all) such that no bucket meets the one before or after it.
+    """Return (offset of each bucket, bytes in all) such that no bucket overlaps the one before or after it.
 
     Buckets lie at the front and at the end in turn, so that it takes the largest sum of two neighbours: two buckets, or
     one and the largest group of tensors that stays together.
@@ -175,7 +175,7 @@ def _aligned(size: int) -> int:
 
 
 def _anonymous_file(size: int) -> int:
-    """Descriptor of a file without a name, which programs that this one starts do not inherit."""
+    """Return the descriptor of an anonymous file of `size` bytes, which child programs do not inherit."""
     descriptor = os.memfd_create("mega_rl-weights", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
     return descriptor

@@ -1,4 +1,4 @@
-"""What lies in which bucket, and what each bucket's collectives move."""
+"""Layout of gradient buckets, and the traffic of their collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAFFIC = ("chunk", "buffer", "bucket", "operation", "ranks", "bytes sent", "by"
 
 @dataclass(frozen=True)
 class Place:
-    """Where the gradient of one parameter lies (its value too, under the distributed optimizer)."""
+    """Place of one parameter's gradient in a bucket (its value's too, under the distributed optimizer)."""
 
     name: str  # Megatron-Core's, layers numbered over the whole model
     chunk: int
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one bucket moves in every optimizer step, however many micro-batches it has."""
+    """Traffic of one bucket in an optimizer step, for any number of micro-batches."""
 
     chunk: int
     buffer: str
@@ -57,7 +57,7 @@ class Buckets:
     traffic: list[Traffic]
 
     def place(self, name: str) -> Place:
-        """Where a parameter lies. Raises KeyError: it is not trained, or not on this rank."""
+        """Return the place of a parameter. Raises KeyError: it is not trained, or not on this rank."""
         for place in self.places:
             if place.name == name:
                 return place
@@ -141,5 +141,5 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """bfloat16, float32, ..."""
+    """Return a dtype's name: bfloat16, float32, ..."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Numbers of a step that come from its rollouts; each equal on all ranks."""
+"""Metrics of a step that come from its rollouts; each equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import kl_penalty
+from mega_rl.algorithms.kl import k3
 from mega_rl.algorithms.value_loss import explained_variance
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
@@ -17,7 +17,7 @@ EQUAL_GROUPS = "reward/equal_groups_fraction"
 
 
 def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: str = "") -> Metrics:
-    """Rewards, response lengths and how responses ended, over all ranks; `rewards` is [B].
+    """Return rewards, response lengths and how responses ended, over all ranks; `rewards` is [B].
 
     `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
     learns nothing from them. It is there where a prompt has several samples.
@@ -83,10 +83,10 @@ def _groups(prompt_index: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
-    """Token means over all ranks of what the update will see, and how much of the returns the values explain."""
+    """Return token means of the update's inputs, and the explained variance of the returns, over all ranks."""
     mask = experience.loss_mask
     columns = {
-        "kl/ref": kl_penalty(experience.old_logprobs, experience.ref_logprobs, estimator="k3"),
+        "kl/ref": k3(experience.old_logprobs, experience.ref_logprobs),
         "kl/ref_k1": experience.old_logprobs - experience.ref_logprobs,
         "advantage/mean": experience.advantages,
         "advantage/abs_mean": experience.advantages.abs(),
@@ -101,7 +101,7 @@ def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
 
 
 def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """Mean over a step's optimizer steps; maximum for names that end in `_max`."""
+    """Return the mean over a step's optimizer steps; maximum for names that end in `_max`."""
     merged: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():

@@ -1,4 +1,4 @@
-"""Trainer and servers in turn: the order, who holds what at each call, and what happens when one of them fails."""
+"""Trainer and servers on the same devices: the order, the memory of each stage, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Metrics, Rollout
-from mega_rl.workers.turns import ColocatedRollouts
+from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePrompts
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.rollouts import make_rollout
-from tests.unit_tests.workers.turns_cases import run_turns
+from tests.unit_tests.workers.colocation_on_ranks import run_stages
 
 PARTS = ("parameters", "gradients", "optimizer")
 PROMPTS = FakePrompts().batch(0)
@@ -92,37 +92,42 @@ class Device:
         self.note("save")
 
 
-def turns_of(device: Any, *, others: Sequence[Any] = ()) -> ColocatedRollouts:
-    return ColocatedRollouts(
-        source=device, sync=device, checkpoints=device, policy=device, others=others, servers=device,
-        accelerator=device, everyone=SingleRank(),
+def rollouts_of(device: Any, *, others: Sequence[Any] = ()) -> ColocatedRollouts:
+    devices = SharedDevices(
+        policy=device, others=others, servers=device, accelerator=device, everyone=SingleRank(),
     )  # fmt: skip
+    return ColocatedRollouts(device, device, devices)
+
+
+def store_of(rollouts: ColocatedRollouts) -> ColocatedCheckpoints:
+    """The checkpoints of the same run; the fake device is the store too."""
+    return ColocatedCheckpoints(rollouts.source, rollouts.devices)  # type: ignore[arg-type]
 
 
 def test_the_order_of_a_step() -> None:
     """Servers have everything at the start and make room first."""
     device = Device()
-    turns = turns_of(device)
-    turns.publish()
+    rollouts = rollouts_of(device)
+    rollouts.publish()
     assert device.events == ["release kv_cache", SEND[0], *SEND[2:]]
     for step in range(2):
         device.events.clear()
-        turns.generate(PROMPTS, step=step)
+        rollouts.generate(PROMPTS, step=step)
         assert device.here == set(PARTS)
-        turns.publish()
+        rollouts.publish()
         assert device.events == ["generate", *TAKE_BACK, *SEND]
 
 
 def test_validation_and_checkpoints_leave_the_servers_their_weights() -> None:
     device = Device()
-    turns = turns_of(device)
-    turns.publish()
+    rollouts = rollouts_of(device)
+    rollouts.publish()
     device.events.clear()
-    turns.generate(PROMPTS, step=1, greedy=True)
-    turns.save(1, {})
-    turns.generate(PROMPTS, step=1, greedy=True)
-    turns.generate(PROMPTS, step=1)
-    turns.save(2, {})
+    rollouts.generate(PROMPTS, step=1, greedy=True)
+    store_of(rollouts).save(1, {})
+    rollouts.generate(PROMPTS, step=1, greedy=True)
+    rollouts.generate(PROMPTS, step=1)
+    store_of(rollouts).save(2, {})
     away, back = "off gradients optimizer parameters", "on gradients optimizer parameters"
     assert device.events == [
         "generate", "release kv_cache", back, "save", away, "resume kv_cache", "generate", "generate", *TAKE_BACK,
@@ -132,37 +137,37 @@ def test_validation_and_checkpoints_leave_the_servers_their_weights() -> None:
 
 def test_a_second_publish_sends_again() -> None:
     device = Device()
-    turns = turns_of(device)
-    turns.publish()
+    rollouts = rollouts_of(device)
+    rollouts.publish()
     device.events.clear()
-    turns.publish()
+    rollouts.publish()
     assert device.events == ["release kv_cache", "on parameters", "publish", "off parameters", "resume kv_cache"]
 
 
 def test_a_proof_has_parameters_and_cache() -> None:
     """The sync asks for it in the middle of a publish; at another time the cache is there or nobody's to take."""
     device = Device()
-    turns = turns_of(device)
+    rollouts = rollouts_of(device)
     publish = device.publish
 
     def with_proof() -> Metrics:
         metrics = publish()
-        turns.make_room_for_proof()
+        rollouts.devices.after_send([0])
         assert (device.here, device.servers) == ({"parameters"}, {"weights", "kv_cache"})
         return metrics
 
     device.publish = with_proof  # type: ignore[method-assign]
-    assert turns.publish()["memory/proving_bytes"] == 10.0
+    assert rollouts.publish()["memory/proving_bytes"] == 10.0
     assert device.events[-3:] == ["publish", "resume kv_cache", "off parameters"]
     before = list(device.events)
-    turns.make_room_for_proof()
+    rollouts.devices.after_send([0])
     assert device.events == before
 
 
 def test_other_engines_have_left_before_weights_come() -> None:
     device, critic = Device(), Device()
     critic.events = device.events
-    turns = turns_of(device, others=[critic])
+    rollouts = rollouts_of(device, others=[critic])
     resume = device.resume
 
     def watched(tags: Sequence[str]) -> None:
@@ -170,42 +175,42 @@ def test_other_engines_have_left_before_weights_come() -> None:
         resume(tags)
 
     device.resume = watched  # type: ignore[method-assign]
-    turns.publish()
-    turns.generate(PROMPTS, step=0)
+    rollouts.publish()
+    rollouts.generate(PROMPTS, step=0)
     assert critic.here == set(PARTS)
 
 
 def test_nothing_is_generated_without_weights() -> None:
     device = Device()
-    turns = turns_of(device)
+    rollouts = rollouts_of(device)
     with pytest.raises(RuntimeError, match="while start: the servers have no weights"):
-        turns.generate(PROMPTS, step=0)
-    turns.publish()
-    turns.generate(PROMPTS, step=0)
+        rollouts.generate(PROMPTS, step=0)
+    rollouts.publish()
+    rollouts.generate(PROMPTS, step=0)
     with pytest.raises(RuntimeError, match="while training: the servers have no weights"):
-        turns.generate(PROMPTS, step=1)
+        rollouts.generate(PROMPTS, step=1)
 
 
 @pytest.mark.parametrize("fails", ["generate", "save", *TAKE_BACK[:1], *SEND])
 def test_the_trainer_has_its_state_whatever_fails(fails: str) -> None:
     device = Device()
-    turns = turns_of(device)
-    turns.publish()
+    rollouts = rollouts_of(device)
+    rollouts.publish()
     device.fails = fails
     with pytest.raises(RunError, match=f"{fails} failed"):  # noqa: PT012, the step that fails is one of these
-        turns.save(1, {})
-        turns.generate(PROMPTS, step=0)
-        turns.publish()
+        store_of(rollouts).save(1, {})
+        rollouts.generate(PROMPTS, step=0)
+        rollouts.publish()
     assert device.here == set(PARTS)
 
 
 def test_memory_is_measured() -> None:
     """Three parts of ten bytes: all while training, the parameters while sending, nothing while generating."""
     device = Device()
-    turns = turns_of(device)
-    turns.publish()
-    turns.generate(PROMPTS, step=0)
-    assert turns.publish() == {
+    rollouts = rollouts_of(device)
+    rollouts.publish()
+    rollouts.generate(PROMPTS, step=0)
+    assert rollouts.publish() == {
         "rollout/weight_version": 1.0,
         "memory/training_bytes": 30.0,
         "memory/sending_bytes": 10.0,
@@ -218,7 +223,7 @@ def test_memory_is_measured() -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     checkpoint = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
-    results: list[dict[str, Any]] = run_ranks(2, run_turns, str(checkpoint), timeout_s=240)
+    results: list[dict[str, Any]] = run_ranks(2, run_stages, str(checkpoint), timeout_s=240)
     return results
 
 
@@ -255,7 +260,7 @@ def test_the_bytes_are_those_of_the_storages(ranks: list[dict[str, Any]]) -> Non
 
 
 def test_training_goes_on_to_the_bit(ranks: list[dict[str, Any]]) -> None:
-    """Gradient norms and weights of a run without turns; what was sent is what was trained."""
+    """Gradient norms and weights of a run with devices of its own; what was sent is what was trained."""
     for found in ranks:
         assert found["moved"] == found["stayed"]
         for name, weight in found["stayed weights"].items():

@@ -5,25 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.trainer.report import rollout_metrics
-from mega_rl.types import Rollout
+from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
+from mega_rl.types import Experience, Rollout
 from tests.helpers.fakes import FakeRanks
 
 
 def rollout_of(prompt_index: list[int]) -> Rollout:
     """Rows of one token of a prompt and one of a response."""
     rows = len(prompt_index)
-    return Rollout(
-        tokens=torch.ones(rows, 2, dtype=torch.int64),
-        loss_mask=torch.tensor([[False, True]] * rows),
+    return Rollout.from_rows(
+        torch.ones(rows, 2, dtype=torch.int64),
         prompt_lengths=torch.ones(rows, dtype=torch.int64),
         lengths=torch.full((rows,), 2),
-        rollout_logprobs=torch.zeros(rows, 2),
-        finished=torch.ones(rows, dtype=torch.bool),
         prompt_index=torch.tensor(prompt_index),
-        sample_index=torch.zeros(rows, dtype=torch.int64),
-        weight_version=torch.zeros(rows, dtype=torch.int64),
-        batch_size=[rows],
     )
 
 
@@ -44,3 +38,13 @@ def test_share_of_prompts_that_teach_grpo_nothing(prompt_index: list[int], rewar
 def test_one_sample_each_has_no_groups() -> None:
     metrics = rollout_metrics(rollout_of([0, 1]), torch.zeros(2), FakeRanks())
     assert "reward/equal_groups_fraction" not in metrics
+
+
+def test_means_are_over_response_tokens() -> None:
+    experience = Experience.from_rows(
+        torch.ones(2, 3, dtype=torch.int64),
+        prompt_lengths=torch.tensor([1, 2]),
+        lengths=torch.tensor([3, 3]),
+        values=torch.tensor([[9.0, 1.0, 2.0], [9.0, 9.0, 6.0]]),
+    )
+    assert experience_metrics(experience, FakeRanks())["values/mean"] == 3.0

@@ -11,83 +11,83 @@ from collections.abc import Iterator
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.schema import Config
 
+_DDP, _OPTIMIZER = "engine.megatron.ddp", "engine.megatron.optimizer"
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 
 
 def layout(config: Config, world_size: int) -> Iterator[str]:
     """Sizes that do not go together on `world_size` ranks."""
-    par = config.parallel
+    par = config.engine.megatron
     size = par.tp * par.pp * par.cp
     if world_size % size:
         yield (
-            f"world size {world_size} is not a multiple of parallel.tp*pp*cp={par.tp}*{par.pp}*{par.cp}={size}; "
-            f"start a multiple of {size} ranks (--nproc-per-node {size}), or choose sizes whose product divides "
-            f"{world_size}"
+            f"world size {world_size} is not a multiple of engine.megatron.tp*pp*cp={par.tp}*{par.pp}*{par.cp}="
+            f"{size}; start a multiple of {size} ranks (--nproc-per-node {size}), or choose sizes whose product "
+            f"divides {world_size}"
         )
     etp = par.etp or par.tp
     stage = world_size // par.pp
     if par.ep * etp > 1 and world_size % size == 0 and stage % (par.ep * etp):
         yield (
-            f"parallel.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline stage "
-            f"(world size {world_size} / pp {par.pp}); legal products: {listed(divisors(stage))}"
+            f"engine.megatron.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline "
+            f"stage (world size {world_size} / pp {par.pp}); legal products: {listed(divisors(stage))}"
         )
     if par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
         # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
-        yield f"parallel.vpp={par.vpp} with pp=2 needs parallel.overlap_p2p=true; without it gradients are wrong"
-    if par.pipeline and (par.first_stage_layers or par.last_stage_layers):
         yield (
-            f"parallel.pipeline={par.pipeline} says how many layers each stage has; "
-            + leave_out("parallel.first_stage_layers", "parallel.last_stage_layers")
+            f"engine.megatron.vpp={par.vpp} with pp=2 needs engine.megatron.overlap_p2p=true; without it gradients are "
+            "wrong"
         )
 
 
 def fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
-    """What of the layout a model cannot be cut by; `key` is the setting that names its checkpoint."""
-    par = config.parallel
+    """List the sizes of the layout that a model cannot be cut by; `key` is the setting that names its checkpoint."""
+    par = config.engine.megatron
     legal = listed([tp for tp in divisors(facts.num_heads) if not _cut_problems(tp, facts)])
     for problem in _cut_problems(par.tp, facts):
-        yield f"parallel.tp={par.tp} {problem} of {key}; legal: {legal}"
+        yield f"engine.megatron.tp={par.tp} {problem} of {key}; legal: {legal}"
     stages = par.pp * par.vpp
-    even = not (par.pipeline or par.first_stage_layers or par.last_stage_layers)
-    if even and facts.num_layers % stages:
+    if not par.pipeline and facts.num_layers % stages:
         yield (
-            f"parallel.pp*vpp={par.pp}*{par.vpp}={stages} does not divide the {facts.num_layers} layers of {key}; "
-            f"legal products: {listed(divisors(facts.num_layers))}, or uneven stages: parallel.pipeline"
+            f"engine.megatron.pp*vpp={par.pp}*{par.vpp}={stages} does not divide the {facts.num_layers} layers of "
+            f"{key}; legal products: {listed(divisors(facts.num_layers))}, or uneven stages: engine.megatron.pipeline"
         )
     if par.tp > 1 and not par.sequence_parallel and (facts.multi_latent_attention or facts.num_experts):
         # Without it Megatron-Core sums the gradient of the latent norms over tp once too often, and experts that are
         # not cut as the rest is see some tokens twice.
         has = "multi-latent attention" if facts.multi_latent_attention else "experts"
-        yield f"{key} has {has}: parallel.tp={par.tp} needs parallel.sequence_parallel=true"
+        yield f"{key} has {has}: engine.megatron.tp={par.tp} needs engine.megatron.sequence_parallel=true"
     yield from _fits_experts(config, key, facts)
 
 
 def _fits_experts(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
-    par = config.parallel
+    par = config.engine.megatron
     etp = par.etp or par.tp
     if not facts.num_experts:
         for name in ("ep", "etp"):
             if getattr(par, name) > 1:
-                yield f"parallel.{name}={getattr(par, name)}: {key} has no experts; {leave_out(f'parallel.{name}')}"
-        for entry in dataclasses.fields(config.moe):
+                size = f"engine.megatron.{name}"
+                yield f"{size}={getattr(par, name)}: {key} has no experts; {leave_out(size)}"
+        for entry in dataclasses.fields(par.moe):
             # Of the actor: a dense reference or reward model beside a mixture has nothing to do with them.
-            if key == "model.path" and getattr(config.moe, entry.name) != entry.default:
-                yield f"moe.{entry.name} has no effect: {key} has no experts; {leave_out(f'moe.{entry.name}')}"
+            if key == "model.path" and getattr(par.moe, entry.name) != entry.default:
+                setting = f"engine.megatron.moe.{entry.name}"
+                yield f"{setting} has no effect: {key} has no experts; {leave_out(setting)}"
         return
     if facts.num_experts % par.ep:
         yield (
-            f"parallel.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
+            f"engine.megatron.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
             f"legal: {listed(divisors(facts.num_experts))}"
         )
     if facts.expert_ffn_hidden_size % etp:
         yield (
-            f"parallel.etp={etp} does not divide the feed-forward size {facts.expert_ffn_hidden_size} of an expert of "
-            f"{key}; legal: {listed(divisors(facts.expert_ffn_hidden_size))}"
+            f"engine.megatron.etp={etp} does not divide the feed-forward size {facts.expert_ffn_hidden_size} of an "
+            f"expert of {key}; legal: {listed(divisors(facts.expert_ffn_hidden_size))}"
         )
     if facts.expert_biases and etp > 1:
         yield (
-            f"parallel.etp={etp}: the experts of {key} have biases, which Megatron-Core does not cut; "
-            "set parallel.etp=1"
+            f"engine.megatron.etp={etp}: the experts of {key} have biases, which Megatron-Core does not cut; "
+            "set engine.megatron.etp=1"
         )
 
 
@@ -110,68 +110,71 @@ def recompute(config: Config) -> Iterator[str]:
 
 
 def fsdp(config: Config, world_size: int) -> Iterator[str]:
-    """What fully sharded data parallelism cannot be combined with; `mega_rl.ddp.fsdp_limits` has the reasons."""
-    ddp, par = config.ddp, config.parallel
-    name = f"ddp.implementation={ddp.implementation}"
+    """List what fully sharded data parallelism is not combined with; `mega_rl.ddp.fsdp_limits` has the reasons."""
+    par = config.engine.megatron
+    ddp, optimizer = par.ddp, par.optimizer
+    name = f"{_DDP}.implementation={ddp.implementation}"
     if ddp.implementation == "ddp":
         return
     refused = {
-        "ddp.average_in_collective=true": ddp.average_in_collective,
-        f"parallel.ep={par.ep}": par.ep > 1,
-        f"parallel.etp={par.etp}": par.etp not in (0, par.tp),
-        f"optim.cpu_offload={config.optim.cpu_offload:g}": config.optim.cpu_offload > 0,
-        "optim.precision_aware=true": config.optim.precision_aware,
+        f"{_DDP}.average_in_collective=true": ddp.average_in_collective,
+        f"engine.megatron.ep={par.ep}": par.ep > 1,
+        f"engine.megatron.etp={par.etp}": par.etp not in (0, par.tp),
+        f"{_OPTIMIZER}.cpu_offload={optimizer.cpu_offload:g}": optimizer.cpu_offload > 0,
+        f"{_OPTIMIZER}.precision_aware=true": optimizer.precision_aware,
     }
     if ddp.implementation == "torch_fsdp2":
-        refused[f"ddp.optimizer_instances={ddp.optimizer_instances}"] = ddp.optimizer_instances > 1
+        refused[f"{_DDP}.optimizer_instances={ddp.optimizer_instances}"] = ddp.optimizer_instances > 1
     else:
         plain = ddp.fsdp_sharding == "optim"
-        refused[f"parallel.pp={par.pp}"] = par.pp > 1
+        refused[f"engine.megatron.pp={par.pp}"] = par.pp > 1
         refused["model.frozen"] = bool(config.model.frozen)
         refused["one data-parallel rank (dp*cp=1)"] = world_size == par.tp * par.pp
-        refused["ddp.fsdp_sharding=optim and ddp.overlap_grad_reduce=true"] = plain and ddp.overlap_grad_reduce
-        refused[f"ddp.fsdp_sharding=optim and ddp.optimizer_instances={ddp.optimizer_instances}"] = (
+        refused[f"{_DDP}.fsdp_sharding=optim and overlap_grad_reduce=true"] = plain and ddp.overlap_grad_reduce
+        refused[f"{_DDP}.fsdp_sharding=optim and optimizer_instances={ddp.optimizer_instances}"] = (
             plain and ddp.optimizer_instances > 1
         )
     for setting in (setting for setting, given in refused.items() if given):
-        yield f"{name} with {setting}: not supported; change that, or set ddp.implementation=ddp"
+        yield f"{name} with {setting}: not supported; change that, or set {_DDP}.implementation=ddp"
 
 
 def data_parallel(config: Config, world_size: int) -> Iterator[str]:
     """Ways of adding gradients up that do not go together."""
     yield from fsdp(config, world_size)
-    ddp, optim = config.ddp, config.optim
-    if optim.precision_aware and not optim.distributed_optimizer:
-        yield "optim.precision_aware=true needs optim.distributed_optimizer=true"
-    if optim.precision_aware and optim.cpu_offload:
+    par = config.engine.megatron
+    ddp, optimizer = par.ddp, par.optimizer
+    if optimizer.precision_aware and not optimizer.distributed:
+        yield f"{_OPTIMIZER}.precision_aware=true needs {_OPTIMIZER}.distributed=true"
+    if optimizer.precision_aware and optimizer.cpu_offload:
         yield (
-            f"optim.cpu_offload={optim.cpu_offload:g} with optim.precision_aware=true: the host's Adam has FP32 "
+            f"{_OPTIMIZER}.cpu_offload={optimizer.cpu_offload:g} with precision_aware=true: the host's Adam has FP32 "
             "moments; use one of the two"
         )
     if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
         in_fp32 = str(ddp.grad_reduce_in_fp32).lower()
         yield (
-            f"ddp.reduce_scatter_fp32_accumulation=true with ddp.grad_reduce_in_fp32={in_fp32} and "
+            f"{_DDP}.reduce_scatter_fp32_accumulation=true with grad_reduce_in_fp32={in_fp32} and "
             f"model.dtype={config.model.dtype}: it sends bf16 gradients; set grad_reduce_in_fp32=false, dtype=bf16"
         )
-    if ddp.reduce_scatter_fp32_accumulation and not optim.distributed_optimizer:
-        yield "ddp.reduce_scatter_fp32_accumulation=true needs optim.distributed_optimizer=true: nothing is scattered"
-    par = config.parallel
+    if ddp.reduce_scatter_fp32_accumulation and not optimizer.distributed:
+        yield (
+            f"{_DDP}.reduce_scatter_fp32_accumulation=true needs {_OPTIMIZER}.distributed=true: nothing is scattered"
+        )
     replicas = world_size // (par.tp * par.pp)
     if ddp.optimizer_instances > 1 and replicas % ddp.optimizer_instances:
         yield (
-            f"ddp.optimizer_instances={ddp.optimizer_instances} does not divide the {replicas} ranks that hold the "
+            f"{_DDP}.optimizer_instances={ddp.optimizer_instances} does not divide the {replicas} ranks that hold the "
             f"same part of the model (dp*cp); legal: {listed(divisors(replicas))}"
         )
 
 
 def fsdp_engine(config: Config, world_size: int) -> Iterator[str]:
-    """What engine=fsdp cannot do."""
-    if config.engine != "fsdp":
+    """List the settings that engine.backend=fsdp cannot follow."""
+    if config.engine.backend != "fsdp":
         return
-    ranks = config.fsdp.shard_ranks
+    ranks = config.engine.fsdp.shard_ranks
     if ranks and world_size % ranks:
         legal = listed(divisors(world_size))
-        yield f"fsdp.shard_ranks={ranks} does not divide the world size {world_size}; legal: {legal}"
+        yield f"engine.fsdp.shard_ranks={ranks} does not divide the world size {world_size}; legal: {legal}"
     if config.model.recompute == "selective":
-        yield "model.recompute=selective needs engine=megatron; with engine=fsdp legal: none, full"
+        yield "model.recompute=selective needs engine.backend=megatron; with engine.backend=fsdp legal: none, full"

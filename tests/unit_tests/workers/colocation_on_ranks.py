@@ -1,8 +1,9 @@
-"""Turns of a real engine with servers that look at it: what a rank does for test_turns.py."""
+"""Stages of a real engine with servers that look at it: what a rank does for test_colocation.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ class Watcher:
         self.note("save")
 
 
-def run_turns(rank: int, checkpoint: str) -> dict[str, Any]:
-    """Three steps with turns and three without; what the engine held at every event."""
+def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
+    """Three steps that share the devices and three that do not; what the engine held at every event."""
     from mega_rl.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
-    from mega_rl.workers.turns import ColocatedRollouts
+    from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 
     found: dict[str, Any] = {}
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
@@ -69,23 +70,24 @@ def run_turns(rank: int, checkpoint: str) -> dict[str, Any]:
         found["stayed weights"] = exported(engine)
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
         watcher = Watcher(engine)
-        turns = ColocatedRollouts(
-            source=watcher, sync=watcher, checkpoints=watcher, policy=engine, others=[], servers=watcher,
-            accelerator=prepare("auto"), everyone=GroupRanks(engine.groups.world),
+        devices = SharedDevices(
+            policy=engine, others=[], servers=watcher, accelerator=prepare("auto"),
+            everyone=GroupRanks(engine.groups.world),
         )  # fmt: skip
-        watcher.make_room = turns.make_room_for_proof
+        rollouts, store = ColocatedRollouts(watcher, watcher, devices), ColocatedCheckpoints(watcher, devices)
+        watcher.make_room = partial(devices.after_send, [0])
         prompts, found["moved"], found["metrics"] = FakePrompts().batch(0), [], []
-        found["metrics"].append(turns.publish())
+        found["metrics"].append(rollouts.publish())
         for step in range(3):
-            turns.generate(prompts, step=step)
+            rollouts.generate(prompts, step=step)
             watcher.note("train")
             found["moved"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
             found["whole"] = sizes(engine)
-            found["metrics"].append(turns.publish())
-            turns.generate(prompts, step=step, greedy=True)
+            found["metrics"].append(rollouts.publish())
+            rollouts.generate(prompts, step=step, greedy=True)
             if step == 1:
-                turns.save(step, {})
-        turns.generate(prompts, step=3)
+                store.save(step, {})
+        rollouts.generate(prompts, step=3)
         found["moved weights"] = exported(engine)
         found["sent"] = watcher.sent
         found["seen"] = watcher.seen

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mega_rl.config import parallel_rules, rollout_rules
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.needs import unmet
+from mega_rl.config.rules import parallel as parallel_rules
+from mega_rl.config.rules import rollout as rollout_rules
 from mega_rl.config.schema import Config
 
 
@@ -30,7 +31,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
 
 
 def _batches(config: Config, world_size: int) -> Iterator[str]:
-    trainer, rollout, par = config.trainer, config.rollout, config.parallel
+    trainer, rollout, par = config.trainer, config.rollout, config.engine.megatron
     prompts, minibatch = trainer.prompts_per_step, trainer.minibatch_size
     if prompts % minibatch:
         yield (
@@ -52,10 +53,10 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     pieces = 2 * par.cp if par.cp > 1 else 1  # context parallelism cuts every sequence into so many
     rounded = -(-longest // pieces) * pieces
-    if trainer.packing and trainer.max_tokens_per_microbatch < rounded:
+    if trainer.microbatch.packing and trainer.microbatch.max_tokens < rounded:
         padded = "" if rounded == longest else f", rounded up to a multiple of 2*cp={pieces}"
         yield (
-            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} cannot hold one sequence of "
+            f"trainer.microbatch.max_tokens={trainer.microbatch.max_tokens} cannot hold one sequence of "
             f"data.max_prompt_tokens+rollout.max_new_tokens={longest}{padded}; make it at least {rounded}"
         )
 
@@ -64,21 +65,24 @@ def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.advantage == "grpo" and config.rollout.n < 2:
         yield f"rollout.n={config.rollout.n}: algorithm.advantage=grpo compares samples of a prompt; legal: at least 2"
-    if algorithm.advantage == "grpo" and algorithm.kl_placement == "reward":
+    if algorithm.advantage == "grpo" and algorithm.kl.placement == "reward":
         yield (
-            "algorithm.kl_placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per "
+            "algorithm.kl.placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per "
             "token has no place in it; legal: none, loss"
         )
-    if 0 < algorithm.dual_clip <= 1:
-        yield f"algorithm.dual_clip={algorithm.dual_clip:g}: legal: 0 (off) or above 1"
+    if 0 < algorithm.clip.dual <= 1:
+        yield f"algorithm.clip.dual={algorithm.clip.dual:g}: legal: 0 (off) or above 1"
 
 
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
-    if reward.source == "model" and not reward.model_path:
-        yield "reward.source=model needs reward.model_path: name a sequence-classification checkpoint directory"
-    if reward.source == "http" and not reward.url.startswith(("http://", "https://")):
-        yield f"reward.url={reward.url!r}: reward.source=http needs an address that begins with http:// or https://"
+    if reward.source == "model" and not reward.model.path:
+        yield "reward.source=model needs reward.model.path: name a sequence-classification checkpoint directory"
+    if reward.source == "http" and not reward.http.url.startswith(("http://", "https://")):
+        yield (
+            f"reward.http.url={reward.http.url!r}: reward.source=http needs an address that begins with http:// or "
+            "https://"
+        )
 
 
 def _fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""What a step sends: every collective of a rank with its group, dtype and bytes, on real groups and simulated ones.
+"""Recording of a step's traffic: every collective of a rank with its group, dtype and bytes, real or simulated.
 
-`torch.distributed` hands each collective to the dispatcher as an operator of `c10d`, whichever library carries it, so
-what is seen here is what the backend is asked for. With torch's fake process group, which moves nothing, one process
+`torch.distributed` passes each collective to the dispatcher as an operator of `c10d`, for every backend, so the
+recorder sees what the backend is asked for. With torch's fake process group, which moves nothing, one process
 stands for any rank of a world of thousands.
 """
 
@@ -29,12 +29,12 @@ class Collective:
 
     @property
     def sends(self) -> bool:
-        """Whether `nbytes` leave this rank."""
+        """Return whether `nbytes` leave this rank."""
         return self.op != "recv"
 
 
 class CollectiveRecorder(TorchDispatchMode):
-    """Keeps every collective that is started inside its context, backward passes included, in order.
+    """Recorder of every collective that starts inside its context, backward passes included, in order.
 
     Bytes are those of an algorithm that sends no more than it must: (d - 1) / d of the whole tensor for a
     reduce-scatter or an all-gather over d ranks, twice that for an all-reduce, of an all-to-all what does not stay,
@@ -52,7 +52,7 @@ class CollectiveRecorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Notes an operator of c10d, and runs it."""
+        """Record an operator of c10d, and run it."""
         if func.namespace == "c10d":
             self._note(func._schema.name.partition("::")[2], args)
         return func(*args, **(kwargs or {}))
@@ -64,7 +64,7 @@ class CollectiveRecorder(TorchDispatchMode):
     def _note(self, operator: str, args: tuple[Any, ...]) -> None:
         if operator in BARRIERS:
             return
-        assert operator in OPERATORS, f"c10d::{operator} moves bytes that nobody has thought of here"
+        assert operator in OPERATORS, f"c10d::{operator} moves bytes and is not in OPERATORS"
         op, sent = OPERATORS[operator]
         group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         tensor, nbytes = sent(args, group)

@@ -1,0 +1,264 @@
+"""The trainer of a run with all its parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mega_rl import progress
+from mega_rl.accelerator import Accelerator
+from mega_rl.algorithms.aggregation import AGGREGATIONS
+from mega_rl.assemble.data import Tokens, load_data, read_tokens, warn_of_few
+from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
+from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
+from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
+from mega_rl.assemble.roles import Roles, build_estimator, build_roles, role_facts
+from mega_rl.assemble.rollouts import Rollouts, build_rollouts, start_servers
+from mega_rl.checkpoint.export import HfExports
+from mega_rl.checkpoint.store import RunCheckpoints
+from mega_rl.config.needs import is_on_policy
+from mega_rl.config.origins import as_record
+from mega_rl.config.render import resolved_yaml
+from mega_rl.config.schema import Config
+from mega_rl.data.prompts import PromptSampler, fingerprint
+from mega_rl.metrics.sinks import make_sink
+from mega_rl.metrics.startup import show_startup
+from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.groups import Groups
+from mega_rl.protocols import MetricsSink, RolloutSource
+from mega_rl.rollout.stop_tokens import name_stop_tokens
+from mega_rl.trainer import PPOTrainer, RunSettings
+from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.mismatch import MismatchGuard
+from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, UpdateLogprobs
+from mega_rl.trainer.staleness import StalenessGuard
+from mega_rl.types import Prompt
+from mega_rl.workers.reward import TextScorer
+from mega_rl.workers.reward_functions import RewardFunction
+from mega_rl.workers.reward_model import TokenRows
+from mega_rl.workers.rollout import VocabularyGuard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _RunInputs:
+    """Inputs that a run reads before its models."""
+
+    tokens: Tokens
+    reward: TextScorer | TokenRows
+    train: list[Prompt]
+    held_out: Sequence[Prompt]
+
+
+@dataclass(frozen=True)
+class _LoadedRun:
+    """Parts of a run when everything is loaded."""
+
+    plan: RunPlan
+    inputs: _RunInputs
+    world: GroupRanks
+    roles: Roles
+    prompts: PromptSampler
+    rollouts: Rollouts
+    start: int  # steps done by the checkpoint that all of it was restored from
+
+
+def build_trainer(
+    config: Config,
+    accelerator: Accelerator,
+    groups: Groups,
+    *,
+    stop_requested: Callable[[], bool],
+    resources: ExitStack,
+    reward_function: RewardFunction | None = None,
+) -> PPOTrainer:
+    """Return every part of a run, connected; `resources` ends what must end with it: servers, files of metrics.
+
+    reward_function: in place of the one that the config names.
+    """
+    # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
+    world = GroupRanks(groups.world)
+    plan = plan_run(config, accelerator)
+    inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0)
+    checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(inputs.train))
+    resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
+    servers = start_servers(plan, accelerator, world, resources)  # they come up while the models are built
+    roles = build_roles(plan, accelerator, groups)
+    prompts = PromptSampler(
+        inputs.train, batch_size=config.trainer.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed
+    )
+    with progress.phase("preparing the rollout engine"):
+        rollouts = build_rollouts(
+            plan, accelerator, world, servers, roles,
+            checkpoints=checkpoints, prompts=prompts.batch, resources=resources,
+        )  # fmt: skip
+    start = _restore(checkpoints, roles, rollouts, steps=config.trainer.steps)
+    checkpoints.move_earlier_run(Path(config.trainer.run_dir))
+    parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, start)
+    metrics = _open_records(parts)
+    resources.push(partial(_close_metrics, metrics))
+    return _connect(parts, metrics, PhaseTimer(synchronize=accelerator.synchronize), stop_requested)
+
+
+def _read_inputs(plan: RunPlan, reward_function: RewardFunction | None, *, is_writer: bool) -> _RunInputs:
+    """Return tokenizer, rewards and prompts. Raises UserError and UserErrors."""
+    config = plan.config
+    tokens = read_tokens(config, is_writer=is_writer)
+    reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function)
+    train, held_out = load_data(
+        config,
+        tokens.tokenizer,
+        vocab_size=plan.models["actor"].hf.vocab_size,
+        columns=reward_columns(config, reward),
+    )
+    if is_writer:
+        warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
+    return _RunInputs(tokens, reward, train, held_out)
+
+
+def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, *, steps: int) -> int:
+    """Return the steps done by the checkpoint that everything was restored from; 0 when the run starts afresh."""
+    for role in TRAINED_ROLES:
+        if role in roles.engines:
+            checkpoints.add_engine(role, roles.engines[role])
+    if rollouts.pending is not None:
+        checkpoints.add_rank_state("rollout", rollouts.pending)
+    return resume(checkpoints, roles.kl, rollouts.sync, steps=steps)
+
+
+def _open_records(parts: _LoadedRun) -> MetricsSink:
+    """Write the run's config, show its start-up table, and return the sinks of its metrics."""
+    config, roles, is_writer = parts.plan.config, parts.roles, parts.world.rank == 0
+    run_dir = Path(config.trainer.run_dir)
+    if is_writer:
+        if saves_nothing(config):
+            log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(resolved_yaml(config))
+    metrics = make_sink(
+        config.metrics,
+        run_dir,
+        is_writer=is_writer,
+        resume_step=parts.start + 1,
+        total_steps=config.trainer.steps,
+        settings=as_record(config),
+        has_reference="reference" in roles.engines,
+    )
+    if is_writer:
+        tokens = parts.inputs.tokens
+        show_startup(role_facts(config, roles), stop_tokens=name_stop_tokens(tokens.tokenizer, tokens.stop_ids))
+    return metrics
+
+
+def _connect(
+    parts: _LoadedRun, metrics: MetricsSink, timer: PhaseTimer, stop_requested: Callable[[], bool]
+) -> PPOTrainer:
+    config, roles, rollouts, tokens = parts.plan.config, parts.roles, parts.rollouts, parts.inputs.tokens
+    actor = roles.actor_engine
+    return PPOTrainer(
+        settings=run_settings(config),
+        prompts=parts.prompts,
+        val_prompts=parts.inputs.held_out,
+        rollout=_known_tokens(rollouts.source, roles, parts.world),
+        reward=build_reward(
+            config,
+            parts.inputs.reward,
+            roles.engines.get("reward"),
+            decode=tokens.decode,
+            replica=actor.replica,
+            everyone=parts.world,
+        ),
+        actor=roles.actor,
+        critic=roles.critic,
+        reference=roles.reference,
+        estimator=build_estimator(config.algorithm, roles.kl),
+        minibatches=minibatch_plan(config),
+        kl=roles.kl,
+        staleness=StalenessGuard(
+            limit=config.trainer.async_steps, ranks=actor.data_parallel, current=lambda: rollouts.sync.weight_version
+        ),
+        old_logprobs=_old_logprobs(config, roles, rollouts),
+        sync=rollouts.sync,
+        ranks=actor.data_parallel,
+        timer=timer,
+        metrics=metrics,
+        checkpoints=rollouts.checkpoints,
+        export=_exporter(config, roles, rollouts, parts.world),
+        decode=tokens.decode,
+        render=tokens.render,
+        stop_requested=stop_requested,
+        start=parts.start,
+    )
+
+
+def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:
+    """Return the source of old log-probs: the update's own forward where a step makes one on-policy update."""
+    guard = MismatchGuard(
+        limit=config.rollout.logprob_diff_limit,
+        ranks=roles.actor_engine.data_parallel,
+        current=(lambda: rollouts.sync.weight_version) if config.trainer.async_steps else None,
+    )
+    return UpdateLogprobs(guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard)
+
+
+def _close_metrics(metrics: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
+    """Close the run's sinks; `kind` is of the exception that ends it, where a second Ctrl-C is no failure."""
+    metrics.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
+
+
+def _known_tokens(source: RolloutSource, roles: Roles, everyone: GroupRanks) -> RolloutSource:
+    """Return the source, watched where a model that reads its tokens has a smaller vocabulary than the actor."""
+    readers = [roles.engines[role] for role in ("critic", "reference") if role in roles.engines]
+    smallest = min(readers, key=lambda engine: engine.sharding.hf.vocab_size, default=roles.actor_engine)
+    vocab_size = smallest.sharding.hf.vocab_size
+    if vocab_size >= roles.actor_engine.sharding.hf.vocab_size:
+        return source
+    return VocabularyGuard(source, vocab_size=vocab_size, reader=smallest.name, everyone=everyone)
+
+
+def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRanks) -> Callable[[int], None]:
+    """Return the function that writes the actor as a Hugging Face checkpoint, given the number of steps done."""
+    exports = HfExports(
+        engine=roles.actor_engine,
+        root=Path(config.trainer.run_dir) / "hf",
+        source=Path(config.model.path),
+        ranks=world,
+        on_error=config.checkpoint.on_error,
+    )
+
+    def export(done: int) -> None:
+        with rollouts.on_device():
+            exports(done)
+
+    return export
+
+
+def run_settings(config: Config) -> RunSettings:
+    """Return the settings that the loop itself reads."""
+    return RunSettings(
+        steps=config.trainer.steps,
+        val_interval=config.trainer.val_interval,
+        save_interval=config.checkpoint.save_interval,
+        save_final=config.checkpoint.save_final,
+        hf_interval=config.checkpoint.hf_interval,
+        hf_final=config.checkpoint.hf_final,
+        rollout_interval=config.metrics.rollout_interval,
+        rollout_samples=config.metrics.rollout_samples,
+    )
+
+
+def minibatch_plan(config: Config) -> MinibatchPlan:
+    """Return how a step's batch is cut."""
+    return MinibatchPlan(
+        minibatch_size=config.trainer.minibatch_size,
+        epochs=config.algorithm.epochs,
+        aggregation=AGGREGATIONS[config.algorithm.loss_aggregation],
+        max_response_tokens=config.rollout.max_new_tokens,
+        seed=config.trainer.seed,
+    )

@@ -1,0 +1,93 @@
+"""Keys and sections of the settings by their dotted names, read from the schema."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple, get_type_hints
+
+from mega_rl.config.schema import Config
+
+Setting = dataclasses.Field[Any]
+_NO_SETTING = "origins"
+
+
+class _Name(NamedTuple):
+    """A key with its type and field, or a section with its dataclass."""
+
+    name: str  # dotted
+    kind: Any
+    field: Setting | None
+
+
+def _walk(section: str, area: type) -> Iterator[_Name]:
+    """Yield every section and key below a section, in the schema's order."""
+    hints = get_type_hints(area)
+    for field in dataclasses.fields(area):
+        name, kind = f"{section}{field.name}", hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield _Name(name, kind, None)
+            yield from _walk(f"{name}.", hints[field.name])
+        elif name != _NO_SETTING:
+            yield _Name(name, kind, field)
+
+
+_ALL = list(_walk("", Config))
+NAMES = tuple(entry.name for entry in _ALL)  # sections and keys, in the schema's order
+SECTIONS: dict[str, type] = {entry.name: entry.kind for entry in _ALL if entry.field is None}
+FIELDS: dict[str, Setting] = {entry.name: entry.field for entry in _ALL if entry.field is not None}
+TYPES: dict[str, type] = {entry.name: entry.kind for entry in _ALL if entry.field is not None}
+
+
+def keys_in(section: str) -> tuple[str, ...]:
+    """Return every key of a section, without those of the sections in it."""
+    return tuple(key for key in FIELDS if key.rpartition(".")[0] == section)
+
+
+def keys_below(section: str) -> tuple[str, ...]:
+    """Return every key of a section and of the sections in it."""
+    return tuple(key for key in FIELDS if key.startswith(f"{section}."))
+
+
+def is_mapping(key: str) -> bool:
+    """Return whether a setting's value is a mapping, whose entries may be given one by one: key.name=value."""
+    return getattr(TYPES[key], "__origin__", None) is dict
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a setting."""
+    return attrgetter(key)(config)
+
+
+def flat(config: Config) -> dict[str, object]:
+    """Return every setting by its dotted key."""
+    return {key: value_of(config, key) for key in FIELDS}
+
+
+def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, object]:
+    """Return the entries of a nested record by their dotted names: {"optim": {"lr": 1e-06}} -> {"optim.lr": 1e-06}.
+
+    A setting that is itself a mapping stays one.
+    """
+    entries: dict[str, object] = {}
+    for name, value in nested.items():
+        key = f"{section}{name}"
+        if isinstance(value, Mapping) and key not in FIELDS:
+            entries |= flattened(value, f"{key}.")
+        else:
+            entries[key] = value
+    return entries
+
+
+def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
+    """Return the config with these values by their dotted keys."""
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        changed: Any = dataclasses.replace(value_of(config, section), **{name: value})
+        while section:
+            section, _, name = section.rpartition(".")
+            outer = value_of(config, section) if section else config
+            changed = dataclasses.replace(outer, **{name: changed})
+        config = changed
+    return config

@@ -1,0 +1,92 @@
+"""Every key a recipe may set: frozen dataclasses, one per section, with the range of each field in its metadata.
+
+`field(metadata={"doc", "unit", "min", "max", "choices"})` is the single source for the loader's checks, for
+`--print-config` and for docs/config.md. A field that is a dataclass is a section: `engine.megatron.tp` is the field
+`tp` of MegatronConfig. Nothing here imports torch, or anything that does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mega_rl.config.schema.engine import (
+    DdpConfig,
+    EngineConfig,
+    FsdpConfig,
+    MegatronConfig,
+    MegatronOptimizerConfig,
+    MoeConfig,
+)
+from mega_rl.config.schema.output import CheckpointConfig, MetricsConfig
+from mega_rl.config.schema.rollout import (
+    ChatConfig,
+    DataConfig,
+    EmbeddedConfig,
+    RewardConfig,
+    RewardHttpConfig,
+    RewardModelConfig,
+    RolloutConfig,
+    SglangConfig,
+    SglangServerConfig,
+    SglangSyncConfig,
+)
+from mega_rl.config.schema.setting import ATTENTION
+from mega_rl.config.schema.training import (
+    AlgorithmConfig,
+    ClipConfig,
+    KlConfig,
+    MicrobatchConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "ATTENTION",
+    "AlgorithmConfig",
+    "ChatConfig",
+    "CheckpointConfig",
+    "ClipConfig",
+    "Config",
+    "DataConfig",
+    "DdpConfig",
+    "EmbeddedConfig",
+    "EngineConfig",
+    "FsdpConfig",
+    "KlConfig",
+    "MegatronConfig",
+    "MegatronOptimizerConfig",
+    "MetricsConfig",
+    "MicrobatchConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "OptimConfig",
+    "RewardConfig",
+    "RewardHttpConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "SglangConfig",
+    "SglangServerConfig",
+    "SglangSyncConfig",
+    "TrainerConfig",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run."""
+
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
+    reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    # No setting: pinned Hub names of settings that hold the path of a downloaded copy (`mega_rl.config.origins`).
+    origins: Mapping[str, str | list[str]] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,142 @@
+"""Settings of the engines that run the models: Megatron-Core, or Hugging Face's models under PyTorch FSDP2."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from mega_rl.config.schema.setting import setting
+
+
+@dataclass(frozen=True)
+class DdpConfig:
+    """Data parallelism of Megatron-Core: who holds what, and how gradients are added up."""
+
+    implementation: str = setting(
+        "ddp",
+        "Megatron-Core's DDP, Megatron FSDP, or PyTorch's FSDP2 around Megatron-Core's modules.",
+        choices=("ddp", "megatron_fsdp", "torch_fsdp2"),
+    )
+    fsdp_sharding: str = setting(
+        "optim_grads_params",
+        "What Megatron FSDP shards: optimizer state, and gradients, and parameters.",
+        choices=("optim", "optim_grads", "optim_grads_params"),
+    )
+    bucket_size: int = setting(
+        0,
+        "Parameters of a bucket when reduction overlaps with the backward; 0: 40 million, or 1 million per "
+        "data-parallel rank if that is more.",
+        unit="parameters",
+        min=0,
+    )
+    overlap_grad_reduce: bool = setting(False, "Overlap gradient reduction with the backward.")
+    overlap_param_gather: bool = setting(False, "Overlap the gathering of updated parameters with the forward.")
+    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
+    reduce_scatter_fp32_accumulation: bool = setting(
+        False, "Send bf16 gradients and add them in FP32; needs grad_reduce_in_fp32=false."
+    )
+    average_in_collective: bool = setting(
+        False, "Let the collective average instead of adding; the result is the same up to rounding."
+    )
+    optimizer_instances: int = setting(
+        1, "Copies of the sharded optimizer state over data parallel (hybrid sharding).", unit="copies", min=1
+    )
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Mixtures of experts in training."""
+
+    dispatcher: str = setting(
+        "alltoall",
+        "How tokens reach their experts: sent to the ranks that have them, or gathered on all.",
+        choices=("alltoall", "allgather"),
+    )
+    grouped_experts: bool = setting(
+        True, "A rank's experts in one grouped matrix product where the layers have one; false: one after the other."
+    )
+    aux_loss_coef: float = setting(
+        0.0, "Weight of the load-balancing loss; 0 leaves it out, as reinforcement learning does.", min=0.0
+    )
+    expert_bias_update_rate: float = setting(
+        0.0, "Step of the router's expert bias against the load after each update; 0 freezes it.", min=0.0
+    )
+    routing_replay: bool = setting(
+        False, "Routes every token in the updates as the pass that computed its old log-prob did."
+    )
+
+
+@dataclass(frozen=True)
+class MegatronOptimizerConfig:
+    """Place and type of the state of Megatron-Core's optimizer; `optim` has Adam's own settings."""
+
+    distributed: bool = setting(True, "Shard optimizer state and FP32 main parameters over data parallel.")
+    cpu_offload: float = setting(
+        0.0, "Share of the optimizer state that stays in host memory and steps there.", min=0.0, max=1.0
+    )
+    precision_aware: bool = setting(
+        False, "Transformer Engine's Adam with moments of moment_dtype and no FP32 copy beyond bf16 remainders."
+    )
+    moment_dtype: str = setting("fp32", "Type of Adam's moments (precision_aware only).", choices=("fp32", "bf16"))
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Megatron-Core: how one model replica is cut (data parallelism fills the rest of the world), and its layers."""
+
+    tp: int = setting(1, "Tensor-parallel size.", unit="ranks", min=1)
+    sequence_parallel: bool = setting(False, "Shard layer-norm activations over the tensor-parallel group.")
+    pp: int = setting(1, "Pipeline-parallel size.", unit="ranks", min=1)
+    vpp: int = setting(1, "Model chunks per pipeline rank (interleaved schedule when above 1).", unit="chunks", min=1)
+    overlap_p2p: bool = setting(False, "Overlap pipeline sends with compute (interleaved schedule only).")
+    pipeline: str = setting(
+        "",
+        "Layers of each stage in Megatron-Core's notation, as Ett|ttt|ttL (E embedding, t layer, L loss); "
+        "empty splits evenly.",
+    )
+    cp: int = setting(1, "Context-parallel size: ranks that share every sequence.", unit="ranks", min=1)
+    ep: int = setting(1, "Expert-parallel size: ranks that share the experts of a layer.", unit="ranks", min=1)
+    etp: int = setting(0, "Tensor-parallel size of each expert; 0 takes tp.", unit="ranks", min=0)
+    transformer_impl: str = setting(
+        "auto",
+        "Layer implementation: Transformer Engine where it is installed (auto), or one of the two by name.",
+        choices=("auto", "transformer_engine", "local"),
+    )
+    ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
+    moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
+    optimizer: MegatronOptimizerConfig = dataclasses.field(default_factory=MegatronOptimizerConfig)
+
+
+@dataclass(frozen=True)
+class FsdpConfig:
+    """PyTorch FSDP2: who holds what, and when it travels."""
+
+    shard_ranks: int = setting(
+        0, "Ranks that hold one copy of weights and optimizer state between them; 0: all.", unit="ranks", min=0
+    )
+    reshard_after_forward: bool = setting(
+        True, "Free a layer's weights after its forward and gather them again in the backward; false keeps them."
+    )
+    reduce_every_microbatch: bool = setting(
+        True,
+        "Reduce gradients after every micro-batch, so that each rank keeps its share of them; false reduces once for "
+        "each optimizer step, for less traffic, and keeps the whole of them in FP32 until then.",
+    )
+    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
+    cpu_offload: bool = setting(
+        False, "Keep sharded weights, gradients and optimizer state in host memory; Adam steps there."
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine of a run; only the settings of `engine.backend` are read."""
+
+    backend: str = setting(
+        "megatron",
+        "What runs the models: Megatron-Core with tensor, pipeline, context and expert parallelism (megatron), or "
+        "Hugging Face's models under PyTorch FSDP2 (fsdp).",
+        choices=("megatron", "fsdp"),
+    )
+    megatron: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)
+    fsdp: FsdpConfig = dataclasses.field(default_factory=FsdpConfig)

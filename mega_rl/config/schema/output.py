@@ -1,0 +1,56 @@
+"""Settings of what a run writes: checkpoints and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mega_rl.config.schema.setting import setting
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints: saving, retention, resuming."""
+
+    save_interval: int = setting(
+        0, "Save every N steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
+    )
+    save_final: bool = setting(True, "Save after the last step.")
+    async_save: bool = setting(
+        False, "Copy the state to the host's memory and write it in the background, while training goes on."
+    )
+    on_error: str = setting(
+        "continue",
+        "After a save that failed (full disk, I/O error): continue training without it, or stop the run.",
+        choices=("continue", "stop"),
+    )
+    timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="seconds", min=1.0)
+    keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
+    keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
+    keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric: val/reward_mean.")
+    resume: str = setting(
+        "auto",
+        "auto (newest in the run folder, if any), never, or a checkpoint directory. What an earlier run left in the "
+        "folder and is not resumed is moved to its previous/.",
+    )
+    fallback: bool = setting(
+        False, "When the newest checkpoint is damaged, resume from the newest one before it that is whole."
+    )
+    hf_interval: int = setting(
+        0, "Write the actor as a Hugging Face checkpoint every N steps; 0: never.", unit="steps", min=0
+    )
+    hf_final: bool = setting(False, "Write the actor as a Hugging Face checkpoint after the last step.")
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Sinks of metrics and rollouts besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = setting(True, "Write TensorBoard event files.")
+    trackers: list[str] = setting(
+        [], "Experiment trackers that also get metrics, config and rollouts.", choices=("wandb", "mlflow", "swanlab")
+    )
+    project: str = setting("mega_rl", "Project (MLflow: experiment) of the run in trackers.")
+    run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
+    progress_bar: bool = setting(True, "Show a live line on a terminal: step, what is being done, time left.")
+    rollout_samples: int = setting(8, "Rollouts dumped as JSONL per dump.", unit="samples", min=0)
+    rollout_interval: int = setting(10, "Dump rollouts every N steps; 0 never.", unit="steps", min=0)

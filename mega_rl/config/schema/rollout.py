@@ -1,0 +1,192 @@
+"""Settings of prompts, rollouts and rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from mega_rl.config.schema.setting import ATTENTION, setting
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Prompts as conversations."""
+
+    template: bool = setting(False, "Apply the tokenizer's chat template to the prompt.")
+    template_kwargs: dict[str, Any] = setting(
+        {},
+        "Variables of the chat template, as {enable_thinking: false}, or tools: [...] for templates that take tools. "
+        "An argument sets one as data.chat.template_kwargs.enable_thinking=false.",
+    )
+    system_prompt: str = setting(
+        "", "System message before every conversation that begins with none of its own; empty adds none."
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts: files, formats, lengths."""
+
+    train_files: list[str] = setting(
+        [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
+    )
+    val_files: list[str] = setting(
+        [], "Held-out prompts, named as train_files are; empty splits them off the training files."
+    )
+    val_size: int = setting(
+        0, "Rows split off the training files for validation when val_files is empty.", unit="rows", min=0
+    )
+    prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    answer_key: str = setting("answer", "Column handed to the reward as the reference answer; empty: none.")
+    max_prompt_tokens: int = setting(1024, "Longest prompt.", unit="tokens", min=1)
+    overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
+    malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
+    shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
+    chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
+
+
+@dataclass(frozen=True)
+class EmbeddedConfig:
+    """Generation in the trainer's own processes, by Hugging Face's models."""
+
+    batch_size: int = setting(256, "Sequences generated together.", unit="sequences", min=1)
+
+
+@dataclass(frozen=True)
+class SglangServerConfig:
+    """Servers that the run starts itself."""
+
+    count: int = setting(1, "Servers to start on each host of the trainer.", unit="servers", min=1)
+    tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
+    host: str = setting("127.0.0.1", "Address that started servers bind to.")
+    max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
+    mem_fraction: float = setting(
+        0.0, "Share of a device's memory for weights and KV cache; 0 lets SGLang choose.", min=0.0, max=0.95
+    )
+
+
+@dataclass(frozen=True)
+class SglangSyncConfig:
+    """Weights on their way to the servers, and the proof that they arrived."""
+
+    transport: str = setting(
+        "auto",
+        "How weights travel: by shared memory or CUDA IPC on one host, by a process group with the servers, or as "
+        "files; auto takes the first that is possible.",
+        choices=("auto", "shared_memory", "distributed", "disk"),
+    )
+    timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
+    probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
+    probe_limit: float = setting(
+        0.0,
+        "Largest |trainer - server| log-prob of a probe's token; 0 takes 1e-4 in fp32 and 0.1 in bf16.",
+        unit="nats",
+        min=0.0,
+    )
+
+
+@dataclass(frozen=True)
+class SglangConfig:
+    """The SGLang servers of a run, and the requests to them."""
+
+    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers beside the trainer.")
+    keys_file: str = setting(
+        "", 'Keys of the servers that are joined, mode 0600: {"api_key": "...", "admin_key": "..."}.'
+    )
+    placement: str = setting(
+        "auto",
+        "Whether servers share the trainer's devices and so take turns with it (colocated) or have devices of their "
+        "own (separate); auto is colocated for started servers without trainer.async_steps, else separate.",
+        choices=("auto", "colocated", "separate"),
+    )
+    start_timeout_s: float = setting(600.0, "Deadline of a server's start.", unit="seconds", above=0.0)
+    request_timeout_s: float = setting(600.0, "Deadline of one request, tries and all.", unit="seconds", above=0.0)
+    max_concurrency: int = setting(256, "Requests in flight at one server.", unit="requests", min=1)
+    retries: int = setting(3, "Further tries of a sample after a failed one.", unit="tries", min=0)
+    restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
+    failed_samples: str = setting(
+        "fatal",
+        "What a sample without an answer does: end the run, or stay out of the loss.",
+        choices=("fatal", "mask"),
+    )
+    max_failed_share: float = setting(
+        0.1, "Share of a step's samples that may be masked before the run ends.", min=0.0, max=1.0
+    )
+    partial_rollout: bool = setting(
+        False, "Let a weight update interrupt responses, which go on under the new weights; tokens carry their version."
+    )
+    server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
+    sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Rollouts: backend, sampling, weight sync."""
+
+    backend: str = setting(
+        "hf",
+        "Rollout engine: Hugging Face generate in the trainer's own processes (hf), or SGLang servers (sglang).",
+        choices=("hf", "sglang"),
+    )
+    n: int = setting(1, "Samples per prompt.", unit="samples", min=1)
+    temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
+    top_p: float = setting(1.0, "Nucleus mass.", above=0.0, max=1.0)
+    top_k: int = setting(0, "Keep the k most likely tokens; 0 keeps all.", unit="tokens", min=0)
+    max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
+    stop_token_ids: list[int] = setting(
+        [], "Extra token ids that end a response, besides the model's end-of-sequence ids."
+    )
+    dtype: str = setting(
+        "auto", "Weight type of the rollout model; auto takes model.dtype.", choices=("auto", "bf16", "fp32")
+    )
+    logprob_diff_limit: float = setting(
+        1.0, "Largest |trainer - rollout| log-prob of one token before the run stops.", unit="nats", above=0.0
+    )
+    verify_interval: int = setting(
+        10,
+        "Verify the checksum of every synced tensor every N publishes (the first always).",
+        unit="publishes",
+        min=1,
+    )
+    bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
+    hf: EmbeddedConfig = dataclasses.field(default_factory=EmbeddedConfig)
+    sglang: SglangConfig = dataclasses.field(default_factory=SglangConfig)
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A sequence-classification checkpoint that scores, on the run's engine."""
+
+    path: str = setting("", "Hugging Face sequence-classification checkpoint with one label.")
+    attn_implementation: str = setting(
+        "same",
+        "Attention kernel of the reward model; same takes model.attn_implementation.",
+        choices=("same", *ATTENTION),
+    )
+
+
+@dataclass(frozen=True)
+class RewardHttpConfig:
+    """An HTTP service that scores."""
+
+    url: str = setting("", "Address that batches are posted to, as http://127.0.0.1:8000/score.")
+    key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
+    batch_size: int = setting(64, "Responses in one request.", unit="responses", min=1)
+    concurrency: int = setting(4, "Requests in flight of one rank.", unit="requests", min=1)
+    timeout_s: float = setting(60.0, "Deadline of one request, tries and all.", unit="seconds", above=0.0)
+    retries: int = setting(3, "Further tries of a request after a failed one.", unit="tries", min=0)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Rewards: functions, services, reward models."""
+
+    source: str = setting(
+        "function",
+        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, or an HTTP service.",
+        choices=("function", "model", "http"),
+    )
+    function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
+    http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)

@@ -1,0 +1,161 @@
+"""Settings of training: models, optimizer, algorithm, the loop and its batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from mega_rl.config.schema.setting import ATTENTION, setting
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Checkpoints that the roles start from, and how models are built from them."""
+
+    path: str = setting(
+        "",
+        "Checkpoint of the actor: a directory in Hugging Face's format (config.json, safetensors, tokenizer), or a "
+        "model of the Hub as org/name or org/name@revision.",
+    )
+    ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
+    critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
+    dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
+    attn_implementation: str = setting(
+        "auto",
+        "Attention kernel of every role that names no other: plain matrix products (eager), torch's fused attention "
+        "(sdpa), FlashAttention, or the best that is there (auto).",
+        choices=ATTENTION,
+    )
+    critic_attn_implementation: str = setting(
+        "same", "Attention kernel of the critic; same takes model.attn_implementation.", choices=("same", *ATTENTION)
+    )
+    ref_attn_implementation: str = setting(
+        "same", "Attention kernel of the reference; same takes model.attn_implementation.", choices=("same", *ATTENTION)
+    )
+    recompute: str = setting(
+        "none",
+        "Activations recomputed in the backward: none, the modules of recompute_modules, or whole layers.",
+        choices=("none", "selective", "full"),
+    )
+    recompute_modules: list[str] = setting(
+        ["core_attn"],
+        "What selective recompute runs again: core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, shared_experts.",
+    )
+    recompute_layers: int = setting(
+        0, "Layers of each chunk that full recompute runs again, from the first on; 0 is all.", unit="layers", min=0
+    )
+    frozen: list[str] = setting(
+        [],
+        "Weights that do not train: shell patterns of the engine's parameter names, Megatron-Core's as embedding.* or "
+        "decoder.layers.0.*, Hugging Face's as model.embed_tokens.*; layers are numbered over the whole model.",
+    )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Adam and its schedule, for the actor and the critic."""
+
+    lr: float = setting(1e-6, "Peak learning rate of the actor.", above=0.0)
+    critic_lr: float = setting(1e-5, "Peak learning rate of the critic.", above=0.0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay of matrices (norms and biases have none).", min=0.0)
+    beta1: float = setting(0.9, "Decay of the first moment.", min=0.0, max=0.9999)
+    beta2: float = setting(0.95, "Decay of the second moment.", min=0.0, max=0.99999)
+    eps: float = setting(1e-8, "Denominator floor of Adam.", above=0.0)
+    clip_grad: float = setting(1.0, "Global gradient-norm limit; 0 turns clipping off.", min=0.0)
+    schedule: str = setting("constant", "Learning-rate shape after warm-up.", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = setting(0, "Linear warm-up from zero.", unit="trainer steps", min=0)
+    min_lr_ratio: float = setting(0.0, "Final learning rate as a fraction of the peak.", min=0.0, max=1.0)
+
+
+@dataclass(frozen=True)
+class KlConfig:
+    """The penalty on the distance from the reference policy."""
+
+    placement: str = setting("none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss"))
+    estimator: str = setting("k3", "KL estimator.", choices=("k1", "k2", "k3"))
+    coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
+    control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
+    target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
+    horizon: int = setting(10_000, "Horizon of the adaptive controller.", unit="sequences", min=1)
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """Limits on how far one update moves the policy and the values."""
+
+    low: float = setting(0.2, "Policy ratio is clipped at 1 - low.", above=0.0, max=1.0)
+    high: float = setting(0.2, "Policy ratio is clipped at 1 + high.", above=0.0)
+    dual: float = setting(
+        0.0, "Lower bound of the objective for negative advantages, as a ratio; 0 turns it off.", min=0.0
+    )
+    value: float = setting(
+        0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
+    )
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages and losses."""
+
+    advantage: str = setting("gae", "Advantage estimator: GAE (needs a critic) or GRPO.", choices=("gae", "grpo"))
+    gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
+    gae_lambda: float = setting(1.0, "GAE lambda.", min=0.0, max=1.0)
+    grpo_std_normalization: bool = setting(
+        True, "Divide group-centred rewards by their standard deviation (false: Dr. GRPO)."
+    )
+    whiten_advantages: bool = setting(True, "Whiten GAE advantages over the global batch.")
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", min=0.0)
+    loss_aggregation: str = setting(
+        "token-mean",
+        "How token losses become one number.",
+        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    )
+    old_logprobs: str = setting(
+        "auto",
+        "Log-probs before the update: from a forward of their own (recompute), or, where a step makes one optimizer "
+        "step and they enter nothing before it, from that step's forward (auto).",
+        choices=("auto", "recompute"),
+    )
+    tis_cap: float = setting(
+        0.0,
+        "Truncated importance sampling: each token's policy loss times min(pi_old / pi_rollout, cap); 0 is off.",
+        min=0.0,
+    )
+    epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
+    critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
+    clip: ClipConfig = dataclasses.field(default_factory=ClipConfig)
+    kl: KlConfig = dataclasses.field(default_factory=KlConfig)
+
+
+@dataclass(frozen=True)
+class MicrobatchConfig:
+    """Micro-batches of a mini-batch, one forward and backward each."""
+
+    packing: bool = setting(True, "Pack sequences without padding (THD); false pads each micro-batch.")
+    max_tokens: int = setting(8192, "Token budget of a packed micro-batch.", unit="tokens", min=1)
+    size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop and its batches."""
+
+    run_dir: str = setting("runs/default", "Folder of everything the run writes.")
+    steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
+    prompts_per_step: int = setting(64, "Prompts per step over all ranks.", unit="prompts", min=1)
+    minibatch_size: int = setting(64, "Prompts per optimizer step over all ranks.", unit="prompts", min=1)
+    seed: int = setting(0, "Seed of data order, sampling and fresh heads.", min=0, max=2**32 - 1)
+    val_interval: int = setting(
+        0, "Validate (greedy) every N steps, before the first and after the last; 0 never.", unit="steps", min=0
+    )
+    async_steps: int = setting(
+        0,
+        "Steps that generation runs ahead of training; its samples are as many versions old.",
+        unit="steps",
+        min=0,
+        max=1,
+    )
+    device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
+    deterministic: bool = setting(False, "Only algorithms that give the same bits twice, where there are such.")
+    timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)
+    microbatch: MicrobatchConfig = dataclasses.field(default_factory=MicrobatchConfig)

@@ -1,0 +1,210 @@
+"""The Megatron-Core engine: one GPTModel over a parallel layout, with its gradients and optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mega_rl.ddp.access import (
+    WholeChunk,
+    exportable,
+    finish_traffic,
+    gradient_tensors,
+    optimizer_tensors,
+    parameter_tensors,
+    unwrapped,
+)
+from mega_rl.ddp.bucket_groups import finish_param_sync, rounding_errors, scratches
+from mega_rl.ddp.optimizer import clip, count_steps, create_state, set_steps, step, torch_optimizers
+from mega_rl.ddp.state import find_pieces, follow_weights
+from mega_rl.ddp.torch_fsdp2 import TorchFsdp
+from mega_rl.engines.base import EngineBase
+from mega_rl.engines.megatron.schedule import Schedule
+from mega_rl.engines.offload import chosen_parts
+from mega_rl.engines.outcome import (
+    STEPS,
+    Finished,
+    check_norm,
+    check_numbers,
+    collect,
+    reduce_losses,
+)
+from mega_rl.models.routing import Routing
+from mega_rl.parallel.agreement import broadcast_json
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.protocols import Inspect, TokenLoss
+from mega_rl.types import EngineState, Experience, Metrics, Rollout, TokenOutputs
+
+UNKNOWN = 1 << 62  # more steps than any run makes
+
+
+@dataclass(kw_only=True)
+class MegatronEngine(EngineBase):
+    """One model, cut over `groups`, that evaluates tokens and (with an optimizer) learns. See `protocols.Engine`.
+
+    `chunks` are GPTModels, wrapped in DDP or FSDP when there is an optimizer.
+    """
+
+    chunks: Sequence[GPTModel | DistributedDataParallel | FullyShardedDataParallel | TorchFsdp]
+    optimizer: MegatronOptimizer | None
+    config: TransformerConfig
+    routing: Routing | None = None  # of a mixture of experts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        groups = self.groups
+        self.replica = GroupRanks(groups.replica)
+        self._pipeline = GroupRanks(groups.pp)
+        self._context = GroupRanks(groups.cp)
+        self._token_shares = GroupRanks(groups.dp_cp)  # the ranks that have different tokens
+        self._is_last = self._pipeline.rank == self._pipeline.size - 1
+        self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.temperature, self.routing)
+
+    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+        micros = self.batching.split(batch, data_parallel=self.data_parallel)
+        if self.routing is not None:
+            self.routing.begin(micros, width=batch.tokens.size(1), routing=batch.routing, training=False)
+        with torch.no_grad():
+            results = self._schedule.run(self.chunks, micros, loss=None)
+        outputs = collect(results, batch, head=self.sharding.head, combine=self._combine)
+        if self.routing is None:
+            return outputs
+        return replace(outputs, routing=self.routing.finish_forward(len(batch.tokens)))
+
+    def train_minibatch(
+        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+    ) -> Metrics:
+        assert self.optimizer is not None, f"engine {self.name} is frozen"
+        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.routing is not None:
+            self.routing.begin(
+                micros,
+                width=minibatch.tokens.size(1),
+                routing=minibatch.routing,
+                training=True,
+                sequences=int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens)))),
+                averaged=not self.config.calculate_per_token_loss,
+            )
+        results = self._schedule.run(self.chunks, micros, loss=loss)
+        metrics = self._reduce(results) | _rounding_error(self.chunks, GroupRanks(self.groups.world), self.device)
+        if inspect is not None:
+            metrics |= inspect(minibatch, collect(results, minibatch, head=self.sharding.head, combine=self._combine))
+        if self.routing is not None:
+            metrics |= self.routing.finish_training()
+        metrics["grad_norm"] = self._apply_gradients(self.optimizer, lr)
+        if self.routing is not None:
+            self.routing.update_biases()
+        metrics["lr"] = lr
+        metrics["num_microbatches"] = float(len(micros))
+        return metrics
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(isinstance(exportable(chunk), WholeChunk) for chunk in self.chunks)
+
+    def whole_chunks(self) -> list[torch.nn.Module]:
+        finish_param_sync(self.chunks)
+        return [exportable(chunk) for chunk in self.chunks]
+
+    @property
+    def models(self) -> list[GPTModel]:
+        """The chunks without their wrappers for data parallelism."""
+        return [unwrapped(chunk) for chunk in self.chunks]
+
+    def state(self) -> EngineState:
+        self.check_state_is_here()
+        finish_traffic(self.chunks)
+        if self.optimizer is not None:
+            create_state(self.optimizer)
+        pieces = list(find_pieces(self.chunks, self.optimizer, dp_cp_group=self.groups.dp_cp))
+        if self.optimizer is None:
+            return EngineState(pieces, {})
+        return EngineState(pieces, {STEPS: _steps(self.optimizer, GroupRanks(self.groups.world))})
+
+    def resume_from(self, numbers: Mapping[str, int | float]) -> None:
+        steps = check_numbers(self.name, numbers, trains=self.optimizer is not None)
+        finish_traffic(self.chunks)
+        if self.optimizer is None:
+            return
+        set_steps(self.optimizer, steps)
+        follow_weights(self.chunks)
+
+    def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
+        """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective.
+
+        FP32 main parameters are optimizer state, unless they share the parameters' memory. With
+        `engine.megatron.optimizer.cpu_offload` some of the optimizer's state is on the host already.
+        """
+        finish_traffic(self.chunks)
+        freed = sum(scratch.release() for scratch in scratches(self.chunks)) if gradients else 0
+        inner = [] if self.optimizer is None else torch_optimizers(self.optimizer)
+        tensors = {
+            "parameters": parameter_tensors(self.chunks),
+            "gradients": gradient_tensors(self.chunks),
+            "optimizer": (tensor for each in inner for tensor in optimizer_tensors(each)),
+        }
+        chosen = chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer)
+        return freed + self._memory.offload(tensors, chosen)
+
+    def _combine(self, full: Tensor) -> Tensor:
+        """Return the outputs of the whole replica from those of this rank, [n, B, S] both; collective."""
+        if self._is_last and self._context.size > 1:
+            full = self._context.sum(full)  # each place holds one rank's number and zeros
+        if self._pipeline.size > 1:
+            full = self._pipeline.broadcast(full, source=self._pipeline.size - 1)
+        return full
+
+    def _reduce(self, results: list[Finished]) -> Metrics:
+        """Return the loss metrics over all ranks, on all of them."""
+        reduced = reduce_losses(results, self._token_shares) if self._is_last else {}
+        if self._pipeline.size > 1:
+            reduced = broadcast_json(reduced, self._pipeline, source=self._pipeline.size - 1)
+        return reduced
+
+    def _apply_gradients(self, optimizer: MegatronOptimizer, lr: float) -> float:
+        """Clip by the global norm and step; returns the norm before clipping.
+
+        These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before any change.
+        """
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        check_norm(self.name, norm)
+        clip(optimizer, norm=norm)
+        step(optimizer, self.chunks)
+        return norm
+
+
+def _steps(optimizer: MegatronOptimizer, world: GroupRanks) -> int:
+    """Return the steps that were made, which ranks without trainable weights learn from the others; collective."""
+    own = count_steps(optimizer)
+    counts = [-1, -UNKNOWN] if own is None else [own, -own]
+    most, least = world.max(torch.tensor(counts)).tolist()
+    assert most == -least, f"ranks have made between {-least} and {most} steps"
+    return int(most)
+
+
+def _rounding_error(chunks: Sequence[object], world: GroupRanks, device: torch.device) -> Metrics:
+    """Return `grad_reduce_bf16_error` where gradients travel in bf16 and are added in FP32; else nothing; collective.
+
+    |g' - g| / |g| over the whole model's gradients g of this step, g' being what a reduce-scatter that rounds to
+    bf16 after every addition would have made of the same contributions.
+    """
+    metrics: Metrics = {}
+    for error in rounding_errors(chunks):
+        difference, reference = world.sum(error.take(device)).tolist()
+        metrics["grad_reduce_bf16_error"] = math.sqrt(difference / reference) if reference else 0.0
+    return metrics

@@ -1,0 +1,107 @@
+"""Micro-batches through a model's chunks, in the order of Megatron-Core's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.data.packing import MicroBatch
+from mega_rl.engines.microbatches import to_device
+from mega_rl.engines.outcome import Finished, finished
+from mega_rl.models.attention import packed_sequences
+from mega_rl.models.routing import Routing
+from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
+from mega_rl.protocols import TokenLoss
+from mega_rl.types import TokenOutputs
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Runs micro-batches forward, and backward where there is a loss, over the pipeline of a layout."""
+
+    config: TransformerConfig
+    sharding: Sharding
+    groups: Groups
+    device: torch.device
+    temperature: float
+    routing: Routing | None  # of a mixture of experts
+
+    def run(
+        self, chunks: Sequence[torch.nn.Module], micros: list[MicroBatch], *, loss: TokenLoss | None
+    ) -> list[Finished]:
+        """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
+
+        With a loss: forward and backward, gradients finalised. Without: forward only.
+        """
+        layout = self.groups.layout
+        # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
+        scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
+        schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
+        results: list[Finished] = schedule(
+            forward_step_func=partial(self._forward_step, chunks, loss, scale),
+            data_iterator=[to_device(micros, self.device) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=len(micros),
+            # Upstream divides by cp (and tp); where it matters, with a pipeline, shapes travel with the tensors.
+            seq_length=max(micro.tokens.size(1) for micro in micros) * layout.cp,
+            micro_batch_size=micros[0].tokens.size(0),
+            forward_only=loss is None,
+            p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if layout.pp > 1 else None,
+            pg_collection=self.groups.collection,
+        )
+        return results
+
+    def _forward_step(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        loss: TokenLoss | None,
+        scale: int,
+        micros: Iterator[MicroBatch],
+        model: torch.nn.Module,
+    ) -> tuple[Tensor, Any]:
+        """Run the next micro-batch through one chunk; the schedule calls this."""
+        micro = next(micros)
+        if self.routing is not None:
+            self.routing.expect(next(i for i, chunk in enumerate(chunks) if chunk is model), self.device)
+        packed = None
+        if micro.cu_seqlens is not None:
+            at, layout = self.groups.coordinates, self.groups.layout
+            packed = packed_sequences(micro.cu_seqlens, micro.max_seqlen, cp_rank=at.cp_rank, cp_size=layout.cp)
+        output = model(micro.tokens, micro.position_ids, None, packed_seq_params=packed)
+        return output, partial(self._finish_microbatch, loss, scale, micro)
+
+    def _finish_microbatch(
+        self, loss: TokenLoss | None, scale: int, micro: MicroBatch, output: Tensor
+    ) -> tuple[Tensor, Tensor, Finished]:
+        """Return (loss, unused token count, result) of the last stage's output, as the schedule wants it."""
+        no_count = torch.zeros([], dtype=torch.int, device=output.device)
+        outputs = self._token_outputs(output, micro)
+        if loss is None:
+            return output.new_zeros([]), no_count, Finished(micro, outputs, None)
+        result = loss(outputs, micro.fields)
+        return result.loss * scale, no_count, finished(micro, outputs, result)
+
+    def _token_outputs(self, output: Tensor, micro: MicroBatch) -> TokenOutputs:
+        """Return outputs for `micro.targets`, shaped like them, from the head's output [b, S, V/tp] or [b, S, 1]."""
+        if self.sharding.head == "value":
+            return TokenOutputs(values=output.squeeze(-1).float())
+        shape = micro.targets.shape
+        logprobs, entropy = vocab_parallel_logprobs_entropy(
+            output.flatten(0, 1),
+            micro.targets.flatten(),
+            group=self.groups.tp,
+            vocab_size=self.sharding.hf.vocab_size,
+            temperature=self.temperature,
+        )
+        assert entropy is not None
+        return TokenOutputs(logprobs=logprobs.view(shape), entropy=entropy.view(shape))

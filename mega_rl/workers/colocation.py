@@ -1,0 +1,208 @@
+"""Trainer and rollout servers on the same devices: stages of a step, and the device memory that each stage has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.protocols import CheckpointStore, Engine, Ranks, RolloutSource, ServerMemory, WeightSync
+from mega_rl.types import Metrics, Prompt, Rollout
+
+EVERYTHING = frozenset(("parameters", "gradients", "optimizer"))
+PARAMETERS = frozenset(("parameters",))
+NOTHING: frozenset[str] = frozenset()
+TAGS = ("weights", "kv_cache")  # of the servers' memory, in the order in which it is taken
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Memory on the devices in one part of a step."""
+
+    name: str
+    servers: tuple[str, ...]  # tags, as in TAGS
+    policy: frozenset[str]  # parts of the engine whose weights the servers have
+    others: frozenset[str]  # parts of each other engine
+
+
+TRAINING = Stage("training", (), EVERYTHING, EVERYTHING)
+SENDING = Stage("sending", ("weights",), PARAMETERS, NOTHING)
+PROVING = Stage("proving", TAGS, PARAMETERS, NOTHING)
+GENERATING = Stage("generating", TAGS, NOTHING, NOTHING)
+SAVING = Stage("saving", ("weights",), EVERYTHING, EVERYTHING)
+
+
+@dataclass
+class SharedDevices:
+    """The stage that the devices of trainer and servers are in.
+
+    From one stage to the next the side that releases memory goes first, and all ranks have done so before a server
+    resumes any. When the body of `restoring_the_trainer` raises, the trainer's state is onloaded before the error goes
+    further.
+    """
+
+    policy: Engine
+    others: Sequence[Engine]  # critic, reference and reward model
+    servers: ServerMemory
+    accelerator: Accelerator
+    everyone: Ranks
+    # Servers have all their memory when they have started.
+    stage: Stage = field(default=Stage("start", TAGS, EVERYTHING, EVERYTHING), init=False)
+    _bytes: Metrics = field(default_factory=dict, init=False)
+
+    def go_to(self, stage: Stage) -> int:
+        """Release and resume until the devices are as in `stage`; returns the offloaded bytes; collective."""
+        now = self.stage
+        engines = [(self.policy, now.policy, stage.policy), *((e, now.others, stage.others) for e in self.others)]
+        self._ask(self.servers.release, [tag for tag in reversed(TAGS) if tag in set(now.servers) - set(stage.servers)])
+        offloaded = sum(engine.offload(**_parts(has - keeps)) for engine, has, keeps in engines if has - keeps)
+        self.accelerator.synchronize()
+        self.accelerator.empty_cache()
+        for engine, has, keeps in engines:
+            if keeps - has:
+                engine.onload(**_parts(keeps - has))
+        self._bytes[f"memory/{stage.name}_bytes"] = float(self.accelerator.memory_allocated())
+        self._ask(self.servers.resume, [tag for tag in TAGS if tag in set(stage.servers) - set(now.servers)])
+        self.stage = stage
+        return offloaded
+
+    @contextmanager
+    def restoring_the_trainer(self) -> Iterator[None]:
+        """Onload the trainer's whole state when the body raises."""
+        try:
+            yield
+        except BaseException:
+            for engine in (self.policy, *self.others):
+                engine.onload()
+            self.stage = Stage("failed", self.stage.servers, EVERYTHING, EVERYTHING)
+            raise
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Hold the trainer's state on the device inside, as at a checkpoint; collective."""
+        if self.stage is not GENERATING:
+            yield
+            return
+        with self.restoring_the_trainer():
+            self.go_to(SAVING)
+            yield
+            self.go_to(GENERATING)
+
+    def after_send(self, servers: Sequence[int]) -> None:
+        """Resume the KV cache when a publish has sent the weights and before a server generates to prove them.
+
+        The policy's parameters are still on the device. An update at another time, as of a server that was lost while
+        it generated, finds the cache resumed. Collective.
+        """
+        if self.stage is SENDING:
+            self.go_to(PROVING)
+
+    def take_bytes(self, *, held_before: int, offloaded: int) -> Metrics:
+        """Return the `memory/` metrics since the last call, largest over the ranks; collective.
+
+        held_before: bytes on the device before the last stages; offloaded: bytes that these moved to the host.
+        """
+        self._bytes["memory/offloaded_bytes"] = float(offloaded)
+        self._bytes["memory/given_back_bytes"] = float(held_before - self._bytes["memory/generating_bytes"])
+        names, values = list(self._bytes), list(self._bytes.values())
+        self._bytes = {}
+        return dict(zip(names, self.everyone.max(torch.tensor(values, dtype=torch.float64)).tolist(), strict=True))
+
+    def _ask(self, servers: Callable[[Sequence[str]], None], tags: list[str]) -> None:
+        """Let the servers release or resume, once every rank has come this far."""
+        if tags:
+            self.everyone.sum(torch.zeros(1))
+            servers(tags)
+
+
+@dataclass(frozen=True)
+class ColocatedRollouts:
+    """Rollout source and weight sync of a run that shares its devices with the rollout servers.
+
+    The order of a step, with the memory that each stage has:
+
+        training    the trainer's everything; the servers hold none of their memory
+        sending     the policy's parameters, and memory for the servers' weights
+        (proving)   the KV cache as well, where the sync compares log-probs of trainer and servers
+        generating  weights and KV cache of the servers; the trainer's engines are on the host
+
+    A publish leads from training to generating. The servers lose their weights when they release the memory, so each
+    time they resume it an update must come first, and an update needs both copies of the policy at once. There and only
+    there they coexist, and at the least: gradients, optimizer state and all other models have gone, the KV cache has
+    not come. A publish at the start of a rollout instead would do the same but leave validation, which follows a
+    publish, without weights. A rollout for training leads back to training; a greedy one does not, for the training
+    rollout follows.
+    """
+
+    source: RolloutSource
+    sync: WeightSync
+    devices: SharedDevices
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        """Return the source's rows; then, unless greedy, go back to training.
+
+        Raises:
+            RuntimeError: nothing was published since the last rollout, so the servers have no weights.
+        """
+        stage = self.devices.stage
+        if stage is not GENERATING:
+            raise RuntimeError(f"generate() while {stage.name}: the servers have no weights before a publish()")
+        with self.devices.restoring_the_trainer():
+            rollout = self.source.generate(prompts, step=step, greedy=greedy)
+            if not greedy:
+                self.devices.go_to(TRAINING)
+        return rollout
+
+    def metrics(self) -> Metrics:
+        return self.source.metrics()
+
+    @property
+    def weight_version(self) -> int:
+        return self.sync.weight_version
+
+    def resume_at(self, version: int) -> None:
+        self.sync.resume_at(version)
+
+    def publish(self) -> Metrics:
+        """Send the weights and leave the devices to the servers.
+
+        Adds to the sync's metrics, largest over the ranks: `memory/<stage>_bytes`, the trainer's bytes on the device
+        in each stage since the last publish (the resident set on a CPU); `memory/offloaded_bytes`, the size of what
+        was moved to the host; `memory/given_back_bytes`, how much less the trainer held after than before.
+        """
+        before = self.devices.accelerator.memory_allocated()
+        with self.devices.restoring_the_trainer():
+            offloaded = self.devices.go_to(SENDING)
+            metrics = self.sync.publish()
+            offloaded += self.devices.go_to(GENERATING)
+        return metrics | self.devices.take_bytes(held_before=before, offloaded=offloaded)
+
+
+@dataclass(frozen=True)
+class ColocatedCheckpoints:
+    """Checkpoint store of such a run: it saves with the trainer's state on the device.
+
+    A checkpoint falls between publish and rollout: the servers release the KV cache for it and keep their weights, as
+    no publish would send them again.
+    """
+
+    store: CheckpointStore
+    devices: SharedDevices
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
+        with self.devices.on_device():
+            self.store.save(step, state, metrics=metrics)
+
+    def poll(self) -> Metrics:
+        return self.store.poll()
+
+    def finish(self) -> None:
+        self.store.finish()
+
+
+def _parts(chosen: frozenset[str]) -> dict[str, bool]:
+    return {part: part in chosen for part in sorted(EVERYTHING)}

@@ -1,0 +1,473 @@
+"""Faults for tests/planted_faults.py: one small change of the package each, and the tests that must find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNIT = "tests/unit_tests/"
+MATRIX = "verify/test_matrix.py"
+LAYOUTS = "checkpoint/test_layouts.py"
+INVARIANCE = "distributed/test_layout_invariance.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A silent fault. `old` stands exactly once in the package; a target is a file, and perhaps " -k EXPRESSION"."""
+
+    area: str
+    name: str
+    old: str
+    new: str
+    targets: tuple[str, ...]
+    gap: str = ""  # why no test finds it yet
+
+
+def _fault(area: str, name: str, old: str, new: str, *targets: str, gap: str = "") -> Fault:
+    return Fault(area, name, old, new, tuple(UNIT + target for target in targets), gap)
+
+
+ALGORITHMS = (
+    _fault(
+        "algorithms",
+        "k1 with the wrong sign",
+        "return logprobs - ref_logprobs",
+        "return ref_logprobs - logprobs",
+        "algorithms/test_kl.py",
+    ),
+    _fault(
+        "algorithms",
+        "k3 adds the log ratio",
+        "return torch.expm1(log_ratio) - log_ratio",
+        "return torch.expm1(log_ratio) + log_ratio",
+        "algorithms/test_kl.py",
+    ),
+    _fault(
+        "algorithms",
+        "GAE off by one token",
+        "next_values[:, :-1] = values[:, 1:]",
+        "next_values[:, :-1] = values[:, :-1]",
+        "algorithms/test_advantages.py",
+    ),
+    _fault(
+        "algorithms",
+        "whitening over the local batch",
+        "advantages = whiten(advantages, mask, sum_over_ranks=sum_over_ranks)",
+        "advantages = whiten(advantages, mask)",
+        "algorithms/test_advantages.py",
+    ),
+    _fault(
+        "algorithms",
+        "GRPO's deviation over the batch",
+        "centred = centred / (variance.sqrt() + eps)[group]",
+        "centred = centred / (variance.mean().sqrt() + eps)",
+        "algorithms/test_advantages.py",
+    ),
+    _fault(
+        "algorithms",
+        "clip takes the better of two losses",
+        "token_loss = torch.maximum(unclipped, clipped)",
+        "token_loss = torch.minimum(unclipped, clipped)",
+        "algorithms/test_policy_loss.py",
+    ),
+    _fault(
+        "algorithms",
+        "value clip ignored",
+        "token_loss = 0.5 * torch.maximum(error, near_error)",
+        "token_loss = 0.5 * error",
+        "algorithms/test_value_loss.py",
+    ),
+    _fault(
+        "algorithms",
+        "loss weights over the rank's own tokens",
+        "max(global_tokens, 1.0), max(",
+        "max(float(mask.sum()), 1.0), max(",
+        "algorithms/test_aggregation.py",
+    ),
+)
+DATA = (
+    _fault(
+        "data",
+        "prompts in two mini-batches",
+        "order[first : first + minibatch_size]",
+        "order[first : first + minibatch_size + 1]",
+        "data/test_minibatches.py",
+    ),
+    _fault(
+        "data",
+        "sampler starts again after a resume",
+        "first = step * self._batch_size",
+        "first = 0 * self._batch_size",
+        "data/test_prompts.py",
+    ),
+    _fault(
+        "data",
+        "every epoch in the same order",
+        "key=(self._seed, EPOCH, epoch)",
+        "key=(self._seed, EPOCH, 0)",
+        "data/test_prompts.py",
+    ),
+    _fault(
+        "data",
+        "positions run on across packed sequences",
+        "position_ids=places.column.unsqueeze(0)",
+        "position_ids=places.flat.unsqueeze(0)",
+        "data/test_packing.py",
+    ),
+    _fault(
+        "data",
+        "context-parallel slices in the wrong order",
+        "2 * (cp_size - 1 - cp_rank) * second",
+        "(cp_size - 1) * second",
+        "data/test_zigzag.py",
+    ),
+    _fault(
+        "data",
+        "outputs written one token early",
+        "row=cells.row, column=cells.column + 1)",
+        "row=cells.row, column=cells.column)",
+        "data/test_packing.py",
+    ),
+)
+PARALLEL = (
+    _fault(
+        "parallel",
+        "vocab-parallel log-probs without the maximum over ranks",
+        "dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)",
+        "dist.all_reduce(maximum.clone(), op=dist.ReduceOp.MAX, group=group)",
+        "parallel/test_vocab.py",
+    ),
+    _fault(
+        "parallel",
+        "log-probs not divided by the temperature",
+        "        1.0 / temperature,\n",
+        "        1.0,\n",
+        "parallel/test_vocab.py",
+    ),
+    _fault(
+        "parallel",
+        "padding of the vocabulary counts",
+        "columns = min(max(vocab_size - first, 0), width)",
+        "columns = width",
+        "parallel/test_vocab.py",
+    ),
+)
+ROLLOUT = (
+    _fault(
+        "rollout",
+        "top-p keeps one token too many",
+        "(above < self.top_p * mass[:, None])",
+        "(above - ranked < self.top_p * mass[:, None])",
+        "rollout/test_sampling.py",
+    ),
+    _fault(
+        "rollout",
+        "sampled log-probs not divided by the temperature",
+        "return exponents, exponents.exp()",
+        "return exponents * self.temperature, exponents.exp()",
+        "rollout/test_sampling.py",
+    ),
+    _fault(
+        "rollout",
+        "random numbers depend on the place in the batch",
+        "uniform_at(self._keys[rows], step)",
+        "uniform_at(self._keys[: len(rows)], step)",
+        "rollout/test_hf.py",
+    ),
+    _fault(
+        "rollout",
+        "stop token outside the response",
+        "torch.where(newly, step + 1, lengths[rows])",
+        "torch.where(newly, step, lengths[rows])",
+        "rollout/test_hf.py",
+    ),
+    _fault(
+        "rollout",
+        "version of the engine's weights not raised",
+        "self._engine.finish_update(self._weight_version + 1)",
+        "self._engine.finish_update(self._weight_version)",
+        "rollout/test_weight_sync.py",
+    ),
+    _fault(
+        "rollout",
+        "reported version is ahead of the engine's weights",
+        'the engine holds; 0 before the first publish."""\n        return self._weight_version\n',
+        'the engine holds; 0 before the first publish."""\n        return self._weight_version + 1\n',
+        "rollout/test_weight_sync.py",
+    ),
+    _fault(
+        "rollout",
+        "last bucket of a sync left out",
+        "        size += tensor.nbytes\n    if bucket:\n",
+        "        size += tensor.nbytes\n    if not size:\n",
+        "rollout/test_weight_sync.py",
+    ),
+    _fault(
+        "rollout",
+        "probes not compared",
+        "if not bool((difference[row] <= self.limit).all()):",
+        "if False:",
+        "rollout/sglang/test_sync.py -k probe",
+    ),
+    _fault(
+        "rollout",
+        "checksums of a sync not compared",
+        "            if received[name] != total\n",
+        "            if not received[name]\n",
+        "rollout/test_weight_sync.py",
+    ),
+)
+TRAINER = (
+    _fault(
+        "trainer",
+        "stale samples accepted",
+        "if oldest > self.limit:",
+        "if oldest > self.limit + 1:",
+        "trainer/test_staleness.py",
+    ),
+    _fault(
+        "trainer",
+        "metrics averaged without the mask",
+        "*((column.double() * mask).sum() for column in columns.values())",
+        "*(column.double().sum() for column in columns.values())",
+        "trainer/test_step_metrics.py",
+    ),
+    _fault(
+        "trainer",
+        "metrics averaged over padding, too",
+        "{name: total / max(count, 1.0) for name, total",
+        "{name: total / mask.numel() for name, total",
+        "trainer/test_step_metrics.py",
+    ),
+    _fault(
+        "trainer",
+        "resume repeats a step",
+        "for step in range(self.start, self.settings.steps):",
+        "for step in range(max(self.start - 1, 0), self.settings.steps):",
+        "trainer/test_loop.py",
+    ),
+    _fault(
+        "trainer",
+        "weights not sent after an update",
+        "metrics |= self.sync.publish()",
+        "metrics |= {}",
+        "trainer/test_loop.py",
+    ),
+)
+STORAGE = (
+    _fault(
+        "storage",
+        "gaps in a safetensors header accepted",
+        "if entry.offset != at:",
+        "if entry.offset < at:",
+        "storage/test_safetensors_reader.py",
+    ),
+    _fault(
+        "storage",
+        "sizes in a safetensors header accepted",
+        "if nbytes == need:",
+        "if nbytes >= need:",
+        "storage/test_safetensors_reader.py",
+    ),
+    _fault(
+        "storage",
+        "lock not exclusive",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        "storage/test_lock.py",
+    ),
+)
+CHECKPOINT = (
+    _fault(
+        "checkpoint",
+        "manifest's checksum not verified",
+        "(len(manifest), checksum(manifest))",
+        '(len(manifest), raw["manifest"])',
+        "checkpoint/test_manifest.py",
+        "checkpoint/test_damage.py",
+    ),
+    _fault(
+        "checkpoint",
+        "COMMIT and manifest without fsync of their folder",
+        "    disk.sync_folder(work)\n",
+        "",
+        "checkpoint/test_folders.py",
+        "checkpoint/test_shards.py",
+    ),
+    _fault(
+        "checkpoint",
+        "overlapping pieces accepted",
+        "if missing or overlap(pieces[name]) is not None:",
+        "if missing:",
+        "checkpoint/test_store.py",
+        "checkpoint/test_manifest.py",
+    ),
+    _fault(
+        "checkpoint",
+        "second moment saved as the first",
+        "trained.state[name] for name in MOMENTS",
+        "trained.state[MOMENTS[0]] for name in MOMENTS",
+        "ddp/test_state.py",
+    ),
+    _fault(
+        "checkpoint",
+        "pieces read from the wrong offset",
+        "PieceCopy(source, within(box, common), target)",
+        "PieceCopy(source, within(piece.box, common), target)",
+        "checkpoint/test_fill.py",
+    ),
+    _fault(
+        "checkpoint",
+        "random state not restored",
+        "rank_state.restore(kept[name] or None)",
+        "rank_state.restore(None)",
+        "checkpoint/test_random_state.py",
+        "checkpoint/test_resume.py",
+    ),
+    _fault(
+        "checkpoint",
+        "checkpoint of another run accepted",
+        "        if differing:\n",
+        "        if len(differing) > 9:\n",
+        "checkpoint/test_resume.py",
+    ),
+    _fault(
+        "checkpoint",
+        "optimizer's steps start again after a resume",
+        "engine.resume_from(manifest.numbers[name])",
+        "engine.resume_from(dict.fromkeys(manifest.numbers[name], 0))",
+        LAYOUTS,
+    ),
+)
+CONVERTERS = (
+    _fault(
+        "converters",
+        "k and v swapped in the fused rows",
+        'parts = {"q": "q", "k": "kv", "v": "kv"}',
+        'parts = {"q": "q", "v": "kv", "k": "kv"}',
+        "converters/test_plan.py",
+    ),
+    _fault(
+        "converters",
+        "rotary base ignored",
+        'theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))',
+        "theta = 1e4",
+        "converters/test_hf_config.py",
+    ),
+    _fault(
+        "converters",
+        "padding of the vocabulary exported",
+        "blocks.append(Block(None, rows[0], padded_vocab - rows[0]))",
+        "blocks.append(blocks[0]._replace(dst_row=rows[0], rows=padded_vocab - rows[0]))",
+        "converters/test_plan.py",
+        "converters/test_export.py",
+    ),
+    _fault(
+        "converters",
+        "router's bias not exported",
+        '    copy("mlp.router.bias", "mlp.router.bias", "experts", when=["router_bias"]),\n',
+        "",
+        "converters/test_families.py",
+    ),
+    _fault(
+        "converters",
+        "expert-parallel ranks hold the wrong experts",
+        "return range(ep_rank * count, (ep_rank + 1) * count)",
+        "return range((layout.ep - 1 - ep_rank) * count, (layout.ep - ep_rank) * count)",
+        "converters/test_plan.py",
+    ),
+    _fault(
+        "converters",
+        "gate and up swapped",
+        "blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]",
+        "blocks = [first._replace(dst_row=first.rows), *(block for block, _ in pieces[1:])]",
+        "converters/test_families.py",
+        "converters/test_plan.py",
+    ),
+)
+DDP = (
+    _fault(
+        "ddp",
+        "weight decay on norms",
+        'config.weight_decay * group["wd_mult"]',
+        "config.weight_decay",
+        "ddp/test_optimizer.py",
+    ),
+    _fault(
+        "ddp",
+        "sum of gradients over sequence parallelism left out",
+        "config.sequence_parallel  # type: ignore[attr-defined]\n\n    def forward(self, x",
+        "False  # type: ignore[attr-defined]\n\n    def forward(self, x",
+        MATRIX + " -k tp2+sp",
+    ),
+    _fault(
+        "ddp",
+        "gradients of experts scaled wrongly",
+        "gradients *= bucket.gradient_scaling_factor",
+        "gradients *= 2 * bucket.gradient_scaling_factor",
+        "distributed/test_distributed_data_parallel.py",
+    ),
+    _fault(
+        "ddp",
+        "gradients of a tied embedding not summed over the pipeline",
+        '{"pg_collection": pg_collection, "force',
+        '{"pg_collection": type("Groups", (), vars(pg_collection) | {"embd": None}), "force',
+        "distributed/test_finalize_model_grads.py",
+    ),
+    _fault(
+        "ddp",
+        "gradients of virtual stages not finalised",
+        "finalize_model_grads(model, None, **kwargs)",
+        "finalize_model_grads(model[-1:], None, **kwargs)",
+        "distributed/test_finalize_model_grads.py",
+    ),
+)
+ENGINES = (
+    _fault(
+        "engines",
+        "clipping by the local norm",
+        "return math.sqrt(float(ranks.sum(total)))",
+        "return math.sqrt(float(total))",
+        "engines/test_fsdp.py",
+    ),
+    _fault(
+        "engines",
+        "clipping by half the norm",
+        "max_norm=config.clip_grad, total_norm=norm",
+        "max_norm=config.clip_grad, total_norm=norm / 2",
+        "ddp/test_optimizer.py",
+    ),
+    _fault(
+        "engines",
+        "average over micro-batches not undone",
+        "self.config.calculate_per_token_loss else len(micros) * ",
+        "self.config.calculate_per_token_loss else 1 * ",
+        "engines/test_features.py",
+    ),
+    _fault(
+        "engines",
+        "temperature of the model ignored",
+        "group=self.groups.tp,\n            vocab_size=self.sharding.hf.vocab_size,\n"
+        "            temperature=self.temperature,",
+        "group=self.groups.tp,\n            vocab_size=self.sharding.hf.vocab_size,",
+        INVARIANCE,
+    ),
+    _fault(
+        "engines",
+        "metrics of the last micro-batch alone",
+        "torch.stack([loss.sums[name] for loss in losses]).sum()",
+        "losses[-1].sums[name]",
+        "distributed/test_engine_parity.py",
+    ),
+)
+FAULTS = (
+    *ALGORITHMS,
+    *DATA,
+    *PARALLEL,
+    *ROLLOUT,
+    *TRAINER,
+    *STORAGE,
+    *CHECKPOINT,
+    *CONVERTERS,
+    *DDP,
+    *ENGINES,
+)

@@ -1,0 +1,100 @@
+"""The worked example of docs/converters.md: its diff, applied to a copy of the code, gives a family that trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.converters.families import FAMILIES
+from tests.helpers.models import TINY
+from tests.helpers.selection import FULL
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT_S = 300
+WRITE = """
+import sys
+from pathlib import Path
+from tests.helpers.models import write_tiny_checkpoint
+write_tiny_checkpoint(Path(sys.argv[1]), family="seed_oss", tied=False)
+"""
+
+
+def example() -> str:
+    """The diff on the page."""
+    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/converters.md").read_text("utf-8"), re.M | re.S)
+    assert len(blocks) == 1
+    return blocks[0]
+
+
+def run(folder: Path, *command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """The outcome of a program that sees the code in this folder alone."""
+    paths = {"PYTHONPATH": str(folder), "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | paths
+    return subprocess.run(command, cwd=folder, env=env, input=text, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the code and pages with the diff applied and the pages written anew."""
+    folder = tmp_path_factory.mktemp("copy")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("mega_rl", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    applied = run(folder, "git", "apply", "-", text=example())
+    assert applied.returncode == 0, applied.stderr
+    written = run(folder, sys.executable, "-m", "tests.family_tables")
+    assert written.returncode == 0, written.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(patched: Path) -> Path:
+    """A tiny checkpoint of the family."""
+    written = run(patched, sys.executable, "-c", WRITE, str(patched / "checkpoint"))
+    assert written.returncode == 0, written.stderr
+    return patched / "checkpoint"
+
+
+def mega_rl(folder: Path, *arguments: str) -> Any:
+    """The JSON object that the command prints."""
+    outcome = run(folder, sys.executable, "-m", "mega_rl.cli", *arguments, "--json")
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    return json.loads(outcome.stdout)
+
+
+def test_the_example_is_not_there_yet() -> None:
+    assert "seed_oss" not in FAMILIES
+    assert "seed_oss" not in TINY
+
+
+def test_its_own_tests_pass_and_the_pages_have_it(patched: Path) -> None:
+    """The entry, the tables of the pages, names on disk, proof, round trips, and rollouts against transformers."""
+    files = [f"tests/unit_tests/{name}" for name in ("converters", "rollout/test_families.py")]
+    chosen = "seed_oss or (test_family_entries and not naming)"
+    outcome = run(patched, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files)
+    assert outcome.returncode == 0, outcome.stdout[-4000:]
+    assert "| `seed_oss` | Seed-OSS | biases on q, k and v" in (patched / "docs/converters.md").read_text("utf-8")
+
+
+def test_logits_are_those_of_transformers(patched: Path, checkpoint: Path) -> None:
+    report = mega_rl(patched, "convert", "verify", str(checkpoint), "--logits", "24")
+    assert report["logits"]["good"], report
+
+
+@pytest.mark.skipif(not FULL, reason="make test-full: half a minute")
+def test_it_trains_on_layouts_as_on_one_rank(patched: Path, checkpoint: Path) -> None:
+    report = mega_rl(patched, "verify", "layouts", "--model", str(checkpoint), "--layouts", "tp2,pp2")
+    assert [layout["name"] for layout in report["layouts"]] == ["tp2", "pp2"]
+    assert report["good"], report["layouts"]

@@ -1,0 +1,116 @@
+"""A family is one entry: it has every piece, the pages say what it says, and no other module names a family."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import CONFIG_MAPPING
+
+import mega_rl
+from mega_rl.converters import families
+from mega_rl.converters.families import FAMILIES, TRAINED, Family
+from tests.family_tables import BLOCK, BLOCKS, PAGES, rendered
+from tests.helpers.models import TINY
+from tests.unit_tests.converters import tiny_configs
+from tests.unit_tests.distributed.family_cases import CASES
+
+PACKAGE = Path(mega_rl.__file__).parent
+WRAPPERS = {family.wrapper.model_type for family in FAMILIES.values() if family.wrapper is not None}
+WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+def literals(tree: ast.Module) -> Iterator[str]:
+    """String literals of a module that are no docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+def families_named(source: str) -> set[str]:
+    """The string literals of a module that hold a family's name as a word."""
+    names = FAMILIES.keys() | WRAPPERS
+    return {text for text in literals(ast.parse(source)) if names & set(re.findall(r"\w+", text))}
+
+
+def test_no_other_module_names_a_family() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {text}"
+        for path in PACKAGE.rglob("*.py")
+        if Path(families.__file__).parent not in path.parents
+        for text in families_named(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(), "make it a field of Family"
+
+
+def test_naming_a_family_is_seen() -> None:
+    assert families_named('if hf.family == "qwen2_moe":\n    pass') == {"qwen2_moe"}
+    assert families_named('what = f"a model of model_type=gemma3 that {x}"') == {"a model of model_type=gemma3 that "}
+    assert families_named('"""Of llama."""\nkind = "llama3"  # not llama') == set()
+
+
+def test_every_entry_is_registered() -> None:
+    names = [module.name for module in pkgutil.iter_modules(families.__path__)]
+    modules = [importlib.import_module(f"{families.__name__}.{name}") for name in names]
+    entries = {value.model_type for module in modules for value in vars(module).values() if isinstance(value, Family)}
+    assert entries == FAMILIES.keys()
+
+
+def test_every_family_has_test_data() -> None:
+    """A tiny checkpoint, a tiny config.json and a case of parity, and no test data is of a family that is gone."""
+    assert TINY.keys() == FAMILIES.keys()
+    assert tiny_configs.TINY.keys() >= FAMILIES.keys()
+    assert {case.family for case in CASES.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_entry_has_every_piece(family: Family) -> None:
+    assert FAMILIES[family.model_type] is family
+    assert family.rules
+    assert family.title
+    assert family.differs
+    assert not family.differs.endswith(".")
+    assert not {"|", "\n"} & set(family.title + family.differs + family.not_trained)
+    assert (family.model_type in TRAINED) == (not family.not_trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_transformers_knows_the_names(family: Family) -> None:
+    """The model_type, or that of the class that stands in; what wraps it, and the class of the language model."""
+    assert CONFIG_MAPPING[family.transformers_type].model_type == family.transformers_type
+    assert family.model_type in CONFIG_MAPPING or family.stand_in
+    if family.wrapper is not None:
+        wrapper = CONFIG_MAPPING[family.wrapper.model_type]
+        assert wrapper.sub_configs["text_config"].model_type == family.model_type
+        assert getattr(transformers, family.wrapper.language_model).config_class.model_type == family.model_type
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.stem)
+def test_pages_say_what_the_entries_say(page: Path) -> None:
+    """`make docs` has been run."""
+    text = page.read_text(encoding="utf-8")
+    assert rendered(text) == text
+
+
+def test_every_block_is_on_a_page() -> None:
+    named = [match[2] for page in PAGES for match in BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    assert sorted(named) == sorted(BLOCKS)
+
+
+def test_a_changed_page_is_written_anew() -> None:
+    page = "A <!-- families: trained -->Qwen2 and more<!-- end of families -->."
+    assert rendered(page) == page.replace("Qwen2 and more", BLOCKS["trained"]())
+    with pytest.raises(KeyError, match="riddle"):
+        rendered("<!-- families: riddle --><!-- end of families -->")

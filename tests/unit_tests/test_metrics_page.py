@@ -1,0 +1,130 @@
+"""docs/metrics.md lists the metrics that the code writes, all of them and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mega_rl.algorithms.mismatch import LogprobMismatch
+from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.rollout.sglang.weights.sync import PHASES
+from mega_rl.trainer import RunSettings
+from mega_rl.workers import colocation
+from mega_rl.workers.colocation import Stage
+from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
+
+ROOT = Path(__file__).parents[2]
+NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
+# Packages in which a string of this form is a metric's name, and strings of it that are none.
+WRITERS = ("algorithms", "checkpoint", "engines", "metrics", "models", "rollout", "trainer", "workers")
+OTHERS = {"application/json", "rollout/logprob_diff", "rollout/stale_logprob_diff", "sft/loss"}
+DERIVED = "console/"  # the console makes these of others and shows them alone
+BARE = ("engines", "models")  # packages that write names without the role before them
+
+
+@cache
+def documented() -> frozenset[str]:
+    """Names of the page, with every bin of a histogram in place of <bin>."""
+    cells = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.M)
+    assert len(cells) == len(set(cells)), "a name stands twice"
+    marker = "x_share_"
+    bins = [name.removeprefix(marker) for name in LogprobMismatch(0.0, 0, 0.0).metrics("x") if marker in name]
+    return frozenset(name.replace("<bin>", each) for name in cells for each in (bins if "<bin>" in name else [""]))
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """String constants of a module, those inside f-strings left out."""
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield node.value
+
+
+def keys_of_metrics(tree: ast.AST) -> Iterator[str]:
+    """The constants of `metrics["name"] = ...` and of `metrics = {"name": ...}`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "metrics":
+                yield ast.literal_eval(target.slice)
+            elif ast.unparse(target) == "metrics" and isinstance(node.value, ast.Dict):
+                yield from (ast.literal_eval(key) for key in node.value.keys if key is not None)
+
+
+@cache
+def written() -> frozenset[str]:
+    """Names that the code writes, as far as its text says; the families that it composes, composed here."""
+    package = ROOT / "mega_rl"
+    trees = {
+        file: ast.parse(file.read_text(encoding="utf-8"))
+        for name in WRITERS
+        for file in package.glob(f"{name}/**/*.py")
+    }
+    names = {text for tree in trees.values() for text in strings(tree) if NAME.fullmatch(text)}
+    report = (package / "trainer" / "step_metrics.py").read_text(encoding="utf-8")
+    names |= set(re.findall(r'f"\{prefix\}([a-z]+/\w+)"', report))
+    mismatch = LogprobMismatch(0.0, 0, 0.0)
+    names |= mismatch.metrics().keys() | mismatch.metrics("rollout/stale_logprob_diff").keys()
+    loop = (package / "trainer" / "loop.py").read_text(encoding="utf-8")
+    names |= {f"time/{phase}_s" for phase in re.findall(r'phase\("(\w+)"\)', loop)}
+    names |= {f"sync/{phase}_seconds" for phase in PHASES}
+    names |= {f"memory/{stage.name}_bytes" for stage in vars(colocation).values() if isinstance(stage, Stage)}
+    (counted,) = re.findall(
+        r"names = \(([^)]*)\)",
+        (package / "rollout" / "sglang" / "generation" / "engine.py").read_text(encoding="utf-8"),
+    )
+    names |= {f"sglang/{name}" for name in ast.literal_eval(f"({counted})")}
+    bare = {
+        name
+        for file, tree in trees.items()
+        if file.relative_to(package).parts[0] in BARE
+        for name in keys_of_metrics(tree)
+    }
+    names |= {f"{role}/{name}" for role in ("actor", "critic") for name in bare}
+    return frozenset(name for name in names if name not in OTHERS and not name.startswith(DERIVED))
+
+
+def test_the_text_of_the_code_is_read_right() -> None:
+    assert {"reward/mean", "actor/grad_norm", "critic/lr", "time/generate_s", "sync/probe_seconds"} <= written()
+    assert {"rollout/logprob_diff_share_below_1e-06", "memory/proving_bytes", "sglang/retries"} <= written()
+
+
+def test_every_metric_is_documented() -> None:
+    assert sorted(written() - documented()) == []
+
+
+def test_every_documented_metric_is_written() -> None:
+    assert sorted(documented() - written()) == []
+
+
+@pytest.mark.parametrize("grpo", [False, True], ids=["gae", "grpo"])
+def test_what_a_run_logs_is_documented(grpo: bool) -> None:
+    settings = RunSettings(steps=2, val_interval=1, rollout_interval=1, rollout_samples=1)
+    sink = FakeSink()
+    trainer = make_trainer(grpo=grpo, settings=settings, metrics=sink, timer=PhaseTimer())
+    trainer.val_prompts = trainer.prompts.batch(0)
+    trainer.fit()
+    logged = {name for record in sink.records.values() for name in record}
+    assert {"reward/mean", "time/step_s", "val/reward_mean"} <= logged
+    assert sorted(logged - documented()) == []
+
+
+def test_a_row_has_a_unit_a_meaning_and_an_expectation() -> None:
+    for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            assert len(cells) == 5, line
+            assert all(cells), line
+
+
+def test_pages_name_metrics_that_are_there() -> None:
+    areas = {name.partition("/")[0] for name in documented()}
+    for page in (ROOT / "docs").glob("**/*.md"):
+        named = set(re.findall(r"`([a-z]+/[a-z]\w*)`", page.read_text(encoding="utf-8")))
+        assert sorted(name for name in named - documented() if name.partition("/")[0] in areas) == [], page.name

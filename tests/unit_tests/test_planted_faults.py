@@ -1,0 +1,97 @@
+"""The tool that plants faults: places by their text, ends of pytest, restored files; every fault has its place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import planted_faults
+from tests.fault_table import FAULTS, Fault
+from tests.planted_faults import PROJECT, locate, outcome, planted, run_tests, try_fault
+
+FAULT = Fault("area", "one is two", "ONE = 1", "ONE = 2", ("tests/test_one.py",))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A package of two modules, with a test of one of them."""
+    for folder in ("mega_rl", "tests", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "mega_rl" / "one.py").write_text("ONE = 1\n")
+    (tmp_path / "mega_rl" / "two.py").write_text("TWO = 2\n")
+    (tmp_path / "tests" / "test_one.py").write_text(
+        "import pathlib\n\ndef test_one():\n    assert 'ONE = 1' in pathlib.Path('mega_rl/one.py').read_text()\n"
+    )
+    python = tmp_path / ".venv/bin/python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return tmp_path
+
+
+def test_a_fault_is_planted_and_removed(tree: Path) -> None:
+    path = tree / "mega_rl" / "one.py"
+    with planted(FAULT, tree) as place:
+        assert (place, path.read_text()) == (path, "ONE = 2\n")
+    assert path.read_text() == "ONE = 1\n"
+
+
+@pytest.mark.parametrize(("old", "times"), [("THREE", "0 times"), (" = ", "2 times")])
+def test_a_text_that_does_not_stand_once_is_an_error(tree: Path, old: str, times: str) -> None:
+    with pytest.raises(ValueError, match=f"one is two: its text must stand once, stands {times}"):
+        locate(Fault("area", "one is two", old, "", ()), tree)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "test", "reason"),
+    [
+        (0, "3 passed", "", ""),
+        (1, "FAILED tests/a.py::test_b[c d] - assert 1 == 2\n", "tests/a.py::test_b[c d]", ""),
+        (1, "ERROR tests/a.py::test_b - RankFailure\n", "tests/a.py::test_b", ""),
+        (1, "ERROR tests/a.py - ImportError\n", "", "no test failed, exit code 1"),
+        (2, "ERROR tests/a.py - ImportError\n", "", "interrupted"),
+        (4, "ERROR: file or directory not found: tests/a.py\n", "", "usage error"),
+    ],
+)
+def test_ends_of_pytest(code: int, output: str, test: str, reason: str) -> None:
+    result = outcome(code, output, 1.0)
+    assert (result.test, result.reason) == (test, reason)
+    assert result.passed == (code == 0)
+
+
+def test_a_fault_is_found_by_its_test(tree: Path) -> None:
+    assert run_tests(tree, FAULT.targets).passed
+    row, as_expected = try_fault(FAULT, tree)
+    assert as_expected
+    assert row[2:4] == ["one.py", "tests/test_one.py::test_one"]
+
+
+def test_a_fault_that_no_test_finds(tree: Path) -> None:
+    missed = Fault("area", "two is three", "TWO = 2", "TWO = 3", FAULT.targets)
+    row, as_expected = try_fault(missed, tree)
+    assert (row[3], as_expected) == ("NOT FOUND", False)
+    known = Fault("area", "two is three", "TWO = 2", "TWO = 3", FAULT.targets, gap="two has no test")
+    row, as_expected = try_fault(known, tree)
+    assert (row[3], as_expected) == ("NOT FOUND, a known gap: two has no test", True)
+
+
+def test_the_deadline_is_no_finding(tree: Path) -> None:
+    (tree / "tests" / "test_one.py").write_text("import time\n\ndef test_one():\n    time.sleep(60)\n")
+    assert run_tests(tree, FAULT.targets, deadline_s=0.5).reason == "not done within 0 s"
+
+
+def test_unknown_faults_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        planted_faults.main(["--only", "no such fault"])
+    assert "no fault's area and name hold this text" in capsys.readouterr().err
+
+
+def test_every_fault_has_one_place_and_its_tests() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 36
+    for fault in FAULTS:
+        assert locate(fault, PROJECT)
+        assert fault.old != fault.new
+        assert 1 <= len(fault.targets) <= 2
+        for target in fault.targets:
+            assert (PROJECT / target.split(" ")[0]).is_file(), f"{fault.name}: {target}"
