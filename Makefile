@@ -11,6 +11,8 @@ SGLANG_STAMP := $(VENV)/.installed-sglang
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# The tests start hundreds of processes: each would compile the whole package where byte code may not be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 INSTALL = if command -v uv >/dev/null 2>&1; \
 	then uv pip install -q --python $(BIN)/python -c constraints.txt -e '$(1)'; \
