@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import TypeVar
 
 FULL = os.environ.get("MEGA_RL_TESTS") == "full"  # set by `make test-full`
 
 Case = TypeVar("Case", bound=tuple[object, ...])
+Value = TypeVar("Value")
 
 
 def covering(cases: Iterable[Case], *, times: int = 1, strength: int = 1) -> list[Case]:
@@ -38,6 +39,14 @@ def covering(cases: Iterable[Case], *, times: int = 1, strength: int = 1) -> lis
         chosen.append(best)
         missing.subtract(part for part in _parts(cases[best], strength) if missing[part] > 0)
     return [cases[i] for i in sorted(chosen)]
+
+
+def without(cases: Mapping[str, Value], *names: str) -> dict[str, Value]:
+    """Return the cases but those of these names, which `make test-full` has, too; KeyError for a name of no case."""
+    missing = [name for name in names if name not in cases]
+    if missing:
+        raise KeyError(f"no such case: {missing}")
+    return {name: case for name, case in cases.items() if FULL or name not in names}
 
 
 def _parts(case: tuple[object, ...], strength: int) -> list[tuple[tuple[int, object], ...]]:

@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 
 from tests.helpers import selection
-from tests.helpers.selection import covering
+from tests.helpers.selection import covering, without
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +43,16 @@ def test_all_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "FULL", True)
     cases = list(product("ab", range(3)))
     assert covering(cases) == cases
+
+
+def test_without_leaves_out_what_the_full_target_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {"a": 1, "b": 2, "c": 3}
+    monkeypatch.setattr(selection, "FULL", False)
+    assert without(cases, "b", "c") == {"a": 1}
+    monkeypatch.setattr(selection, "FULL", True)
+    assert without(cases, "b", "c") == cases
+
+
+def test_without_knows_its_cases() -> None:
+    with pytest.raises(KeyError, match=r"no such case: \['d'\]"):
+        without({"a": 1}, "d")

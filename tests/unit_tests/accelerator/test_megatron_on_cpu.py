@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import FULL
 
 # (loss, gradient norm) of steps 1 to 4, then of 3 and 4 after loading one rank's step 2, then after loading one's own.
 # Two steps after each load: the first tells of the weights, only the second of the optimizer's state.
@@ -36,6 +37,15 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"pp": 2, "tied": True, "recompute": "full"},
     ],
 }
+if not FULL:  # every kind of parallelism and each model in one of them
+    LAYOUTS = {
+        2: [
+            {"tp": 2, "sequence_parallel": True, "recompute": "selective"},
+            {"pp": 2, "vpp": 2},
+            {"pp": 2, "tied": True},
+        ],
+        4: [{"tp": 2, "pp": 2, "sequence_parallel": True}, {"tp": 2, "dtype": "bfloat16"}],
+    }
 MODELS = [{}, {"tied": True}, {"dtype": "bfloat16"}]
 
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mega_rl.checkpoint.saving import writer
 from mega_rl.checkpoint.saving.writer import WriterProcess
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError
+from tests.helpers.selection import covering
 from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
 
 PATIENCE_S = 20.0
@@ -283,8 +285,11 @@ PARENT = """
 """
 
 
-@pytest.mark.parametrize("during", [False, True], ids=["idle", "writing"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "during"),
+    covering(product((signal.SIGKILL, signal.SIGTERM), (False, True))),
+    ids=lambda value: {False: "idle", True: "writing"}.get(value, str(value)),
+)
 def test_the_writer_does_not_outlive_its_run(tmp_path: Path, faulty: Any, during: bool, number: int) -> None:
     """The trainer killed, at rest and in the middle of a write that never ends."""
     faulty("hang", 3)

@@ -20,6 +20,7 @@ from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.selection import FULL
 
 ROOT = Path(__file__).parents[3]
 
@@ -261,8 +262,9 @@ def test_under_torchrun(models: Path) -> None:
     assert contents(Path("one")) == contents(Path("two"))
     assert report["num_files"] == 4
     assert launch("verify", source, "two")["equal"]
-    with CheckpointReader(source) as reader:
-        assert launch("verify", source, "--tp", 2, "--etp", 1)["returned"] == len(reader.tensors)
+    if FULL:
+        with CheckpointReader(source) as reader:
+            assert launch("verify", source, "--tp", 2, "--etp", 1)["returned"] == len(reader.tensors)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -54,6 +54,7 @@ def test_a_table_for_people(model: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "2 ranks: tp2+sp, vpp2" in err
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_bare_config_and_a_layout_out_of_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A config.json is enough for a twin; exit code 1 and the culprits where nothing may differ at all."""
     bare = bare_config(tmp_path / "bare", TINY["deepseek_v3"])

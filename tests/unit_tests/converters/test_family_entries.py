@@ -42,6 +42,8 @@ def literals(tree: ast.Module) -> Iterator[str]:
 def families_named(source: str) -> set[str]:
     """The string literals of a module that hold a family's name as a word."""
     names = FAMILIES.keys() | WRAPPERS
+    if names.isdisjoint(re.findall(r"\w+", source)):  # as of most modules, and much faster
+        return set()
     return {text for text in literals(ast.parse(source)) if names & set(re.findall(r"\w+", text))}
 
 

@@ -33,6 +33,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import covering
 from tests.unit_tests.converters import offline_cases
 from tests.unit_tests.converters.random_checkpoints import contents, layouts_of, write_random
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -48,10 +49,15 @@ def assert_same_weights(first: Path, second: Path) -> None:
     assert "config.json" in beside[0]
 
 
+ROUND_TRIPS = covering(((family, name) for family in TINY for name in layouts_of(family)), times=2)
+
+
 @pytest.mark.parametrize("family", TINY)
 def test_every_family_and_layout_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", family)
     for name, layout in layouts_of(family).items():
+        if (family, name) not in ROUND_TRIPS:
+            continue
         for spec in ("te", "local") if name == "tp2-pp2" else ("local",):
             stored = tmp_path / f"{name}-{spec}"
             report = import_hf(

@@ -12,6 +12,7 @@ from mega_rl.config.schema import OptimConfig
 from mega_rl.types import Experience
 from tests.helpers.engines import exported, exported_gradients, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.engine_cases import losses
 
 # Adam of a large eps: a small gradient makes a small step, so rounding of gradients stays rounding of weights.
@@ -50,6 +51,13 @@ PAIRS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "pp2-vpp2-cp2": (4, {"pp": 2, "vpp": 2, "overlap_p2p": True, "cp": 2}, ("gemma3",)),
     "cp2-dp2": (4, {"cp": 2}, ("llama3",)),
 }
+
+if not FULL:  # each model on two ranks, each layout of four with one or two
+    PAIRS |= {
+        "cp4": (4, {"cp": 4}, ("qwen2-window", "gpt_oss")),
+        "tp2-sp-cp2": (4, {"tp": 2, "sequence_parallel": True, "cp": 2}, ("qwen3-tied", "deepseek_v3")),
+        "pp2-cp2": (4, {"pp": 2, "cp": 2}, ("mixtral",)),
+    }
 
 
 def write_models(root: Path) -> None:

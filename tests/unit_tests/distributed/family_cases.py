@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mega_rl.converters.families import FAMILIES
 from tests.helpers.models import GROUPS, write_tiny_checkpoint
+from tests.helpers.selection import covering
 
 LENGTH, ROWS = 64, 2
 LONG = 512  # for what acts on far positions
@@ -160,6 +161,14 @@ BF16_LAYOUTS = ("1", "tp2-pp2", "ep2-tp2")
 CASES |= {
     f"{name}-bf16": rounded(CASES[name], BF16_LAYOUTS) for name in ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
 } | {"gemma3-bf16": rounded(CASES["gemma3"], ("1", "tp2-pp2"))}
+
+# In `make test` every case on one rank and three of its layouts, and every layout with three cases or more.
+_MANY = [(name, layout) for name, case in CASES.items() for layout in case.layouts if layout != "1"]
+_CHOSEN = covering(_MANY, times=3)
+CASES = {
+    name: dataclasses.replace(case, layouts=tuple(n for n in case.layouts if n == "1" or (name, n) in _CHOSEN))
+    for name, case in CASES.items()
+}
 
 
 def world_sizes() -> dict[int, list[str]]:

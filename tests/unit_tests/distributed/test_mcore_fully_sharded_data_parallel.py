@@ -14,6 +14,7 @@ from mega_rl.accelerator.megatron_core import installed_release
 from mega_rl.config.schema import DdpConfig, MegatronConfig
 from tests.helpers.distributed import RanksFailed, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.selection import without
 from tests.unit_tests.distributed.fsdp_cases import Case, assert_bf16_like_ddp, assert_exported, train_all
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
@@ -57,6 +58,7 @@ FOUR_RANKS = {
     "tp2-sp": Case(FULL, parallel=TP2, export="hf tp2-sp"),
     "optim tp2-sp": Case(fsdp("optim"), parallel=TP2),
 }
+FOUR_RANKS = without(FOUR_RANKS, "hybrid optim_grads", "optim tp2-sp")
 SAME_AS_ONE_RANK = [
     ("2", name) for name in ("optim", "optim_grads", "optim_grads_params", "default groups", "new groups")
 ] + [("2", "value"), *(("4", name) for name in FOUR_RANKS)]

@@ -29,6 +29,7 @@ from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, replaced, running_engine
 from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.selection import FULL
 from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang, wait_until
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
     "fsdp of experts": (2, "mixture", {"engine": "fsdp"}, "distributed", "auto"),
     "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}, "distributed", "auto"),
 }
+# Tensor-parallel ranks of the servers of each source, a server each.
+SERVERS = {"dense": (1, 2), "mixture": (1, 2) if FULL else (2,)}
 FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied
 TEMPERATURE = 0.7
 PROMPTS = [[3, 4, 5, 6], [49], list(range(2, 40)), [7, 7, 7]]
@@ -50,7 +53,7 @@ LIMIT = 1e-5  # nats, float32: matrices of other shapes are summed in another or
 
 @dataclass
 class Servers:
-    """Servers of one model: of one tensor-parallel rank and of two."""
+    """Servers of one model, of one tensor-parallel rank and of two, or of two alone."""
 
     processes: list[ServerProcess]
     endpoints: list[Endpoint] = field(default_factory=list)
@@ -93,10 +96,10 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
                         max_total_tokens=8000,
                         start_timeout_s=2 * START_S,
                     ),
-                    index=tp - 1,
+                    index=index,
                     folder=root / source,
                 )
-                for tp in (1, 2)
+                for index, tp in enumerate(SERVERS[source])
             ]
             for process in processes:
                 stack.enter_context(_stopped(process))
@@ -259,8 +262,11 @@ def test_outputs_are_those_of_servers_started_from_the_checkpoint(
     servers: dict[str, Servers], sent: dict[str, Any], case: str
 ) -> None:
     reference = servers[CASES[case][1]].reference
-    for tp, found, others in zip((1, 2), sent[f"{case} a"]["answers"], sent[f"{case} b"]["answers"], strict=True):
-        assert_equal(found, reference[tp - 1], f"{case} into TP{tp}")
+    answers = zip(
+        SERVERS[CASES[case][1]], reference, sent[f"{case} a"]["answers"], sent[f"{case} b"]["answers"], strict=True
+    )
+    for tp, expected, found, others in answers:
+        assert_equal(found, expected, f"{case} into TP{tp}")
         assert [tokens for tokens, _ in others] != [tokens for tokens, _ in found], "B is no other model"
 
 
@@ -269,15 +275,18 @@ def test_every_update_is_proved(sent: dict[str, Any], case: str) -> None:
     for model, transport in zip("ba", CASES[case][3:], strict=True):
         found = sent[f"{case} {model}"]
         assert found["transport"] == {"auto": "shared_memory"}.get(transport, transport)
-        assert found["ready"] == [0, 1]
+        servers = SERVERS[CASES[case][1]]
+        assert found["ready"] == list(range(len(servers)))
         assert found["metrics"]["sync/failed_servers"] == 0.0
         assert 0.0 < found["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
-        assert found["groups"] == ([True, True] if transport == "distributed" else []), "a joined server keeps a group"
+        left = [True] * len(servers) if transport == "distributed" else []
+        assert found["groups"] == left, "a joined server keeps a group"
 
 
 def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None:
     for group in servers.values():
-        assert_equal(group.reference[1], group.reference[0], "TP2 against TP1")
+        for others in group.reference[1:]:
+            assert_equal(others, group.reference[0], "TP2 against TP1")
 
 
 def test_the_embedded_engine_says_the_same(sent: dict[str, Any]) -> None:
