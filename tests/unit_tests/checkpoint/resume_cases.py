@@ -43,7 +43,8 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
         on_error="stop",
         resume=str(saved) if run.source else "auto",
     )
-    return replaced(config, "trainer", run_dir=str(folder / name), val_interval=2, prompts_per_step=4, minibatch_size=2)
+    sizes = {"steps": STEPS, "prompts_per_step": 4, "minibatch_size": 2}
+    return replaced(config, "trainer", run_dir=str(folder / name), val_interval=2, **sizes)
 
 
 def run_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ RESUMED = {
 # Of each kind, the rest as well in `make test-full`.
 if not selection.FULL:
     RESUMED[1] = {name: RESUMED[1][name] for name in ("1 from ep2", "fsdp 1 from fsdp 2")}
-    del RESUMED[2]["tp2 from ep2"], RESUMED[2]["bf16 tp2 from dp2"], FULL[1]["full 1"]
+    del RESUMED[2]["tp2 from ep2"], RESUMED[2]["bf16 tp2 from dp2"], FULL[1]
 # Runs on one engine from a checkpoint of the other, and how the refusal names both.
 OTHER_ENGINE = {
     "fsdp from megatron": (Run("fsdp 2", "full dp2"), "engine: 'megatron' -> 'fsdp'"),

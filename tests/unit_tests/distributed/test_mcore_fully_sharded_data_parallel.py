@@ -128,7 +128,7 @@ def test_groups_of_the_caller(results: dict[str, Any], groups: str) -> None:
         assert own["moments"] == other["moments"]
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid optim_grads"])
+@pytest.mark.parametrize("name", [name for name in FOUR_RANKS if name.startswith("hybrid")])
 def test_hybrid_sharding_holds_copies_of_shards(results: dict[str, Any], name: str) -> None:
     """Two groups of two: together they hold everything twice; the steps are compared with one rank's above."""
     (whole,) = results["1"]["tied"]
