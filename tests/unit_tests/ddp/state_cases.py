@@ -64,6 +64,7 @@ def listing(path: Path, **changes: Any) -> dict[str, Any]:
             ],
             "shapes": all(tuple(p.data.shape) == p.box.shape for p in state.pieces),
             "own memory": all(p.data.untyped_storage().data_ptr() in memory for p in state.pieces),
+            "memory of two pieces": len(state.pieces) - len({p.data.data_ptr() for p in state.pieces}),
             "weights": sum(prod(p.box.shape) for p in state.pieces if p.name.startswith("weights/")),
             "parameters": sum(p.numel() for model in engine.models for p in model.parameters()),
             "numbers": state.numbers,

@@ -48,6 +48,7 @@ def test_pieces_are_live_memory_and_all_of_it(ranks: list[dict[str, Any]], layou
         listed = found["layouts"][layout]
         assert listed["shapes"]
         assert listed["own memory"]
+        assert listed["memory of two pieces"] == 0  # so neither moment is saved as the other
         assert listed["numbers"] == {"optimizer_steps": 0}
         if layout != "torch_fsdp2":
             assert listed["weights"] == listed["parameters"]
