@@ -24,7 +24,7 @@ from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, S
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, replaced, running_engine
@@ -113,8 +113,15 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
 
 def _stopped(process: ServerProcess) -> ExitStack:
     stack = ExitStack()
-    stack.callback(process.stop)
+    stack.callback(_stop, process)
     return stack
+
+
+def _stop(process: ServerProcess) -> None:
+    """Stop a server; one that has died meanwhile leaves its last lines in the report."""
+    if process.exit_code is not None:
+        print(f"{process.name} died with exit code {process.exit_code}:", *telling_lines(process.log_file, 0), sep="\n")
+    process.stop()
 
 
 def answers(endpoint: Endpoint) -> list[tuple[list[int], list[float]]]:
