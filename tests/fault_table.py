@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 UNIT = "tests/unit_tests/"
 MATRIX = "verify/test_matrix.py"
-LAYOUTS = "checkpoint/test_layouts.py"
+RESUME = "checkpoint/test_resume.py"
 INVARIANCE = "distributed/test_layout_invariance.py"
 
 
@@ -321,21 +321,21 @@ CHECKPOINT = (
         "rank_state.restore(kept[name] or None)",
         "rank_state.restore(None)",
         "checkpoint/test_random_state.py",
-        "checkpoint/test_resume.py",
+        RESUME,
     ),
     _fault(
         "checkpoint",
         "checkpoint of another run accepted",
         "        if differing:\n",
         "        if len(differing) > 9:\n",
-        "checkpoint/test_resume.py",
+        RESUME,
     ),
     _fault(
         "checkpoint",
         "optimizer's steps start again after a resume",
         "engine.resume_from(manifest.numbers[name])",
         "engine.resume_from(dict.fromkeys(manifest.numbers[name], 0))",
-        LAYOUTS,
+        RESUME,
     ),
 )
 CONVERTERS = (
