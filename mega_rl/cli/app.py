@@ -72,9 +72,7 @@ def train(
 ) -> None:
     """Train a policy with the settings of a recipe and of the command line."""
     settings = overrides or []
-    from mega_rl.progress.terminal import show_progress
-
-    show_progress()
+    progress.show_progress()
     if print_config:
         from mega_rl.config import loader, render
 
@@ -92,7 +90,7 @@ def train(
     if nproc_per_node is not None and nproc_per_node > 1:
         _become_torchrun(nproc_per_node, config, [*settings, *pinned_overrides(resolved)])
     if not resolved.metrics.progress_bar:
-        show_progress(live=False)
+        progress.show_progress(live=False)
     with progress.phase("importing PyTorch and Megatron-Core", announce=True):
         from mega_rl.accelerator import prepare
 

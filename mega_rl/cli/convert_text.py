@@ -54,9 +54,7 @@ class _Phase:
 @contextmanager
 def progress_bar() -> Iterator[_Phase]:
     """Show bytes, speed and time on rank 0's terminal while the block runs, and first that PyTorch is imported."""
-    from mega_rl.progress.terminal import show_progress
-
-    show_progress()
+    progress.show_progress()
     phase = _Phase()
     phase.start(0, "importing PyTorch")
     try:

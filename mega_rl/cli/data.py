@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mega_rl import progress
 from mega_rl.cli.help import Commands
 from mega_rl.datafiles.problems import GSM8K, INSTRUCTION, MATH, ProblemSet
 from mega_rl.datafiles.writing import Source, write_files
@@ -28,9 +29,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 @app.callback()
 def _commands() -> None:
     """Write train.jsonl and test.jsonl of a published problem set."""
-    from mega_rl.progress.terminal import show_progress
-
-    show_progress()
+    progress.show_progress()
 
 
 @app.command()

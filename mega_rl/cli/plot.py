@@ -25,13 +25,11 @@ def plot(
     ] = "",
 ) -> None:
     """Draw the curves of a run, or of several runs in the same panels."""
-    from mega_rl.progress.terminal import show_progress
-
     files = [_metrics_of(run) for run in runs]
     picture = out or files[0].parent / PICTURE
     if picture.suffix not in FORMATS:
         raise UserError(f"--out={picture}: must end in {', '.join(FORMATS)}")
-    show_progress()
+    progress.show_progress()
     with progress.phase("drawing"):
         from mega_rl.metrics.plot import plot_runs
 

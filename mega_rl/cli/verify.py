@@ -146,9 +146,7 @@ def engines(
 
 def _check(model: Path, *, twin: bool, dtype: str, transformer_impl: str) -> tuple[Path, HFConfig]:
     """Return the model's folder, downloaded for a name on the Hub, and its architecture. Raises UserError."""
-    from mega_rl.progress.terminal import show_progress
-
-    show_progress()
+    progress.show_progress()
     log.info("verifying %s", model)
     _choice("--dtype", dtype, ("fp32", "bf16"))
     _choice("--transformer-impl", transformer_impl, ("auto", "local", "transformer_engine"))

@@ -6,4 +6,14 @@ listener (in a library, in tests, on ranks other than 0) nothing is shown. Impor
 
 from mega_rl.progress.phases import Listener, Phase, active, begin, close, counter, listen, note, phase, report, rounds
 
-__all__ = ["Listener", "Phase", "active", "begin", "close", "counter", "listen", "note", "phase", "report", "rounds"]
+__all__ = [
+    "Listener", "Phase", "active", "begin", "close", "counter", "listen", "note", "phase", "report", "rounds",
+    "show_progress",
+]  # fmt: skip
+
+
+def show_progress(*, live: bool = True) -> None:
+    """Show phases and logs on this terminal, as `terminal.show_progress`, which imports rich."""
+    from mega_rl.progress import terminal  # imports rich, which most users of this package do without
+
+    terminal.show_progress(live=live)

@@ -78,6 +78,7 @@ READ_THE_ENVIRONMENT = [
 # server's own process; groups clears a cache of Megatron-Core; the others set a documented switch of a library.
 CHANGE_FOREIGN_MODULES = [
     "accelerator/cpu.py",
+    "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
     "progress/terminal.py",
     "rollout/sglang/server/cpu_stand_ins.py",
@@ -88,7 +89,7 @@ CHANGE_FOREIGN_MODULES = [
 
 # Ceilings of counts. Lower one when the count falls.
 CEILINGS = {
-    "own_lazy_imports": 52,
+    "own_lazy_imports": 49,
     "any_annotations": 543,
     "type_ignores": 45,
     "broad_excepts": 17,

@@ -30,6 +30,14 @@ def install() -> None:
     murmur_hash()
     sampling_seeds()
     forked_processes()
+    gloo_devices()
+
+
+def gloo_devices() -> None:
+    """`ProcessGroupGloo`: a scheduler's groups share a network thread, see `mega_rl.parallel.gloo`."""
+    from mega_rl.parallel.gloo import share_device
+
+    share_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))
 
 
 def forked_processes() -> None:
