@@ -14,7 +14,7 @@ from tests.unit_tests.checkpoint.kill_cases import Kill
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the run that is never killed
 
 IN_TRAINING = [Kill(phase="generate", step=2), Kill(rank=1, phase="update_actor", step=3, at_end=True)]
-FEW = 6 if FULL else 3  # points of each kind of save
+FEW = 6 if FULL else 2  # points of each kind of save
 
 
 @pytest.fixture(scope="module")

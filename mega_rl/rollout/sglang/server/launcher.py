@@ -27,6 +27,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 import psutil
 
@@ -54,6 +56,9 @@ def prepare(*, leads: bool) -> None:
     os.environ[SCRATCH_VARIABLE] = os.environ["TMPDIR"] = str(scratch)
     _watch(_until_the_trainer_ends if leads else _until_the_leader_ends, scratch)
     os.register_at_fork(after_in_child=lambda: _watch(_until_the_leader_ends, scratch))
+    # For dumps of activations SGLang imports Megatron-Core where it is installed, and that imports wandb: half of the
+    # processor time of a start. Without it the dumps lack Megatron's ranks, which a server has none of.
+    sys.modules["megatron"] = cast(ModuleType, None)  # an import of it fails
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
         cpu_stand_ins.install()
     private_files.install(scratch)

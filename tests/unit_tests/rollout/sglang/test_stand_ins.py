@@ -109,6 +109,7 @@ found = {
     "its default is 42": "sampling_seed if r.sampling_params.sampling_seed is not None else 42" in seeded,
     "load snapshots are in /dev/shm": '/dev/shm/sglang_loads_' in source("srt/managers/load_snapshot.py", "shm_path_for"),
     "the ranks' meeting place can be told": "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" in source("srt/distributed/bootstrap.py", "_resolve_dist_init_method"),
+    "Megatron-Core is for the dumper": [p.name for p in root.rglob("*.py") if "from megatron" in p.read_text("utf-8")] == ["dumper.py"],
     "GC is frozen by an own request": "/freeze_gc" in source("srt/entrypoints/http_server.py", "_freeze_gc_after_server_warmup"),
     "the hash is the kernel's": "torch.ops.sgl_kernel.murmur_hash32_cpu" in "".join(path.read_text("utf-8") for path in root.rglob("*murmur*.py")) + (root / "srt/layers/sampler.py").read_text("utf-8"),
 }
