@@ -441,7 +441,7 @@ ENGINES = (
         "average over micro-batches not undone",
         "self.config.calculate_per_token_loss else len(micros) * ",
         "self.config.calculate_per_token_loss else 1 * ",
-        "engines/test_features.py",
+        "distributed/test_distributed_data_parallel.py",
     ),
     _fault(
         "engines",
