@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Backend, ProcessGroupGloo, Store
+from torch.distributed.constants import default_pg_timeout
 
 _construct: Callable[..., None] = ProcessGroupGloo.__init__  # also takes options, which the stubs leave out
 _devices: list[ProcessGroupGloo.Device] = []
@@ -33,11 +34,21 @@ def release_device() -> None:
 
 
 def _construct_on_shared_devices(
-    group: ProcessGroupGloo, store: Store, rank: int, size: int, timeout: timedelta | Backend.Options
+    group: ProcessGroupGloo,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | Backend.Options = default_pg_timeout,
+    **more: bool,
 ) -> None:
-    """Construct a group as PyTorch does with a timeout; options in its place name devices themselves."""
-    options = _options(timeout) if isinstance(timeout, timedelta) else timeout
-    _construct(group, store, rank, size, options)
+    """Construct a group as PyTorch does with a timeout; with options, which name devices, or with more, as asked.
+
+    more: `enable_reconfigure` of PyTorch 2.15, which options cannot carry; false, it asks for nothing.
+    """
+    if isinstance(timeout, timedelta) and not any(more.values()):
+        _construct(group, store, rank, size, _options(timeout))
+    else:
+        _construct(group, store, rank, size, timeout, **more)
 
 
 def _options(timeout: timedelta) -> Backend.Options:
