@@ -2,7 +2,7 @@
 
 A gloo device is a thread that waits for sockets with a time limit and so wakes up about a hundred times a second,
 whether or not anything comes. A rank of Megatron-Core has some thirty groups, most of which rarely send a byte; the
-threads of eight such ranks take a fifth of two cores. Groups may share a device: it holds sockets, no state of a group.
+idle threads of eight such ranks take a fifth of a core. Groups may share a device: it holds sockets, no group's state.
 """
 
 from __future__ import annotations
