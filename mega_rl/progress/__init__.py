@@ -13,7 +13,7 @@ __all__ = [
 
 
 def show_progress(*, live: bool = True) -> None:
-    """Show phases and logs on this terminal, as `terminal.show_progress`, which imports rich."""
-    from mega_rl.progress import terminal  # imports rich, which most users of this package do without
+    """Show phases and logs on this terminal, as `terminal.show_progress`, which brings rich in."""
+    from mega_rl.progress import terminal
 
     terminal.show_progress(live=live)

@@ -52,8 +52,9 @@ LOADED = {
         "host on 4 from copies": Case("tied", "copies", HOST),
     },
 }
-# Of layouts of shards each once, from one of the other sources.
+# In `make test-full`: each way to share a state stays in another case.
 MORE = ("tied on 1", "copies again", "untied on 4", "tied on 4", "shards from host", "bf16 again")
+assert set(MORE) <= {name for cases in LOADED.values() for name in cases}
 LOADED = {size: without(cases, *cases.keys() & set(MORE)) for size, cases in LOADED.items()}
 CASES = {name: case for cases in LOADED.values() for name, case in cases.items()}
 NORM_TOLERANCE = 1e-5  # relative, of fp32 gradients of the same weights, summed in another order
