@@ -91,7 +91,7 @@ def train(
         _become_torchrun(nproc_per_node, config, [*settings, *pinned_overrides(resolved)])
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
-    with progress.phase("importing PyTorch and Megatron-Core", announce=True):
+    with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.accelerator import prepare
 
         accelerator = prepare(resolved.trainer.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,7 +88,7 @@ def layouts(
     names = usual(asked) if names is None else names
     layers = 1
     if twin:
-        with _importing():
+        with progress.importing("PyTorch"):
             from mega_rl.verify.twin.shrink import shrink
 
         layers = stages(names)
@@ -156,10 +155,6 @@ def _check(model: Path, *, twin: bool, dtype: str, transformer_impl: str) -> tup
     return folder, read_hf_config(folder)
 
 
-def _importing() -> AbstractContextManager[object]:
-    return progress.phase("importing PyTorch")
-
-
 def _verify(
     model: Path,
     wanted: Sequence[Layout],
@@ -171,8 +166,8 @@ def _verify(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Measures the layouts, prints what was found and ends with its exit code; `settings` are fields of a plan."""
-    with _importing():
+    """Measure the layouts, print what was measured and end with its exit code; `settings` are fields of a plan."""
+    with progress.importing("PyTorch"):
         from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
 
         on_gpus = use_gpus(wanted)

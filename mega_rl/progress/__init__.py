@@ -4,11 +4,24 @@ Works as logging does. Code that loads, generates or saves opens a phase and kno
 listener (in a library, in tests, on ranks other than 0) nothing is shown. Imports the standard library only.
 """
 
-from mega_rl.progress.phases import Listener, Phase, active, begin, close, counter, listen, note, phase, report, rounds
+from mega_rl.progress.phases import (
+    Listener,
+    Phase,
+    active,
+    begin,
+    close,
+    counter,
+    importing,
+    listen,
+    note,
+    phase,
+    report,
+    rounds,
+)  # fmt: skip
 
 __all__ = [
-    "Listener", "Phase", "active", "begin", "close", "counter", "listen", "note", "phase", "report", "rounds",
-    "show_progress",
+    "Listener", "Phase", "active", "begin", "close", "counter", "importing", "listen", "note", "phase", "report",
+    "rounds", "show_progress",
 ]  # fmt: skip
 
 

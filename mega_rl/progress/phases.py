@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -129,6 +130,25 @@ def phase(
         yield begun
     finally:
         begun.end()
+
+
+@contextmanager
+def importing(names: str, *, announce: bool = False) -> Iterator[Phase]:
+    """Show the block, in which modules are imported, as the phase "importing NAMES".
+
+    Python collects no garbage meanwhile, and later collections pass over all that is there at its end: the imports of
+    PyTorch and Megatron-Core make half a million objects that stay, and walking them again and again takes a sixth of
+    the time of the imports, and 0.3 s of each full collection of the run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with phase(f"importing {names}", announce=announce) as begun:
+            yield begun
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

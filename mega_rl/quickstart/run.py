@@ -95,7 +95,7 @@ def warm_start(*, seed: int, run_dir: Path) -> None:
     fresh_model = setting("model.path", str(run_dir / "fresh_model"))
     config = load(RECIPE, [setting("trainer.seed", seed), fresh_model])
     show_progress()
-    with progress.phase("importing PyTorch and Megatron-Core", announce=True):
+    with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.accelerator import prepare
 
         accelerator = prepare(config.trainer.device)

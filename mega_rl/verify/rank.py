@@ -38,7 +38,7 @@ def main(path: str) -> int:
     if os.environ.get("RANK", "0") == "0":
         progress.listen(_PhaseFile(plan.phase))
     try:
-        with progress.phase("importing PyTorch and Megatron-Core"):
+        with progress.importing("PyTorch and Megatron-Core"):
             from mega_rl.accelerator import prepare
 
             accelerator = prepare("auto")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -73,3 +75,20 @@ def test_nothing_happens_without_a_listener() -> None:
     with progress.phase("alone"):
         assert [phase.name for phase in progress.active()] == ["alone"]
     assert progress.active() == ()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_imports_are_a_phase_without_collections(heard: Heard, fails: bool) -> None:
+    """Afterwards, also after an import that fails, garbage is collected again, and what is there is passed over."""
+    frozen = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError) if fails else nullcontext(), progress.importing("a package"):
+            assert not gc.isenabled()
+            kept: list[list[int]] = [[] for _ in range(1000)]
+            if fails:
+                raise ImportError
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= frozen + len(kept)
+        assert ("importing a package",) in heard.names
+    finally:
+        gc.unfreeze()
