@@ -16,7 +16,13 @@ from mega_rl.accelerator import prepare
 
 torch.set_num_threads(1)
 prepare("cpu")
-for name in ("mega_rl.assemble", "mega_rl.engines.build", "mega_rl.engines.megatron.engine", "mega_rl.verify"):
+for name in (
+    "mega_rl.assemble",
+    "mega_rl.engines.build",
+    "mega_rl.engines.megatron.engine",
+    "mega_rl.verify",
+    "transformers.models.qwen3.modeling_qwen3",  # which transformers imports with the first model
+):
     importlib.import_module(name)  # after `prepare`
 
 assert threading.active_count() == 1, threading.enumerate()

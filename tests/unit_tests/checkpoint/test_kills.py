@@ -14,7 +14,7 @@ from tests.unit_tests.checkpoint.kill_cases import Kill
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the run that is never killed
 
 IN_TRAINING = [Kill(phase="generate", step=2), Kill(rank=1, phase="update_actor", step=3, at_end=True)]
-FEW = 6 if FULL else 2  # points of each kind of save
+FEW = 6 if FULL else 1  # points of each kind of save
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def test_killed_in_a_save(campaign: Campaign, background: bool) -> None:
     step = len(points) / FEW
     for i in range(FEW):
         campaign.check(points[int((i + 0.5) * step)][1])
-    last = [kill for name, kill in points if name == "rename"][-2:]  # around the folder's getting its name, or `latest`
-    for kill in last:
-        campaign.check(kill)
+    if FULL or not background:  # the renames are the same ones
+        last = [kill for name, kill in points if name == "rename"][-2:]  # around the folder's getting its name
+        for kill in last:
+            campaign.check(kill)

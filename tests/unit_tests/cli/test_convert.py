@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from mega_rl.cli.convert import parse_size
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
+from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import FULL
 
@@ -261,10 +264,17 @@ def test_under_torchrun(models: Path) -> None:
     assert main(["convert", "import", str(source), "one", *options]) == 0
     assert contents(Path("one")) == contents(Path("two"))
     assert report["num_files"] == 4
-    assert launch("verify", source, "two")["equal"]
+    assert json.loads(run_ranks(2, verify, [str(source), str(Path("two").absolute())])[0])["equal"]
     if FULL:
         with CheckpointReader(source) as reader:
             assert launch("verify", source, "--tp", 2, "--etp", 1)["returned"] == len(reader.tensors)
+
+
+def verify(rank: int, arguments: list[str]) -> str:
+    """Return the JSON object that a rank of `mega-rl convert verify` prints: one of rank 0 alone."""
+    with redirect_stdout(io.StringIO()) as printed:
+        assert main(["convert", "verify", *arguments, "--json"]) == 0
+    return printed.getvalue()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
