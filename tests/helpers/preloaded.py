@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import queue
 import threading
 
 import torch
@@ -18,6 +19,12 @@ torch.set_num_threads(1)
 prepare("cpu")
 for name in ("mega_rl.assemble", "mega_rl.engines.build", "mega_rl.engines.megatron.engine", "mega_rl.verify"):
     importlib.import_module(name)  # after `prepare`
+
+# The queue of upstream's checkpoint writers is a server, a process for each rank that saves, and imports all of the
+# above, too. A rank that waits for its own writers needs none.
+writers = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+assert writers._results_queue is None
+writers._results_queue = queue.Queue()
 
 assert threading.active_count() == 1, threading.enumerate()
 
