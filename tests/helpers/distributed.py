@@ -41,8 +41,8 @@ def run_ranks(
     """Results of function(rank, *args) in rank order.
 
     `function` is a module-level function; its environment is what torchrun would set, so
-    `mega_rl.parallel.groups.initialize` finds its world. Results are tensors, numbers, strings, None and containers of
-    them. On a machine with a GPU for each rank they are visible; else none is.
+    `mega_rl.parallel.groups.initialize` finds its world. Results are what pickle takes. On a machine with
+    a GPU for each rank they are visible; else none is.
 
     Raises:
         RanksFailed: as soon as one rank fails, or at the timeout; all ranks are killed before.
@@ -75,7 +75,7 @@ def run_ranks(
             _kill(processes)
         if failure:
             raise RanksFailed(failure)
-        return [torch.load(_result(directory, rank), weights_only=True) for rank in range(world_size)]
+        return [torch.load(_result(directory, rank), weights_only=False) for rank in range(world_size)]
 
 
 def _result(directory: Path, rank: int) -> Path:

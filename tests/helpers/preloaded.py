@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import queue
 import threading
 
 import torch
@@ -24,6 +25,12 @@ for name in (
     "transformers.models.qwen3.modeling_qwen3",  # which transformers imports with the first model
 ):
     importlib.import_module(name)  # after `prepare`
+
+# The queue of upstream's checkpoint writers is a server, a process for each rank that saves, and imports all of the
+# above, too. A rank that waits for its own writers needs none.
+writers = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+assert writers._results_queue is None
+writers._results_queue = queue.Queue()
 
 assert threading.active_count() == 1, threading.enumerate()
 

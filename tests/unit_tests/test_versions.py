@@ -22,6 +22,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **releases: str) -> None:
     """Make packages seem to be of other releases."""
     real = versions.version
     monkeypatch.setattr(versions, "version", lambda name: releases.get(name) or real(name))
+    versions.require.cache_clear()
 
 
 def test_the_table_is_that_of_pyproject() -> None:

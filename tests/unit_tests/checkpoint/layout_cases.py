@@ -194,6 +194,16 @@ def contents(engine: Any) -> Parts:
     return found
 
 
+def memory(engine: Any) -> Parts:
+    """Weights, buffers and the optimizer's tensors as they lie on this rank, bit for bit."""
+    from mega_rl.ddp.access import optimizer_tensors
+    from mega_rl.ddp.optimizer import torch_optimizers
+
+    tensors = [t.detach() for model in engine.models for t in (*model.parameters(), *model.buffers())]
+    tensors += [t for optimizer in torch_optimizers(engine.optimizer) for t in optimizer_tensors(optimizer)]
+    return checksums("memory", {str(i): tensor for i, tensor in enumerate(tensors)})
+
+
 def checksums(kind: str, tensors: dict[str, torch.Tensor]) -> Parts:
     return {
         f"{kind} {name}": xxhash.xxh3_64_hexdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -287,13 +297,14 @@ def save_all(root: Path, cases: dict[str, Case], *, thorough: bool) -> dict[str,
     for name, case in cases.items():
         with case.engine(root) as engine:
             train(engine, STEPS)
-            held = contents(engine)
-            saved[name] = {"held": held, "written": save(engine, root / name)}
+            saved[name] = {"held": contents(engine)}
+            before = memory(engine) if thorough else {}
+            saved[name]["written"] = save(engine, root / name)
             if thorough:
-                assert contents(engine) == held, "saving has changed something"
+                assert memory(engine) == before, "saving has changed something"
             saved[name]["norm"] = train(engine)["grad_norm"]
             if thorough:
-                saved[name]["after"] = contents(engine)
+                saved[name]["after"] = memory(engine)
     return saved
 
 
@@ -310,19 +321,18 @@ def load_into(engine: Any, folder: Path, source: dict[str, Any]) -> dict[str, An
 
 
 def run_pairs(rank: int, root: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """Pairs (source, target) of `LAYOUTS`; and each loaded into a fresh engine of the same, which makes a step more."""
+    """Each layout loaded into a fresh engine of its own, which makes a step more; then pairs (source, target)."""
     folder = Path(root) / "layouts"
     saved = save_all(folder, LAYOUTS, thorough=True)
     found: dict[str, Any] = {"saved": saved}
     for target, case in LAYOUTS.items():
         with case.engine(folder) as engine:
-            for source in (source for source, into in pairs if into == target):
-                found[f"{source} -> {target}"] = load_into(engine, folder / source, saved[source])
-        with case.engine(folder) as engine:
             same = load_into(engine, folder / target, saved[target])
             same["norm"] = train(engine)["grad_norm"]
-            same["same after"] = contents(engine) == saved[target]["after"]
-        found[f"{target} -> {target}"] = same
+            same["same after"] = memory(engine) == saved[target]["after"]
+            found[f"{target} -> {target}"] = same
+            for source in (source for source, into in pairs if into == target):
+                found[f"{source} -> {target}"] = load_into(engine, folder / source, saved[source])
     return found
 
 

@@ -52,10 +52,11 @@ PAIRS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "cp2-dp2": (4, {"cp": 2}, ("llama3",)),
 }
 
-if not FULL:  # each model on two ranks, each layout of four with one or two
+if not FULL:  # each model once or twice, each layout of four ranks with one
     PAIRS |= {
-        "cp4": (4, {"cp": 4}, ("qwen2-window", "gpt_oss")),
-        "tp2-sp-cp2": (4, {"tp": 2, "sequence_parallel": True, "cp": 2}, ("qwen3-tied", "deepseek_v3")),
+        "cp2": (2, {"cp": 2}, ("qwen3-tied", "qwen2-window", "deepseek_v3-yarn")),
+        "cp4": (4, {"cp": 4}, ("gpt_oss",)),
+        "tp2-sp-cp2": (4, {"tp": 2, "sequence_parallel": True, "cp": 2}, ("deepseek_v3",)),
         "pp2-cp2": (4, {"pp": 2, "cp": 2}, ("mixtral",)),
     }
 
@@ -69,20 +70,21 @@ def write_models(root: Path) -> None:
 def run_model(path: Path, parallel: dict[str, Any], **model: Any) -> dict[str, Any]:
     """Log-probs, loss, gradient norm and gradients, packed and padded; weights before and after two steps; inspection.
 
+    The first step has length zero, so that the second one has the same gradients.
     Data-parallel rank 0 has all rows but one, so that the other one runs empty micro-batches.
     """
     config = replaced(make_config(path), "engine.megatron", **parallel)
     config = replaced(config, "optim", **vars(OPTIM))
     config = replaced(config, "engine.megatron.optimizer", distributed=False)
-    config = replaced(config, "trainer.microbatch", max_tokens=48)
+    config = replaced(config, "trainer.microbatch", max_tokens=72)
     config = replaced(config, "model", **model)
     loss = losses("lm")
     result: dict[str, Any] = {}
     with running_engine(config) as engine:
         batch = uneven_rows(random_experience(), engine)
         result["start"] = exported(engine)
-        for form in ("packed", "padded"):
-            engine.batching = dataclasses.replace(engine.batching, packing=form == "packed", micro_batch_size=3)
+        for form, lr in (("packed", 0.0), ("padded", OPTIM.lr)):
+            engine.batching = dataclasses.replace(engine.batching, packing=form == "packed", micro_batch_size=5)
             outputs = engine.forward(batch)
             seen: list[torch.Tensor] = []
 
@@ -90,7 +92,7 @@ def run_model(path: Path, parallel: dict[str, Any], **model: Any) -> dict[str, A
                 seen.append(said.logprobs)
                 return {"inspected": 1.0}
 
-            metrics = engine.train_minibatch(batch, loss, lr=0.0, inspect=inspect)
+            metrics = engine.train_minibatch(batch, loss, lr=lr, inspect=inspect)
             result[form] = {
                 "logprobs": _whole(outputs.logprobs, engine),
                 "entropy": _whole(outputs.entropy, engine),
@@ -98,7 +100,6 @@ def run_model(path: Path, parallel: dict[str, Any], **model: Any) -> dict[str, A
                 "metrics": metrics,
                 "gradients": exported_gradients(engine),
             }
-        engine.train_minibatch(batch, loss, lr=OPTIM.lr)
         result["weights"] = exported(engine)
     return result
 

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.engines import LAYOUTS, exported, exported_gradients, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 
-STEPS = 3
+STEPS = 2
 
 
 def losses(head: str) -> Any:
@@ -34,8 +34,10 @@ def whole(rows: torch.Tensor, engine: Any) -> torch.Tensor:
     return ranks.sum(full)
 
 
-def run_case(checkpoint: str, layout: str, *, head: str = "lm", dtype: str = "fp32", **cut: Any) -> dict[str, Any]:
-    """Log-probs or values, loss metrics, gradients, and the weights after three optimizer steps, on one layout."""
+def run_case(
+    checkpoint: str, layout: str, *, head: str = "lm", dtype: str = "fp32", moves: bool = True, **cut: Any
+) -> dict[str, Any]:
+    """Log-probs or values, loss metrics and gradients on one layout; and, `moves`, the weights after some steps."""
     torch.manual_seed(0)
     batch = random_experience()
     config = make_config(Path(checkpoint), layout=layout, dtype=dtype)
@@ -54,6 +56,8 @@ def run_case(checkpoint: str, layout: str, *, head: str = "lm", dtype: str = "fp
             result["entropy"] = whole(outputs.entropy, engine)
         result["metrics"] = engine.train_minibatch(rows, loss, lr=0.0)
         result["gradients"] = exported_gradients(engine)
+    if not moves:
+        return result
     with running_engine(config, head=head) as engine:
         _fill_value_head(engine)
         rows = own_rows(batch, engine)

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of frozen weights: three steps with parts of the model taken out of training."""
+"""What each rank does in the tests of frozen weights: two steps with parts of the model taken out of training."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def selected(layout: str, name: str) -> bool:
 
 
 def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
-    """Norms and weights of three steps, and how many elements of optimizer state all ranks hold together."""
+    """Norms and weights of two steps, and how many elements of optimizer state all ranks hold together."""
     _, parallel, sharded = LAYOUTS[layout]
     optim, optimizer = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.1), MegatronOptimizerConfig(distributed=sharded)
     config = make_config(root / frozen.model, optim=optim, optimizer=optimizer, megatron=parallel)

@@ -1,6 +1,6 @@
 """The heart of the project: a whole PPO run does not depend on the layout it runs on.
 
-Three steps of PPO or GRPO (`make test-full`: five of both) at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2, CP2
+Two steps of PPO or GRPO (`make test-full`: five of both) at 1 rank, TP2, TP2 with sequence parallelism, PP2, DP2, CP2
 and on four ranks, and with the FSDP engine on one and two, with one seed, in fp32 at temperature 0.8: the same rollouts
 token for token, and the same metrics to 1e-4 of their size. A mixture of experts likewise, over expert parallelism,
 with its routing replayed.
@@ -39,11 +39,12 @@ from mega_rl.config.schema import (
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
-from tests.helpers.selection import FULL, covering
+from tests.helpers.selection import FULL, covering, without
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
 
-STEPS = 5 if FULL else 3
+# The second step samples from the weights that the first one's updates have made, four of them in PPO.
+STEPS = 5 if FULL else 2
 # Layouts of the mixture.
 EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts 1": (1, {}),
@@ -51,7 +52,8 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts tp2-sp-ep2": (2, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}),
 }
 FSDP_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"fsdp 1": (1, {}), "fsdp 2": (2, {})}
-ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | FSDP_LAYOUTS
+# Four ranks are dear: "tp2-sp-pp2" has what "tp2-pp2" has.
+ALL_LAYOUTS = without(LAYOUTS, "tp2-pp2") | EXPERT_LAYOUTS | FSDP_LAYOUTS
 RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
     "ppo": AlgorithmConfig(
@@ -123,7 +125,7 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             prompts_per_step=8,
             minibatch_size=4 if algorithm == "ppo" else 8,
             timeout_s=60.0,
-            microbatch=MicrobatchConfig(max_tokens=64),
+            microbatch=MicrobatchConfig(max_tokens=96),
         ),
     )
 

@@ -104,7 +104,7 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 @pytest.mark.parametrize(("world", "name"), SAME_AS_ONE_RANK)
 def test_steps_are_those_of_one_rank(results: dict[str, Any], world: str, name: str) -> None:
-    """Outputs, losses, norms before clipping (sums, not means), and the weights after three steps, on every rank."""
+    """Outputs, losses, norms before clipping (sums, not means), and the weights after two steps, on every rank."""
     (one,) = results["1"][name if name in ONE_RANK else "tied"]
     for many in results[world][name]:
         assert many["microbatches"] > 1 or world == "4"

@@ -24,7 +24,7 @@ from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole
 from tests.unit_tests.engines.engine_cases import inspect_update, same
 
-STEPS = 3
+STEPS = 2
 # Ways to run that must not change a number, by name: fields of a config's areas.
 WAYS: dict[str, dict[str, Any]] = {
     "padded": {"trainer.microbatch": {"packing": False, "size": 2}},
@@ -77,7 +77,7 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def computed(checkpoint: Path, *, head: str = "lm", rows: int | None = None, **more: Any) -> dict[str, Any]:
-    """Outputs, metrics of three steps, and the weights before and after, of one engine."""
+    """Outputs, metrics of two steps, and the weights before and after, of one engine."""
     batch = random_experience()[:rows]
     with running_engine(config_of(checkpoint, **more), head=head) as engine:
         mine = own_rows(batch, engine)

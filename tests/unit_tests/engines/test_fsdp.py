@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def agrees(found: dict[str, float]) -> None:
-    """Log-probs and entropy, loss and its metrics, gradient norms and the weights after three steps."""
+    """Log-probs and entropy, loss and its metrics, gradient norms and the weights after two steps."""
     assert found["start"] == 0.0  # both have loaded the same
     assert found["outputs"] <= LOGPROB_TOLERANCE
     assert found["metrics"] <= LOGPROB_TOLERANCE

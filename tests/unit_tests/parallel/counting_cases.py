@@ -271,7 +271,7 @@ def everything(rank: int, root: str) -> dict[str, Any]:
         "dp": {d: data_parallel(root, ranks=d) for d in (2, 8, 64, 512, 4096)},
         "dp last": data_parallel(root, ranks=512, rank=509),
         "dp bf16": data_parallel(root, ranks=64, dtype="bf16"),
-        "micro-batches": {m: data_parallel(root, ranks=8, rows=m) for m in (1, 8, 64)},
+        "micro-batches": {m: data_parallel(root, ranks=8, rows=m) for m in (1, 16)},
         "model": {m: data_parallel(root, ranks=8, model=m) for m in ("2 layers", "16 layers")},
         "buckets": {
             size: data_parallel(root, ranks=8, model="16 layers", bucket_size=size, overlap=True, steps=2)
@@ -283,7 +283,7 @@ def everything(rank: int, root: str) -> dict[str, Any]:
         "fsdp copies": fsdp(root, ranks=64, shard_ranks=8),
         "tp": {t: [tensor_parallel(root, tp=t, model=m) for m in ("2 layers", "4 layers")] for t in (2, 4, 8)},
         "pp": {at: pipeline(root, pp=at[0], rank=at[1], rows=16) for at in ((2, 0), (2, 1), (8, 3), (16, 0), (16, 15))},
-        "pp micro-batches": {m: pipeline(root, pp=4, rank=0, rows=m) for m in (4, 32)},
+        "pp micro-batches": {m: pipeline(root, pp=4, rank=0, rows=m) for m in (4, 16)},
         "ep": {e: experts(root, ep=e) for e in (2, 8, 64)},
         "mixtures": mixtures(root, ranks=8),
         "groups": {ranks: construction(ranks=ranks) for ranks in (256, 4096)},
