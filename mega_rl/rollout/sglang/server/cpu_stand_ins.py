@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 def install() -> None:
     """Install all stand-ins, in the order in which SGLang imports what they replace."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # without it SGLang takes CUDA and Triton paths on a machine without them
-    # Seeded sampling is compiled otherwise: it takes a C++ compiler, and the first request half a minute and more.
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    compilation()
     kernels()
     torchvision_operators()
     triton()
@@ -31,6 +30,21 @@ def install() -> None:
     sampling_seeds()
     forked_processes()
     gloo_devices()
+
+
+def compilation() -> None:
+    """`torch.compile`: return the function as it is.
+
+    Compiled, seeded sampling takes a C++ compiler, and the first request half a minute and more. The variable alone
+    keeps it from that, too, but SGLang's decorators would import the whole of Inductor for it: a second of a core.
+    """
+    import torch
+
+    def compile(model: Any = None, **_: object) -> Any:
+        return (lambda function: function) if model is None else model
+
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for `torch._dynamo.optimize`, which torch itself calls
+    torch.compile = compile
 
 
 def gloo_devices() -> None:

@@ -112,12 +112,11 @@ time.sleep(120)
         assert not group.end(server, deadline_s=10.0)
 
 
-def test_a_launcher_started_by_hand_leaves_its_callers_group(tmp_path: Path) -> None:
-    """Else the end of its standard input would take the caller along."""
+def prepared(tmp_path: Path, code: str) -> str:
+    """What `code` prints first in a launcher that was started by hand and has not imported SGLang."""
     code = (
-        "import os\nfrom mega_rl.rollout.sglang.server import launcher, private_files\n"
-        "private_files.install = lambda _: None\n"
-        "launcher.prepare(leads=True)\nprint(os.getpgrp() == os.getpid())\n"
+        "import gc, os\nfrom mega_rl.rollout.sglang.server import launcher, private_files\n"
+        f"private_files.install = lambda _: None\nlauncher.prepare(leads=True)\n{code}\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGA_RL_SGLANG")}
     environment[launcher.SCRATCH_VARIABLE] = str(tmp_path)
@@ -125,4 +124,17 @@ def test_a_launcher_started_by_hand_leaves_its_callers_group(tmp_path: Path) -> 
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as launched:
         assert launched.stdout is not None
-        assert launched.stdout.readline().strip() == "True"
+        return launched.stdout.readline().strip()
+
+
+def test_a_launcher_started_by_hand_leaves_its_callers_group(tmp_path: Path) -> None:
+    """Else the end of its standard input would take the caller along."""
+    assert prepared(tmp_path, "print(os.getpgrp() == os.getpid())") == "True"
+
+
+def test_garbage_is_not_collected_while_sglang_is_imported_but_afterwards(tmp_path: Path) -> None:
+    code = (
+        "before = gc.isenabled()\nkept = [object() for _ in range(3)]\nlauncher.collect_again()\n"
+        "frozen = gc.get_freeze_count()\nprint(before, gc.isenabled(), frozen > 1000, len(gc.get_objects()) < 100)"
+    )
+    assert prepared(tmp_path, code) == "False True True True"

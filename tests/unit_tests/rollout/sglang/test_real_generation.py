@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +51,7 @@ def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling
     return fleet.generate(asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
 
 
-def logprobs_of(path: Path, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def logprobs_of(model: Any, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
     with torch.no_grad():
         logits = model(torch.tensor([[*asked.prompt, *sample.token_ids]])).logits[0, len(asked.prompt) - 1 : -1]
     chosen = torch.tensor(sample.token_ids)[:, None]
@@ -60,14 +60,14 @@ def logprobs_of(path: Path, asked: SampleRequest, sample: Sample, temperature: f
 
 def test_greedy_tokens_and_all_logprobs_are_the_models(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:
     asked = requests(6)
+    model = AutoModelForCausalLM.from_pretrained(server[2], dtype=torch.float32)
     for sampling, temperature in ((GREEDY, GREEDY.temperature), (SAMPLED, SAMPLED.temperature)):
         result = generate(fleet, asked, sampling)
         assert not result.stats.failed_tries
         for one in asked:
             sample = result.samples[one.key]
-            expected = logprobs_of(server[2], one, sample, temperature)
+            expected = logprobs_of(model, one, sample, temperature)
             assert sample.logprobs == pytest.approx(expected, abs=1e-5)  # fp32, another order of additions
-    model = AutoModelForCausalLM.from_pretrained(server[2], dtype=torch.float32)
     greedy = generate(fleet, asked, GREEDY)
     for one in asked:
         prompt = torch.tensor([one.prompt])

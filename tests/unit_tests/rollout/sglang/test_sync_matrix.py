@@ -29,13 +29,13 @@ from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, replaced, running_engine
 from tests.helpers.models import write_tiny_checkpoint
-from tests.helpers.selection import FULL
+from tests.helpers.selection import FULL, without
 from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang, wait_until
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
 
 # case -> (ranks, source, how the trainer runs it, transport of B, transport of A)
-CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
+ALL_CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
     "tp2": (2, "dense", {"megatron": MegatronConfig(tp=2)}, "disk", "auto"),
     "pp2": (2, "dense", {"megatron": MegatronConfig(pp=2)}, "auto", "distributed"),
     "ep2": (2, "mixture", {"megatron": MegatronConfig(ep=2)}, "distributed", "auto"),
@@ -43,6 +43,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
     "fsdp of experts": (2, "mixture", {"engine": "fsdp"}, "distributed", "auto"),
     "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}, "distributed", "auto"),
 }
+CASES = without(ALL_CASES, "pp2")  # its stages and its transports are those of "tp2-pp2"
 # Tensor-parallel ranks of the servers of each source, a server each.
 SERVERS = {"dense": (1, 2), "mixture": (1, 2) if FULL else (2,)}
 FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied

@@ -19,7 +19,7 @@ from mega_rl.quickstart import task
 from tests.helpers.sglang import needs_sglang
 
 ROOT = Path(__file__).parents[4]
-STEPS = 8
+STEPS = 4
 REWARD = '''
 def score(prompt: str, response: str, answer: str) -> float:
     """The share of sevens among four digits."""
@@ -106,7 +106,7 @@ def test_the_policy_learns_from_what_the_server_samples(run: tuple[Path, Watch, 
     metrics = [record.metrics for record in read_metrics(run[0] / "metrics.jsonl")]
     assert len(metrics) == STEPS
     rewards = [one["reward/mean"] for one in metrics]
-    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.2, rewards
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.4, rewards
     for step, one in enumerate(metrics, start=1):
         # One version is published before the first step and one after each.
         assert one["rollout/weight_version"] == step + 1
