@@ -34,6 +34,7 @@ SETTINGS: dict[str, Any] = {
     "stall_timeout_s": 1.0,
     "grace_s": 0.2,
 }
+BUSY_S = 8.0  # a busy machine may add this to a generation's time, and all stay below the deadline of most, 20 s
 BAD = 0  # the prompt that scripts deal badly with
 
 
@@ -87,7 +88,7 @@ def generate(
             seconds = time.monotonic() - began
             assert not asyncio.run_coroutine_threadsafe(_other_tasks(), fleet._loop).result(5)
     check_exactly_once(result, asked)
-    assert seconds < within_s, f"{seconds:.2f} s, {result.stats}"
+    assert seconds < within_s + BUSY_S, f"{seconds:.2f} s, {result.stats}"
     return result, servers
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import threading
@@ -168,7 +169,7 @@ def _config(root: Path, case: str, model: str, transport: str, told: Sequence[di
 
 def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
     root = Path(folder)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"said": _warnings()}
     version = 0
     for case in cases:
         _, source, _, *transports = CASES[case]
@@ -200,6 +201,18 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                     groups = {index: link.name for index, link in links.items()}
                 found[f"{case} {model}"]["groups"] = [_has_left(pool.endpoints[i], name) for i, name in groups.items()]
     return found
+
+
+def _warnings() -> list[str]:
+    """Return a list that fills with this process's warnings, among them why a server was left out."""
+    said: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("mega_rl").addHandler(Kept(logging.WARNING))
+    return said
 
 
 def _has_left(endpoint: Endpoint, group: str) -> bool:
@@ -260,8 +273,8 @@ def sent(root: Path, servers: dict[str, Servers]) -> dict[str, Any]:
         cases = [name for name, case in CASES.items() if case[0] == size]
         ranks = run_ranks(size, _send_in_layouts, cases, str(root), told, timeout_s=300.0, device=DEVICE)
         for name, result in ranks[0].items():
-            assert name == "parity" or all(rank[name]["ready"] == result["ready"] for rank in ranks)
-        found |= ranks[0]
+            assert name in ("parity", "said") or all(rank[name]["ready"] == result["ready"] for rank in ranks)
+        found |= ranks[0] | {"said": [*found.get("said", []), *ranks[0]["said"]]}
     return found
 
 
@@ -284,7 +297,7 @@ def test_every_update_is_proved(sent: dict[str, Any], case: str) -> None:
         found = sent[f"{case} {model}"]
         assert found["transport"] == {"auto": "shared_memory"}.get(transport, transport)
         servers = SERVERS[CASES[case][1]]
-        assert found["ready"] == list(range(len(servers)))
+        assert found["ready"] == list(range(len(servers))), sent["said"]
         assert found["metrics"]["sync/failed_servers"] == 0.0
         assert 0.0 < found["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
         left = [True] * len(servers) if transport == "distributed" else []
