@@ -30,10 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `--fast` leaves out, and skip what needs a GPU where there is none.
 
-    Files that start ranks, servers or programs come first, so that workers end at about the same time.
+    Files that start ranks, servers or programs come first and of the others the large ones, so that workers end at
+    about the same time.
     """
     launching = {path: bool(LAUNCHES.search(path.read_text(encoding="utf-8"))) for path in {i.path for i in items}}
-    items.sort(key=lambda item: not launching[item.path])
+    place = {path: (0, 0) if launches else (1, -path.stat().st_size) for path, launches in launching.items()}
+    items.sort(key=lambda item: place[item.path])
     if config.getoption("--fast"):
         left_out = [item for item in items if launching[item.path] or _is_slow(item)]
         config.hook.pytest_deselected(items=left_out)
