@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -77,20 +78,8 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
         found["calm"] = (calm.tokens, calm.loss_mask)
         source.metrics()
 
-        def kill_soon(index: int, delay_s: float) -> threading.Thread:
-            def kill() -> None:
-                time.sleep(delay_s)
-                os.kill(servers._own[index].pid, signal.SIGKILL)
-
-            thread = threading.Thread(target=kill, daemon=True)
-            thread.start()
-            return thread
-
-        # Well before a quiet machine has all answers: a death after them would be found by the publish below.
-        killer = kill_soon(1, 0.05) if rank == 0 else None
-        rough = source.generate(PROMPTS, step=0)
-        if killer is not None:
-            killer.join()
+        with _killed_with_samples_in_flight(servers._own[1].pid) if rank == 0 else nullcontext():
+            rough = source.generate(PROMPTS, step=0)
         found["rough"] = (rough.tokens, rough.loss_mask)
         found["versions"] = rough.weight_version
         found["metrics"] = source.metrics()
@@ -107,6 +96,25 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
         found["all_ready"] = sorted(sync.ready)
         found["pids"] = [server.pid for server in servers._own.values()]
     return found
+
+
+@contextmanager
+def _killed_with_samples_in_flight(pid: int | None) -> Iterator[None]:
+    """Kill server 1, the process `pid`, as soon as it has been sent four samples."""
+    from mega_rl.rollout.sglang.generation.replicas import Replica
+
+    assert pid is not None
+    sent, killed = Replica.sent, threading.Event()
+
+    def then_kill(replica: Replica, now: float) -> None:
+        sent(replica, now)
+        if replica.index == 1 and replica.in_flight == 4 and not killed.is_set():
+            killed.set()
+            os.kill(pid, signal.SIGKILL)
+
+    with patch.object(Replica, "sent", then_kill):
+        yield
+    assert killed.is_set()
 
 
 @needs_sglang
