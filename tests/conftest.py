@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 
@@ -9,8 +10,11 @@ import re
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
-import torch
+# Imports and thousands of tests are objects that stay: no collection need go through them, now or later.
+gc.disable()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # What a test file uses when it starts ranks, servers or programs: seconds each, and not for the inner loop.
 LAUNCHES = re.compile(r"\b(run_ranks|subprocess|ServerProcess|torchrun|tests\.helpers\.sglang)\b|_cases import")
@@ -25,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
     config.addinivalue_line("markers", "slow: left out by --fast")
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

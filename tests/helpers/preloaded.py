@@ -11,9 +11,11 @@ import importlib
 import queue
 import threading
 
-import torch
+gc.disable()
 
-from mega_rl.accelerator import prepare
+import torch  # noqa: E402
+
+from mega_rl.accelerator import prepare  # noqa: E402
 
 torch.set_num_threads(1)
 prepare("cpu")
@@ -37,3 +39,4 @@ assert threading.active_count() == 1, threading.enumerate()
 # Half a million objects of the imports, which stay: a rank's own collections pass over them (0.3 s each otherwise).
 gc.collect()
 gc.freeze()
+gc.enable()
