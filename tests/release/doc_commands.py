@@ -292,6 +292,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="doc_commands_")) if options.keep is None else options.keep.resolve()
     try:
         copy = copy_sources(folder / "copy")
+        subprocess.run(["make", "setup"], cwd=copy, check=True)
         write_model(copy / "models/dense", family="qwen3")
         write_model(copy / "models/mixture", family="qwen3_moe")
         with serve_hub() as hub:
