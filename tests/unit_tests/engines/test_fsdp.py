@@ -67,8 +67,9 @@ def test_bf16(ranks: list[dict[str, Any]]) -> None:
     assert 1e-4 < found["outputs"] < 0.3
 
 
-def test_buffers_outside_checkpoints(ranks: list[dict[str, Any]]) -> None:
-    assert all(ranks[0]["buffers"].values()), ranks[0]["buffers"]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_outside_checkpoints(family: str, ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["families"][family]["same buffers"]
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]]) -> None:
