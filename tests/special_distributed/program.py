@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -17,6 +18,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from mega_rl.parallel.comm import GroupRanks
 from tests.helpers.distributed import device_for, run_ranks
+
+gc.enable()  # the imports are done: see __init__.py
 
 FOLDER = Path(__file__).parent
 TIMEOUT = timedelta(seconds=60)  # of a collective

@@ -202,7 +202,7 @@ def run_engine(checkpoint: str, *, parallel: dict[str, Any], ddp: dict[str, Any]
         rows = own_rows(random_experience(), engine)
         first = exported(engine)
         logprobs, steps = [], []
-        for _ in range(3):
+        for _ in range(2):  # overlap begins with the second
             steps.append(engine.train_minibatch(rows, losses("lm"), lr=1e-3))
             logprobs.append(whole(engine.forward(rows).logprobs, engine))
         steps.append(engine.train_minibatch(rows, losses("lm"), lr=1e-3))
@@ -256,10 +256,11 @@ def run_engines(rank: int, cases: list[dict[str, Any]]) -> dict[str, Any] | None
     return found if rank == 0 else None
 
 
-def run_world(rank: int, world_size: int, cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-    """Everything of one world size in one launch; `folder` is for checkpoints."""
+def run_world(
+    rank: int, world_size: int, cases: list[dict[str, Any]], resumed: list[str], folder: str
+) -> dict[str, Any]:
+    """Everything of one world size in one launch; `resumed` names some of `RESUMED`, `folder` is for checkpoints."""
     found = {"groups": compare_groups(rank, world_size), "engines": run_engines(rank, cases), "resume": {}}
-    for name, ddp in RESUMED.items():
-        if world_size > 1:
-            found["resume"][name] = resume(cases[0]["checkpoint"], f"{folder}/{name}{world_size}", ddp=ddp)
+    for name in resumed:
+        found["resume"][name] = resume(cases[0]["checkpoint"], f"{folder}/{name}", ddp=RESUMED[name])
     return found

@@ -57,14 +57,16 @@ def run_case(
     dispatcher: str = "alltoall",
     ddp: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Log-probs, metrics, gradients (unless `sharded`) and the weights after a step of the optimizer."""
+    """Log-probs, metrics, gradients (unless `sharded`) and weights after a step; of one rank also those before it."""
     config = config_of(Path(checkpoint), layout, dispatcher=dispatcher)
     config = replaced(config, "engine.megatron.optimizer", distributed=sharded)
     config = replaced(config, "trainer.microbatch", packing=not padded, size=2)
     config = replaced(config, "engine.megatron.ddp", **(ddp or {}))
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
-        result: dict[str, Any] = {"logprobs": whole(engine.forward(rows).logprobs, engine), "start": exported(engine)}
+        result: dict[str, Any] = {"logprobs": whole(engine.forward(rows).logprobs, engine)}
+        if layout == "1":
+            result["start"] = exported(engine)
         result["metrics"] = engine.train_minibatch(rows, losses("lm"), lr=1e-3)
         if not sharded:
             result["gradients"] = exported_gradients(engine)  # as clipped

@@ -54,6 +54,8 @@ def train(case: Case, root: Path) -> dict[str, Any]:
     with changed(case), running_engine(case.config(root), head=case.head) as engine:
         rows = own_rows(random_experience(), engine)
         found: dict[str, Any] = {"start": exported(engine)}
+        if case.ddp.implementation == "torch_fsdp2":
+            found["modules"] = sharded_modules(engine)
         found["before"] = whole(getattr(engine.forward(rows), name), engine)
         metrics = []
         for _ in range(STEPS):
@@ -129,33 +131,22 @@ def storage_bytes(engine: Any) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def sharded_modules(rank: int, root: str, model: str, head: str) -> dict[str, Any]:
+def sharded_modules(engine: Any) -> dict[str, Any]:
     """Names and types of the modules that FSDP2 gathers one by one, and what the parameters are."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    case = Case(DdpConfig(implementation="torch_fsdp2"), model=model, head=head)
-    with running_engine(case.config(Path(root)), head=head) as engine:
-        (chunk,) = engine.models
-        return {
-            "units": sorted(name for name, module in chunk.named_modules() if isinstance(module, FSDPModule)),
-            "sharded": all(isinstance(parameter, DTensor) for parameter in chunk.parameters()),
-            "group": engine.chunks[0].process_group is engine.groups.dp_cp,
-        }
+    chunk = engine.models[0]
+    return {
+        "units": sorted(name for name, module in chunk.named_modules() if isinstance(module, FSDPModule)),
+        "sharded": all(isinstance(parameter, DTensor) for parameter in chunk.parameters()),
+        "group": engine.chunks[0].process_group is engine.groups.dp_cp,
+    }
 
 
 def train_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
     """Every case; what this rank found."""
     return {name: train(case, Path(root)) for name, case in cases.items()}
-
-
-def torch_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
-    """Every case, and the modules that are sharded."""
-    modules = {f"{model} {head}": sharded_modules(rank, root, model, head) for model, head in UNITS}
-    return {**train_all(rank, root, cases), "modules": modules}
-
-
-UNITS = (("tied", "lm"), ("untied", "lm"), ("untied", "value"))
 
 
 def assert_exported(folder: Path, results: list[dict[str, Any]]) -> None:

@@ -13,11 +13,9 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import without
 from tests.unit_tests.distributed.fsdp_cases import (
-    UNITS,
     Case,
     assert_bf16_like_ddp,
     assert_exported,
-    torch_all,
     train_all,
 )
 
@@ -37,8 +35,7 @@ ONE_RANK = {
 }
 TWO_RANKS = {
     "tied": Case(FSDP2, export="hf tied"),
-    "new groups": Case(FSDP2, groups="new"),
-    "offload": Case(FSDP2, offload=True),
+    "new groups, offload": Case(FSDP2, groups="new", offload=True),
     "untied": Case(FSDP2, model="untied", export="hf untied"),
     "value": Case(FSDP2, model="untied", head="value"),
     "frozen": Case(FSDP2, frozen=FROZEN),
@@ -58,9 +55,9 @@ FOUR_RANKS = {
 FOUR_RANKS = without(FOUR_RANKS, "tp2", "pp2-dp2")  # the others have their parts
 LAYERS = [f"decoder.layers.{layer}" for layer in range(4)]
 EXPECTED_UNITS = {
-    "tied lm": ["", *LAYERS],  # both ends read the embedding, which therefore stays with the root
-    "untied lm": ["", *LAYERS, "embedding", "output_layer"],
-    "untied value": ["", *LAYERS, "embedding", "output_layer"],
+    "tied": ["", *LAYERS],  # both ends read the embedding, which therefore stays with the root
+    "untied": ["", *LAYERS, "embedding", "output_layer"],
+    "value": ["", *LAYERS, "embedding", "output_layer"],
 }
 SAME_AS_ONE_RANK = [("2", name) for name in TWO_RANKS if "bf16" not in name] + [("4", name) for name in FOUR_RANKS]
 
@@ -81,8 +78,7 @@ def results(root: Path) -> dict[str, dict[str, list[Any]]]:
     write_tiny_checkpoint(root / "untied", family="qwen3", tied=False)
     found: dict[str, dict[str, list[Any]]] = {}
     for world_size, cases in {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}.items():
-        function = torch_all if world_size == 2 else train_all
-        answers = run_ranks(world_size, function, str(root), cases, timeout_s=300)
+        answers = run_ranks(world_size, train_all, str(root), cases, timeout_s=300)
         found[str(world_size)] = {name: [answer[name] for answer in answers] for name in answers[0]}
     return found
 
@@ -115,18 +111,18 @@ def test_a_value_head_is_fp32_in_bf16_too(results: dict[str, Any]) -> None:
         assert not torch.equal(found["after"], found["after"].bfloat16().float())
 
 
-@pytest.mark.parametrize("model", [f"{model} {head}" for model, head in UNITS])
-def test_what_is_sharded(results: dict[str, Any], model: str) -> None:
+@pytest.mark.parametrize("name", list(EXPECTED_UNITS))
+def test_what_is_sharded(results: dict[str, Any], name: str) -> None:
     """Layers, embedding and head one by one, the rest with the root; no linear layer inside a layer by itself."""
-    for modules in results["2"]["modules"]:
-        assert modules[model]["units"] == EXPECTED_UNITS[model]
-        assert modules[model]["sharded"]
-        assert modules[model]["group"]
+    for found in results["2"][name]:
+        assert found["modules"]["units"] == EXPECTED_UNITS[name]
+        assert found["modules"]["sharded"]
+        assert found["modules"]["group"]
 
 
 def test_an_explicit_group(results: dict[str, Any]) -> None:
     """A group of the same ranks made by hand: every bit the same."""
-    for own, other in zip(results["2"]["tied"], results["2"]["new groups"], strict=True):
+    for own, other in zip(results["2"]["tied"], results["2"]["new groups, offload"], strict=True):
         assert own["norms"] == other["norms"]
         assert torch.equal(own["after"], other["after"])
         assert all(torch.equal(own["weights"][key], other["weights"][key]) for key in own["weights"])
@@ -143,7 +139,7 @@ def test_state_is_sharded(results: dict[str, Any]) -> None:
 
 def test_offload_between_steps(results: dict[str, Any]) -> None:
     """Memory comes back as it was: every bit of the run is that of one that never gave it away."""
-    for stayed, moved in zip(results["2"]["tied"], results["2"]["offload"], strict=True):
+    for stayed, moved in zip(results["2"]["tied"], results["2"]["new groups, offload"], strict=True):
         assert moved["freed"] > 4 * 3 * 51_000 / 2  # two ranks share FP32 parameters, gradients and moments at least
         assert moved["left"] == 0
         assert moved["norms"] == stayed["norms"]

@@ -17,7 +17,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.verify.tolerances import FP32
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
-from tests.unit_tests.distributed.upstream_cases import one_rank, references, two_ranks, write_models
+from tests.unit_tests.distributed.upstream_cases import one_rank, two_ranks, write_models
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
 
@@ -39,9 +39,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(root: str) -> dict[str, Any]:
-    """What one rank found."""
-    run_ranks(1, references, root, list(MODELS))
-    return run_ranks(1, one_rank, root)[0]
+    """What one rank found; it writes the references."""
+    return run_ranks(1, one_rank, root, list(MODELS))[0]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from mega_rl.config.schema import Config, DdpConfig, MegatronConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, running_engine
 from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.selection import FULL
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
 
@@ -33,6 +34,11 @@ CASES: dict[str, tuple[int, str, MegatronConfig, str]] = {
 BUCKETS = (1, 9_000, 1 << 30)  # every unit alone, a few, everything
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMEOUT_S = 60.0
+
+
+def buckets_of(case: str) -> tuple[int, ...]:
+    """How large buckets are: of some layouts all sizes, of each the usual one; in `make test-full` all of each."""
+    return BUCKETS if FULL or case in ("tp2", "fsdp2", "tp2-ep2", "tp2-pp2") else (BUCKETS[1],)
 
 
 def config_of(case: str, root: Path) -> Config:
@@ -77,12 +83,14 @@ def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for case in cases:
         with weights_of(case, Path(root)) as weights:
-            for name, make in makers(weights, Path(root)).items():
+            for name, make in makers(weights, Path(root), buckets_of(case)).items():
                 answers[f"{case} {name}"] = send_twice(rank, weights, make)
     return answers
 
 
-def makers(weights: Any, root: Path) -> dict[str, Callable[[list[Any], tuple[str, ...]], Any]]:
+def makers(
+    weights: Any, root: Path, buckets: tuple[int, ...] = BUCKETS
+) -> dict[str, Callable[[list[Any], tuple[str, ...]], Any]]:
     from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
@@ -92,7 +100,7 @@ def makers(weights: Any, root: Path) -> dict[str, Callable[[list[Any], tuple[str
             weights, servers, hosts=hosts, bucket_bytes=nbytes, timeout_s=TIMEOUT_S
         )
 
-    found = {f"shared_memory {nbytes}": shared(nbytes) for nbytes in BUCKETS}
+    found = {f"shared_memory {nbytes}": shared(nbytes) for nbytes in buckets}
     found["distributed"] = lambda servers, hosts: DistributedTransport(
         weights, servers, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S
     )
@@ -164,8 +172,9 @@ def answers(root: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-TRANSPORTS = [*(f"shared_memory {nbytes}" for nbytes in BUCKETS), "distributed", "disk"]
-SENDINGS = [(case, name) for case in CASES for name in TRANSPORTS if (case, name) != ("fsdp2", "disk")]
+TRANSPORTS = ("distributed", "disk")
+SENDINGS = [(case, f"shared_memory {nbytes}") for case in CASES for nbytes in buckets_of(case)]
+SENDINGS += [(case, name) for case in CASES for name in TRANSPORTS if (case, name) != ("fsdp2", "disk")]
 
 
 @pytest.mark.parametrize(("case", "transport"), SENDINGS)
@@ -192,7 +201,7 @@ def test_what_lands_is_what_export_gathers(answers: dict[str, Any], case: str, t
 
 @pytest.mark.parametrize("case", CASES)
 def test_shared_memory_is_two_neighbouring_buckets(answers: dict[str, Any], case: str) -> None:
-    for nbytes in BUCKETS:
+    for nbytes in buckets_of(case):
         for answer in answers[f"{case} shared_memory {nbytes}"]:
             sizes = answer["sizes"]
             pairs = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)]

@@ -12,27 +12,40 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
-from mega_rl.verify.batch import LONGEST
+from mega_rl.verify.batch import LONGEST, own_rows
 from mega_rl.verify.layouts import Layout, resolve
-from mega_rl.verify.plan import LayoutErrors, Plan
+from mega_rl.verify.plan import Plan
 
 BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be used again, too large to be sent at once
 
 
 def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, Any]:
-    """How far a layout of a family's twin is from one rank, by `mega_rl.verify`."""
+    """How far the gradients of a family's twin on a layout are from one rank's, as `mega_rl.verify` measures them."""
+    from mega_rl.config.schema import OptimConfig
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.verify.measure import compare
+    from mega_rl.verify import measure
 
     folder = Path(root) / family
     layout = resolve(name, read_hf_config(folder / "twin"))
-    found: LayoutErrors = compare(Plan(str(folder / "twin"), str(folder), (), timeout_s=60.0), layout, accelerator)
-    return {
-        "gradients": {entry.name: entry.error for entry in found.gradients},
-        "grad_norm": found.grad_norm_error,
-        "logprobs": found.logprob_error,
-    }
+    plan = Plan(str(folder / "twin"), str(folder), (), timeout_s=60.0)
+    facts = json.loads(plan.reference_facts.read_text(encoding="utf-8"))
+    with (
+        safe_open(plan.reference_tensors, framework="pt") as reference,
+        measure.engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine,
+    ):
+        rows = own_rows(measure.reference_batch(plan, engine, reference), *measure.place(engine))
+        metrics = engine.train_minibatch(rows, measure.policy_loss(), lr=0.0)
+        return {
+            "gradients": {
+                name: measure.distance(
+                    measure.kept(gradient), reference.get_tensor(measure.GRADIENT + name), facts["typical"]
+                )
+                for name, gradient in measure.exported_gradients(engine)
+            },
+            "grad_norm": measure.relative(metrics["grad_norm"], facts["grad_norm"]),
+        }
 
 
 def two_ranks(rank: int, root: str) -> dict[str, Any]:
@@ -161,11 +174,16 @@ def freed_while_sent(rank: int) -> dict[str, Any]:
     }
 
 
-def one_rank(rank: int, root: str) -> dict[str, Any]:
-    """What shows on a single rank: names in checkpoints, step counters after a load, norms."""
+def one_rank(rank: int, root: str, families: list[str]) -> dict[str, Any]:
+    """References of the twins; what shows on a single rank: names in checkpoints, step counters after a load, norms."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
+    from mega_rl.verify.measure import write_reference
+
+    for family in families:
+        folder = Path(root) / family
+        write_reference(Plan(str(folder / "twin"), str(folder), ()), accelerator)
     return {
         "names": expert_norm_names(root),
         "counters": step_counters(accelerator, root),
@@ -259,15 +277,3 @@ def write_models(root: Path, configs: dict[str, dict[str, Any]]) -> None:
         bare.mkdir(parents=True)
         (bare / "config.json").write_text(json.dumps(raw), encoding="utf-8")
         write_random_twin(bare, root / family / "twin", multiple=4)
-
-
-def references(rank: int, root: str, families: list[str]) -> None:
-    """What one rank computes of every twin."""
-    from mega_rl.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.verify.measure import write_reference
-
-    for family in families:
-        folder = Path(root) / family
-        write_reference(Plan(str(folder / "twin"), str(folder), ()), accelerator)

@@ -71,8 +71,10 @@ def see_all(rank: int, folder: str) -> dict[str, dict[str, bool]]:
     for engine in ENGINES:
         found[engine] = {"families": has_families(engine, root)}
         found[engine] |= options(engine, root) | one_step(engine, root) | usual(rank, engine, root)
+        found[engine]["recompute"] = found[engine].pop("recomputed") and found[engine].pop("not recomputed")
     for engine, other in zip(ENGINES, reversed(ENGINES), strict=True):
-        found[engine]["checkpoint of the other engine"] = loads(engine, root / other, root)
+        own, others = loads(engine, [root / engine, root / other], root)
+        found[engine] |= {"resume": own, "checkpoint of the other engine": others}
     return found
 
 
@@ -99,11 +101,11 @@ def usual(rank: int, engine: str, root: Path) -> dict[str, bool]:
         if rank == 0:
             torch.save((weights, length), root / engine / "expected.pt")
         built.save_hf(root / f"{engine}-hf", source=root / "model")
+        found["not recomputed"] = forwards_in_a_step(built) == 1
     other = ENGINES[1 - ENGINES.index(engine)]
     with running_engine(config_of(root / f"{engine}-hf", engine=other), trainable=False) as reader:
         found["Hugging Face checkpoint"] = same(exported(reader), weights)
-    found["resume"] = loads(engine, root / engine, root)
-    found["resume elsewhere"] = loads(engine, root / engine, root, **OTHER_LAYOUT[engine])
+    (found["resume elsewhere"],) = loads(engine, [root / engine], root, **OTHER_LAYOUT[engine])
     return found
 
 
@@ -117,24 +119,20 @@ def options(engine: str, root: Path) -> dict[str, bool]:
         found["copies"] = share_of("exp_avg", built) == 1.0
     with model(**ON_HOST[engine]) as built:
         found["optimizer on the host"] = steps_on_host(built)
-    with model(model={"recompute": "full"}) as built:
-        found["recompute"] = forwards_in_a_step(built) == 2
-    with model() as built:
-        found["recompute"] &= forwards_in_a_step(built) == 1
+    with model(model={"recompute": "full", "attn_implementation": "eager"}) as built:
+        found["recomputed"] = forwards_in_a_step(built) == 2
+        found["eager"] = built.attention == "eager"
     with model(dtype="bf16") as built:
         found["bf16"] = main_dtypes(built) == {torch.float32} and {
             weight.dtype for weight in exported(built).values()
         } == {torch.bfloat16}
-    with running_engine(
-        config_of(root / "model", engine=engine, model={"frozen": [FIRST_LAYER[engine] + "*"]})
-    ) as built:
+    frozen = {"frozen": [FIRST_LAYER[engine] + "*"], "attn_implementation": "sdpa"}
+    with running_engine(config_of(root / "model", engine=engine, model=frozen)) as built:
+        found["sdpa"] = built.attention == "sdpa"
         before = exported(built)
         train(built)
         still = {name for name, weight in exported(built).items() if torch.equal(weight, before[name])}
         found["frozen"] = still == {name for name in before if name.startswith("model.layers.0.")}
-    for kernel in ("eager", "sdpa"):
-        with model(trainable=False, model={"attn_implementation": kernel}) as built:
-            found[kernel] = built.attention == kernel
     return found
 
 
@@ -221,19 +219,24 @@ def main_dtypes(engine: Any) -> set[torch.dtype]:
     return kept["exp_avg"] | kept["exp_avg_sq"] | kept.get("main", kept["weights"])
 
 
-def loads(engine: str, saved: Path, root: Path, **areas: Any) -> bool:
-    """Whether an engine that has gone elsewhere takes the weights and moments of a checkpoint."""
+def loads(engine: str, checkpoints: list[Path], root: Path, **areas: Any) -> list[bool]:
+    """Whether an engine that has gone elsewhere takes the weights and moments of each checkpoint."""
     with engine_of(root / "model", engine=engine, **areas) as built:
-        train(built, seed=1)
-        before = exported(built), momentum(built)
-        try:
-            load_state(built, saved)
-        except UserError:
-            return False
-        weights, length = torch.load(saved / "expected.pt", weights_only=True)
-        assert not same(before[0], weights)
-        assert abs(before[1] / length - 1) > 1e-3
-        return same(exported(built), weights) and abs(momentum(built) / length - 1) < 1e-6
+        return [takes(built, saved) for saved in checkpoints]
+
+
+def takes(built: Any, saved: Path) -> bool:
+    """Whether an engine, after a step that leads it elsewhere, has what a checkpoint holds."""
+    train(built, seed=1)
+    before = exported(built), momentum(built)
+    try:
+        load_state(built, saved)
+    except UserError:
+        return False
+    weights, length = torch.load(saved / "expected.pt", weights_only=True)
+    assert not same(before[0], weights)
+    assert abs(before[1] / length - 1) > 1e-3
+    return same(exported(built), weights) and abs(momentum(built) / length - 1) < 1e-6
 
 
 def momentum(engine: Any) -> float:

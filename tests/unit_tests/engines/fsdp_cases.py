@@ -77,15 +77,16 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def computed(checkpoint: Path, *, head: str = "lm", rows: int | None = None, **more: Any) -> dict[str, Any]:
-    """Outputs, metrics of two steps, and the weights before and after, of one engine."""
+    """Outputs, metrics of two steps, the weights before and after, and the FSDP engine's buffers, of one engine."""
     batch = random_experience()[:rows]
     with running_engine(config_of(checkpoint, **more), head=head) as engine:
-        mine = own_rows(batch, engine)
+        mine, on_fsdp = own_rows(batch, engine), hasattr(engine, "model")
+        buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()} if on_fsdp else {}
         outputs = engine.forward(mine)
         found = {name: whole(value, engine) for name, value in vars(outputs).items() if value is not None}
         start = exported(engine)
         steps = [engine.train_minibatch(mine, losses(head), lr=1e-3) for _ in range(STEPS)]
-        return {"outputs": found, "start": start, "steps": steps, "weights": exported(engine)}
+        return {"outputs": found, "start": start, "steps": steps, "weights": exported(engine), "buffers": buffers}
 
 
 def distances(left: dict[str, Any], right: dict[str, Any]) -> dict[str, float]:
@@ -125,9 +126,11 @@ def run_all(rank: int, folder: str, families: list[str]) -> dict[str, Any]:
     tiny, critic = paths["qwen3"], Path(folder) / "critic"
     reference = computed(tiny, engine="megatron")
     frozen = computed(tiny, engine="megatron", **WAYS["half frozen for Megatron-Core"])
+    undisturbed = two_steps(tiny)
     found: dict[str, Any] = {
         "families": {
-            family: distances(computed(path), computed(path, engine="megatron")) for family, path in paths.items()
+            family: family_case(path, reference if path == tiny else computed(path, engine="megatron"))
+            for family, path in paths.items()
         },
         "ways": {
             name: distances(computed(tiny, **way), frozen if name == "frozen" else reference)
@@ -136,14 +139,11 @@ def run_all(rank: int, folder: str, families: list[str]) -> dict[str, Any]:
         },
         "value": distances(computed(critic, head="value"), computed(critic, head="value", engine="megatron")),
         "one row": distances(computed(tiny, rows=1), computed(tiny, rows=1, engine="megatron")),
-        "bf16": bf16_case(tiny),
+        "bf16": bf16_case(tiny, undisturbed),
         "fresh value head": fresh_head_case(tiny),
-        "buffers": buffers_case(paths),
-        "spoiled": spoiled_case(tiny),
+        "spoiled": spoiled_case(tiny, undisturbed),
         "inspected": inspected_case(tiny),
-        "offload": {
-            name: offload_case(tiny, trainable=trains) for name, trains in (("trains", True), ("frozen", False))
-        },
+        "offload": {"trains": offload_case(tiny, undisturbed), "frozen": offload_case(tiny, None)},
         "saved": saved_case(paths["mixtral"], Path(folder) / "saved"),
         "shares": shares_case(tiny),
         "mistakes": mistakes_case(tiny),
@@ -160,19 +160,25 @@ def write_checkpoints(folder: Path, families: list[str]) -> None:
     save_file({**load_file(path), "score.weight": head}, path, metadata={"format": "pt"})
 
 
-def bf16_case(checkpoint: Path) -> dict[str, Any]:
+def two_steps(checkpoint: Path) -> dict[str, Any]:
+    """State and log-probs of an engine that nothing disturbs, which other ones are held against."""
+    with engine_of(checkpoint) as engine:
+        rows = own_rows(random_experience(), engine)
+        first = engine.forward(rows).logprobs
+        train(engine, seed=1)
+        return {"first logprobs": first, "state": state(engine), "logprobs": engine.forward(rows).logprobs}
+
+
+def bf16_case(checkpoint: Path, undisturbed: dict[str, Any]) -> dict[str, Any]:
     """Weights leave in bf16, shards and moments are float32, and gradients are added in float32."""
     with engine_of(checkpoint, dtype="bf16") as engine:
         pieces = {piece.name: str(piece.data.dtype) for piece in engine.state().pieces}
         out = exported(engine)
         logprobs = engine.forward(own_rows(random_experience(), engine)).logprobs
-    with running_engine(config_of(checkpoint, dtype="fp32")) as engine:
-        train(engine)
-        expected = engine.forward(own_rows(random_experience(), engine)).logprobs
     return {
         "pieces": sorted(set(pieces.values())),
         "exported": sorted({str(tensor.dtype) for tensor in out.values()}),
-        "outputs": float((logprobs - expected).abs().max()),
+        "outputs": float((logprobs - undisturbed["first logprobs"]).abs().max()),
     }
 
 
@@ -182,26 +188,21 @@ def fresh_head_case(checkpoint: Path) -> float:
         return float(engine.forward(own_rows(random_experience(), engine)).values.abs().max())
 
 
-def buffers_case(paths: dict[str, Path]) -> dict[str, bool]:
-    """Whether buffers are those that transformers computes where it builds a model in memory, by family."""
+def family_case(path: Path, megatron: dict[str, Any]) -> dict[str, float]:
+    """How far a family is from the Megatron engine, and whether its buffers are those of a model built in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    found = {}
-    for family, path in paths.items():
-        expected = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).named_buffers())
-        expected = {name: buffer for name, buffer in expected.items() if not name.endswith("_bias")}  # from the file
-        with running_engine(config_of(path), trainable=False) as engine:
-            found[family] = same({n: b for n, b in engine.model.named_buffers() if n in expected}, expected)
-    return found
+    found = computed(path)
+    expected = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).named_buffers())
+    expected = {name: buffer for name, buffer in expected.items() if not name.endswith("_bias")}  # from the file
+    buffers = {name: buffer for name, buffer in found["buffers"].items() if name in expected}
+    return distances(found, megatron) | {"same buffers": same(buffers, expected)}
 
 
-def spoiled_case(checkpoint: Path) -> dict[str, Any]:
+def spoiled_case(checkpoint: Path, undisturbed: dict[str, Any]) -> dict[str, Any]:
     """A mini-batch with one bad advantage on one rank, then a good one; beside an engine that only saw the good one."""
     from mega_rl.engines.outcome import NonFiniteGradientError
 
-    with engine_of(checkpoint) as engine:
-        train(engine, seed=1)
-        expected = state(engine)
     with engine_of(checkpoint) as engine:
         before = state(engine)
         batch = random_experience()
@@ -214,7 +215,7 @@ def spoiled_case(checkpoint: Path) -> dict[str, Any]:
             message = str(error)
         result: dict[str, Any] = {"message": message, "unchanged": same(state(engine), before)}
         train(engine, seed=1)
-        return result | {"usable": same(state(engine), expected)}
+        return result | {"usable": same(state(engine), undisturbed["state"])}
 
 
 def inspected_case(checkpoint: Path) -> dict[str, Any]:
@@ -223,14 +224,12 @@ def inspected_case(checkpoint: Path) -> dict[str, Any]:
         return inspect_update(engine, state)
 
 
-def offload_case(checkpoint: Path, *, trainable: bool) -> dict[str, Any]:
-    """An engine taken off and back on between steps, beside one that never was."""
+def offload_case(checkpoint: Path, undisturbed: dict[str, Any] | None) -> dict[str, Any]:
+    """An engine taken off and back on between steps, beside one that never was; or, without steps, beside itself."""
+    trainable = undisturbed is not None
     with engine_of(checkpoint, trainable=trainable) as engine:
-        if trainable:
-            train(engine, seed=1)
-        expected = state(engine)
-        logprobs = engine.forward(own_rows(random_experience(), engine)).logprobs
-    with engine_of(checkpoint, trainable=trainable) as engine:
+        rows = own_rows(random_experience(), engine)
+        expected = undisturbed or {"state": state(engine), "logprobs": engine.forward(rows).logprobs}
         numel = sum(parameter.to_local().numel() for parameter in engine.parameters)
         messages = 0 if engine.scratch is None else engine.scratch.nbytes
         result: dict[str, Any] = {"elements": numel, "given back": engine.offload() - messages}
@@ -243,8 +242,8 @@ def offload_case(checkpoint: Path, *, trainable: bool) -> dict[str, Any]:
         engine.onload()  # nothing is off: nothing happens
         if trainable:
             train(engine, seed=1)
-        result["same state"] = same(state(engine), expected)
-        result["same outputs"] = torch.equal(engine.forward(own_rows(random_experience(), engine)).logprobs, logprobs)
+        result["same state"] = same(state(engine), expected["state"])
+        result["same outputs"] = torch.equal(engine.forward(rows).logprobs, expected["logprobs"])
     return result
 
 

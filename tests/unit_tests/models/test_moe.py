@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import random_experience
+from tests.helpers.selection import without
 from tests.unit_tests.distributed.expert_cases import LAYOUTS, relative, write_family
 from tests.unit_tests.models.moe_cases import BIAS, USED, run_cases, write_lopsided
 
@@ -60,6 +61,11 @@ for _family, _modules in MODULES.items():
         RECOMPUTE |= {
             f"{_layout} {_family} {n}": {"family": _family, "layout": _layout, **how} for n, how in _how.items()
         }
+# Their parts stand in other cases, too: these are for `make test-full`.
+IDLE = without(IDLE, "ep2", "ep2 allgather")
+BALANCE = without(BALANCE, "1 padded", "ep2-dp4")
+BIASES = without(BIASES, "1 full")
+RECOMPUTE = without(RECOMPUTE, "1 qwen2_moe core_attn", "1 qwen2_moe layernorm", "tp2-sp-ep2 deepseek_v3 mlp")
 FAMILY = {"balance": "deepseek_v3", "bias": "deepseek_v3", "idle": "lopsided"}
 
 

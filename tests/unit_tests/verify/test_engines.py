@@ -18,7 +18,7 @@ from tests.unit_tests.verify.cases import TIED_DENSE, bare_config, measure_all, 
 
 pytestmark = pytest.mark.timeout(300)  # the first test pays for the launches of all
 
-STEPS = 3
+STEPS = 2  # one more than Adam's first, which does not depend on how fast moments decay
 # Fault -> how a line of what is out of tolerance begins.
 PLANTED = {
     "one weight": "log-probs",
@@ -74,5 +74,5 @@ def test_a_planted_fault_is_found_and_named(answers: dict[str, LayoutErrors], fa
 
 def test_what_only_the_optimizer_gets_wrong_shows_in_weights_alone(answers: dict[str, LayoutErrors]) -> None:
     """Adam's first step does not depend on how fast the first moment decays, so a single step would not show it."""
-    assert [line.partition(" ")[0] for line in problems(answers["optimizer"], FP32)] == ["gradient", "step"]
+    assert [line.partition(" ")[0] for line in problems(answers["optimizer"], FP32)] == ["step"]
     assert answers["optimizer"].gradients[0].error <= FP32.gradient
