@@ -164,6 +164,7 @@ class FakeServer:
         self.in_flight = 0
         self.most_in_flight = 0
         self.connections = 0  # open now
+        self._dead = False
         self._open: set[asyncio.StreamWriter] = set()
         self._exchanges: dict[str, Exchange] = {}
         self._loop = asyncio.new_event_loop()
@@ -193,6 +194,7 @@ class FakeServer:
 
     def die(self) -> None:
         """`kill`, from within a script."""
+        self._dead = True
         self._listener.close()
         for writer in list(self._open):
             _reset(writer)
@@ -207,6 +209,9 @@ class FakeServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._dead:  # a connection that was accepted just before
+            _reset(writer)
+            return
         self._open.add(writer)
         self.connections += 1
         try:
