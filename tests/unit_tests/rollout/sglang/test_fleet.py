@@ -188,20 +188,22 @@ def test_a_suspect_server_that_generates_again_is_used_again() -> None:
 
 def test_interrupting_keeps_what_there_is_and_the_rest_goes_on_from_there() -> None:
     asked = requests(12)
-    with fleet_of(right, right, seconds_per_token=0.05, max_concurrency=3) as (fleet, servers):
+    with fleet_of(right, right, seconds_per_token=0.5, max_concurrency=3) as (fleet, servers):
         handle = fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + 30)
-        time.sleep(0.3)
-        began = time.monotonic()
+        while sum(server.generating() for server in servers) < 4:
+            assert not handle.done()
+            time.sleep(0.01)
         handle.interrupt()
         first = handle.result()
-        assert time.monotonic() - began < 1.5
         assert first.interrupted
         assert not first.failures
         assert first.samples.keys() | first.unserved.keys() == {request.key for request in asked}
-        assert sum(0 < len(sample.token_ids) < 12 for sample in first.unserved.values()) >= 3
+        assert sum(0 < len(sample.token_ids) < 12 for sample in first.unserved.values()) >= 3, "nothing was waited for"
         assert all(sample.finish == "partial" for sample in first.unserved.values())
         assert {key for path, key in servers[0].paths if path == "/abort_request"} == {f"bearer {KEYS.admin_key}"}
         rest = [request for request in asked if request.key in first.unserved]
+        for server in servers:
+            server.seconds_per_token = 0.0
         second = generate(fleet, rest, partials=first.unserved)
         both = {**first.samples, **second.samples}
         assert all(is_right(both[request.key], request, SAMPLING) for request in asked)
