@@ -31,7 +31,7 @@ BUCKET_BYTES = 64 << 20  # that ranks gather at a time; what waits to be written
 
 
 class DiskTransport:
-    """`Transport` through a folder that is complete and flushed before a server reads it, then removed.
+    """`Transport` through a folder that is complete and flushed before a server reads it, and there until the next.
 
     Rank 0 writes and asks all servers; a bucket is the whole model.
     """
@@ -56,6 +56,9 @@ class DiskTransport:
         self._folder, self._source = folder, source
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s + GRACE_S
         self._world: Meeting | None = None
+        # Kept until the next update: a server answers when its first tensor-parallel rank has read the checkpoint, and
+        # another rank that no longer finds the files goes on with the old weights.
+        self._written: Path | None = None
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
         """Send a checkpoint as `Transport.send` does; a full disk fails all servers."""
@@ -65,6 +68,8 @@ class DiskTransport:
             self._world = Meeting(group, timeout_s=self._timeout_s)
         target = (self._folder / f"version-{version}").absolute()
         leads = dist.get_rank() == 0
+        if leads and self._written is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
         with ServerRequests(chosen(self._servers, servers) if leads else []) as requests:
             try:
                 self._write(target)
@@ -77,8 +82,7 @@ class DiskTransport:
 
             requests.start(load)
             requests.wait()
-            if leads:
-                shutil.rmtree(target, ignore_errors=True)
+            self._written = target
             slots = [slot for bucket in self._weights.buckets(self._bucket_bytes) for slot in bucket.slots]
             report = SendReport(bytes=sum(slot.end - slot.start for slot in slots), buckets=1, tensors=len(slots))
             return requests.agree(report, self._world, leaders=[0], started=started)
