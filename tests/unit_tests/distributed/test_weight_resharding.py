@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, str, MegatronConfig, str]] = {
 BUCKETS = (1, 9_000, 1 << 30)  # every unit alone, a few, everything
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMEOUT_S = 60.0
+DISK = Path("run", "weights")  # below the sources
 
 
 def buckets_of(case: str) -> tuple[int, ...]:
@@ -84,7 +85,7 @@ def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
     for case in cases:
         with weights_of(case, Path(root)) as weights:
             for name, make in makers(weights, Path(root), buckets_of(case)).items():
-                answers[f"{case} {name}"] = send_twice(rank, weights, make)
+                answers[f"{case} {name}"] = send_twice(rank, weights, make, folder=Path(root) / DISK)
     return answers
 
 
@@ -106,12 +107,14 @@ def makers(
     )
     if not weights.sharded:
         found["disk"] = lambda servers, hosts: DiskTransport(
-            weights, servers, folder=root / "run" / "weights", source=root / "qwen3", timeout_s=TIMEOUT_S
+            weights, servers, folder=root / DISK, source=root / "qwen3", timeout_s=TIMEOUT_S
         )
     return found
 
 
-def send_twice(rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any]) -> dict[str, Any]:
+def send_twice(
+    rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any], *, folder: Path
+) -> dict[str, Any]:
     from mega_rl.rollout.sglang.weights.reshard import covers
 
     world, layout = int(os.environ["WORLD_SIZE"]), weights.engine.sharding.layout
@@ -122,10 +125,12 @@ def send_twice(rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ..
     leaders = {0: 0, 1: 2 if split and transport.name == "shared_memory" else 0}
     servers = servers_for(rank, hosts, leaders)
     transport = make(servers, hosts)
-    answer: dict[str, Any] = {"different": [], "reports": [], "mapped": 0}
+    answer: dict[str, Any] = {"different": [], "reports": [], "mapped": 0, "on_disk": []}
     for version in (3, 4):
         expected = {name: tensor.clone() for name, tensor in exported(weights.engine).items()}
         report = transport.send(version=version)
+        if rank == 0:
+            answer["on_disk"].append(names_in(folder))
         for server in servers:
             if server.receiver is not None:
                 answer["different"] += differences(expected, server.receiver.weights)
@@ -146,10 +151,16 @@ def send_twice(rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ..
         [bucket.nbytes for bucket in getattr(transport._open, "buckets", [])] if hasattr(transport, "_open") else []
     )
     transport.close()
+    if rank == 0:
+        answer["on_disk"].append(names_in(folder))
     answer["versions"] = [server.receiver.versions for server in servers if server.receiver is not None]
     answer["received"] = [server.receiver.received for server in servers if server.receiver is not None]
     answer["calls"] = [len(server.receiver.calls) for server in servers if server.receiver is not None]
     return answer
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 @pytest.fixture(scope="module")
@@ -269,3 +280,9 @@ def test_a_server_that_fails_hinders_no_other(root: Path) -> None:
         assert answer["first"] == 7
         at = int(key.split()[-1])
         assert answer["calls"][1] == at, f"{key}: requests went on after the failure"
+
+
+@pytest.mark.parametrize("case", [case for case, transport in SENDINGS if transport == "disk"])
+def test_a_checkpoint_stays_until_the_next_update(answers: dict[str, Any], case: str) -> None:
+    """A server answers when its first tensor-parallel rank has read it: the others may still be reading."""
+    assert answers[f"{case} disk"][0]["on_disk"] == [["version-3"], ["version-4"], []]
