@@ -95,7 +95,7 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
             RoleFacts(
                 role=engine.name,
                 model=short_commit(str(checkpoint_of(recorded(config), engine.name))),
-                family=sharding.hf.model_type,
+                family=sharding.hf.family,
                 parameters=sum(prod(tensor.shape) for tensor in hf_tensors(sharding.hf, head=sharding.head).values()),
                 engine=config.engine.backend,
                 layout=_sizes(sharding),

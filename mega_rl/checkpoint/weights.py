@@ -107,7 +107,7 @@ def _open_fsdp(
             infos[stored] = TensorInfo(
                 stored, piece.dtype, piece.spec.shape, piece.file, piece.offset, piece.spec.nbytes
             )
-        for disk in disk_tensors(hf.model_type, name, shapes[name]):
+        for disk in disk_tensors(hf.family, name, shapes[name]):
             on_disk = hf.value_head if disk.name == _FSDP_HEAD and sharding.head == "value" else disk.name
             wholes[on_disk] = ShapeAndDtype(disk.shape, of_one[0].dtype)
             homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, name, of_one, shapes[name]))

@@ -100,7 +100,7 @@ class Moe:
 class HFConfig:
     """The architecture of a decoder-only model, and how its checkpoint on disk spells it."""
 
-    family: str  # model_type: "qwen3"
+    family: str  # model_type of config.json: "qwen3"
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -136,11 +136,6 @@ class HFConfig:
     fused_experts: bool = False  # one tensor of all experts per layer instead of one per expert
     value_head: str = "score.weight"  # name of a critic's head
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def model_type(self) -> str:
-        """The family's name in config.json."""
-        return self.family
 
     @cached_property
     def dims(self) -> dict[str, int]:

@@ -109,20 +109,20 @@ def _check(hf: HFConfig, layout: ParallelLayout) -> None:
     if layout.tp > 1 and not layout.sequence_parallel and (hf.moe is not None or hf.mla is not None):
         # Upstream's gradients would be wrong: those of replicated norms and of experts count some tokens twice.
         raise UserError(
-            f"engine.megatron.sequence_parallel=false: model_type={hf.model_type} with tp={layout.tp} needs it, having "
+            f"engine.megatron.sequence_parallel=false: model_type={hf.family} with tp={layout.tp} needs it, having "
             "experts or latent attention; set engine.megatron.sequence_parallel=true"
         )
     if hf.moe is not None and hf.linear_bias and layout.etp > 1:
         raise UserError(
             f"layout {layout}: Megatron-Core does not cut experts that have biases, as those of model_type="
-            f"{hf.model_type} have; use 1 rank of expert tensor parallelism (in training: engine.megatron.etp=1)"
+            f"{hf.family} have; use 1 rank of expert tensor parallelism (in training: engine.megatron.etp=1)"
         )
     yarn = hf.rope.yarn
     if layout.cp > 1 and yarn is not None and yarn.original_max_position_embeddings % (2 * layout.cp):
         # Megatron-Core cuts a table of that many positions whenever it builds the model.
         raise UserError(
             f"engine.megatron.cp={layout.cp}: 2*cp must divide the {yarn.original_max_position_embeddings} positions "
-            f"of model_type={hf.model_type} before its context was extended (yarn); choose a power of 2"
+            f"of model_type={hf.family} before its context was extended (yarn); choose a power of 2"
         )
 
 

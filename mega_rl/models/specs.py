@@ -127,7 +127,7 @@ def decoder_spec(
     if impl == "local":
         if hf.mla is not None and not _has_latent_attention():
             raise UserError(
-                f"model_type={hf.model_type}: on a CUDA device Megatron-Core's latent attention needs Transformer "
+                f"model_type={hf.family}: on a CUDA device Megatron-Core's latent attention needs Transformer "
                 "Engine to be installed, whichever layers are used; pip install mega_rl[gpu]"
             )
         specs = [_local_layer(hf, layer, pg_collection) for layer in layers]
@@ -135,7 +135,7 @@ def decoder_spec(
     lacking = needs_local_spec(hf, cp_size=pg_collection.cp.size())
     if lacking:
         raise UserError(
-            f"engine.megatron.transformer_impl: Megatron-Core's Transformer Engine layers lack what {hf.model_type} "
+            f"engine.megatron.transformer_impl: Megatron-Core's Transformer Engine layers lack what {hf.family} "
             f"has ({', '.join(lacking)}); use engine.megatron.transformer_impl=local"
         )
     from megatron.core.extensions.transformer_engine import TENorm

@@ -114,7 +114,7 @@ def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
         raise UserError(f"--layouts: {name} needs {layout.ranks} ranks; at most {MAX_RANKS} are started on one machine")
     problems = check_layout(hf, layout.parallel_layout())
     if hf.moe is None and "etp" in name:
-        problems.append(f"etp={layout.etp}: model_type={hf.model_type} has no experts")
+        problems.append(f"etp={layout.etp}: model_type={hf.family} has no experts")
     if problems:
         raise UserErrors([f"--layouts: {name} is not possible: {problem}" for problem in problems])
     return layout

@@ -59,7 +59,7 @@ def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed
     if not twin:
         if not has_weights:
             raise UserError(f"{source}: holds no safetensors; add --twin to verify a small model of its config.json")
-        return Model(source, hf, f"{hf.model_type}, {hf.num_layers} layers")
+        return Model(source, hf, f"{hf.family}, {hf.num_layers} layers")
     target = folder / "twin"
     own = has_weights and hf.quantization is None
     if own and num_elements(shrink(hf, multiple=multiple).hf) <= MOST_ELEMENTS:
@@ -69,7 +69,7 @@ def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed
         made = write_random_twin(source, target, multiple=multiple, narrow=narrow, seed=seed)
         weights = "random weights" + (f", narrowed to hidden size {made.hf.hidden_size}" if narrow else "")
     kept = ", ".join(map(str, made.layers))
-    what = f"twin of {hf.model_type} with layers {kept} of {hf.num_layers}, {num_elements(made.hf):,} elements"
+    what = f"twin of {hf.family} with layers {kept} of {hf.num_layers}, {num_elements(made.hf):,} elements"
     return Model(target, made.hf, f"{what}, {weights}")
 
 

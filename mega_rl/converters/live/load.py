@@ -126,7 +126,7 @@ def check_tensors(
     # The one tensor with a shape of its own choice: a reward model may score several labels, a critic has one value.
     ignored = tuple(sorted((present & ignorable - set(expected)) | (present & absent)))
     problems += [
-        f"{info.file}: {info.name} {list(info.shape)} is no part of the {hf.model_type} model of config.json"
+        f"{info.file}: {info.name} {list(info.shape)} is no part of the {hf.family} model of config.json"
         for info in (reader.tensors[name] for name in sorted(unexpected))
     ]
     if problems:

@@ -84,7 +84,7 @@ def check_layout(hf: HFConfig, layout: ParallelLayout, *, padded_vocab: int | No
 
 def _check_experts(hf: HFConfig, layout: ParallelLayout) -> list[str]:
     if hf.moe is None:
-        return [f"ep={layout.ep}: model_type={hf.model_type} has no experts"] if layout.ep > 1 else []
+        return [f"ep={layout.ep}: model_type={hf.family} has no experts"] if layout.ep > 1 else []
     problems = []
     if hf.moe.num_experts % layout.ep:
         problems.append(f"ep={layout.ep} does not divide the number of experts {hf.moe.num_experts}")

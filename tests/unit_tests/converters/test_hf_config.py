@@ -290,7 +290,7 @@ def test_gpt_oss_and_olmoe_and_glm4() -> None:
 @pytest.mark.parametrize("name", HUB)
 def test_published_checkpoints_are_accepted(name: str) -> None:
     hf = parse_hf_config(HUB[name])
-    assert hf.model_type == HUB[name]["model_type"]
+    assert hf.family == HUB[name]["model_type"]
     assert hf.tied == (name == "gemma-3-1b")
     assert hf.quantization == ("fp8" if HUB[name].get("quantization_config") else None)
 

@@ -177,7 +177,7 @@ def has_families(engine: str, root: Path) -> bool:
             continue
         model, _ = skeleton(root / "families" / family, head="lm", attention="sdpa")
         held = {**dict(model.named_parameters()), **disk_buffers(model)}
-        names = [t.name for name, x in held.items() for t in disk_tensors(hf.model_type, name, tuple(x.shape))]
+        names = [t.name for name, x in held.items() for t in disk_tensors(hf.family, name, tuple(x.shape))]
         if sorted(names) != sorted(hf_tensors(hf, head="lm")):
             return False
     return True
