@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -176,12 +175,13 @@ def threads_of(
     )
 
 
-class Slow(FakePolicy):
-    """Generation and training take their time, asleep."""
+class Overlapping(FakePolicy):
+    """Each step's training and the next step's generation wait for each other to be in progress, up to a deadline."""
 
-    def __init__(self, *, generate_s: float, train_s: float) -> None:
+    def __init__(self, *, steps: int) -> None:
         super().__init__([])
-        self.generate_s, self.train_s = generate_s, train_s
+        self.generation_began = [threading.Event() for _ in range(steps)]
+        self.training_began = [threading.Event() for _ in range(steps)]
         self.generating = 0
         self.most_generating = 0
         self.sent_while_generating = False
@@ -189,42 +189,59 @@ class Slow(FakePolicy):
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         self.generating += 1
         self.most_generating = max(self.most_generating, self.generating)
-        time.sleep(self.generate_s)
+        self.generation_began[step].set()
+        if step > 0:
+            assert self.training_began[step - 1].wait(20), f"step {step - 1} does not train beside this generation"
         rollout = super().generate(prompts, step=step, greedy=greedy)
         self.generating -= 1
         return rollout
 
-    def update(self, minibatch: Experience, **settings: Any) -> Metrics:
-        time.sleep(self.train_s / 2)  # two mini-batches a step
-        return super().update(minibatch, **settings)
+    def update(self, minibatch: Experience, *, step: int, inspect: Any = None) -> Metrics:
+        self.training_began[step].set()
+        if step + 1 < len(self.generation_began):
+            assert self.generation_began[step + 1].wait(20), f"step {step + 1} is not generated beside this training"
+        return super().update(minibatch, step=step, inspect=inspect)
 
     def publish(self) -> Metrics:
         self.sent_while_generating |= self.generating > 0
         return super().publish()
 
 
-def fit_s(trainer: PPOTrainer) -> float:
-    begin = time.perf_counter()
+def test_a_step_trains_while_the_next_one_is_generated() -> None:
+    policy = Overlapping(steps=6)
+    trainer, _ = run_of(policy, threads_of(policy), steps=6)
     trainer.fit()
-    return time.perf_counter() - begin
+    assert policy.most_generating == 1
+    assert not policy.sent_while_generating
 
 
-@pytest.mark.parametrize(("generate_s", "train_s"), [(0.25, 0.25), (0.3, 0.1), (0.1, 0.3)])
-def test_a_step_takes_the_longer_of_the_two(generate_s: float, train_s: float) -> None:
-    """The first step takes both and the last generates nothing; what is left of 1.3 is for a busy machine."""
-    slow = Slow(generate_s=generate_s, train_s=train_s)
-    trainer, _ = run_of(slow, threads_of(slow), steps=6)
-    taken = fit_s(trainer)
-    expected = generate_s + 5 * max(generate_s, train_s) + train_s
-    assert expected * 0.98 < taken < 1.3 * expected
-    in_turn = 6 * (generate_s + train_s)
-    if generate_s == train_s:
-        assert taken < 0.8 * in_turn
-    assert slow.most_generating == 1
-    assert not slow.sent_while_generating
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_wait_for_generation_is_a_metric(partial: bool) -> None:
+    """A clock that only the background moves: draining takes 2 s, interrupting 0.5 s, finishing 0.25 s."""
+    now = 0.0
+
+    class Timed(Recorded):
+        def _pass(self, seconds: float) -> None:
+            nonlocal now
+            now += seconds
+
+        def drain(self) -> None:
+            self._pass(2.0)
+
+        def interrupt(self) -> None:
+            self._pass(0.5)
+
+        def finish(self) -> Rollout:
+            self._pass(0.25)
+            return super().finish()
+
+    policy = FakePolicy([])
+    trainer, ahead = run_of(policy, Timed(policy), steps=4, partial=partial)
+    ahead.clock = lambda: now
+    trainer.fit()
     waits = [record["rollout/ahead_wait_s"] for record in trainer.metrics.records.values()]  # type: ignore[attr-defined]
-    hidden = max(generate_s - train_s, 0.0)
-    assert hidden - 0.05 < waits[2] < hidden + 0.25
+    between = 0.5 if partial else 2.0
+    assert waits == [0.25 + between, 0.25 + between, 0.25 + between, 0.25]
 
 
 def test_an_error_in_the_background_ends_the_run_at_the_step_that_needs_it() -> None:

@@ -21,6 +21,7 @@ from mega_rl.rollout.sglang.generation.router import FleetHungError, ServerRoute
 from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from tests.helpers.fake_sglang import KEYS, STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 
+HUNG_S = 120.0  # of a generation that no test expects to be late
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, stop_token_ids=(STOP,))
 
 
@@ -46,7 +47,7 @@ def fleet_of(
 
 def generate(fleet: ServerRouter, asked: list[SampleRequest], *, version: int = VERSION, **more: Any) -> FleetResult:
     sampling = more.pop("sampling", SAMPLING)
-    return fleet.generate(asked, sampling, version=version, deadline=time.monotonic() + 30, **more)
+    return fleet.generate(asked, sampling, version=version, deadline=time.monotonic() + HUNG_S, **more)
 
 
 async def slow(exchange: Exchange) -> None:
@@ -66,16 +67,20 @@ def test_requests_spread_evenly_and_never_exceed_the_concurrency() -> None:
 
 
 def test_a_slow_replica_gets_less() -> None:
+    """One replica answers nothing until the other has been asked for 40 of 60 samples."""
+
     async def slower(exchange: Exchange) -> None:
-        await asyncio.sleep(0.4)
+        while len(servers[0].seen) < 40:
+            await asyncio.sleep(0.005)
         await right(exchange)
 
-    with fleet_of(slow, slower) as (fleet, servers):
-        generate(fleet, requests(60))
-        assert len(servers[0].seen) > 2 * len(servers[1].seen)
+    with fleet_of(right, slower) as (fleet, servers):
+        result = generate(fleet, requests(60))
+        assert len(result.samples) == 60
+        assert len(servers[0].seen) >= 40
 
 
-def test_a_thousand_waiting_samples_open_no_more_connections_than_allowed() -> None:
+def test_waiting_samples_open_no_more_connections_than_allowed() -> None:
     most: list[int] = []
 
     async def count(exchange: Exchange) -> None:
@@ -83,8 +88,8 @@ def test_a_thousand_waiting_samples_open_no_more_connections_than_allowed() -> N
         await right(exchange)
 
     with fleet_of(count) as (fleet, _):
-        result = generate(fleet, requests(1000))
-        assert len(result.samples) == 1000
+        result = generate(fleet, requests(300))
+        assert len(result.samples) == 300
         assert max(most) <= 4 + 4  # a closed connection may not have been noticed yet
 
 
@@ -151,7 +156,7 @@ def test_replicas_begin_without_traffic() -> None:
 def test_a_server_declared_dead_gives_its_samples_to_another_at_once() -> None:
     with fleet_of(right, right, seconds_per_token=0.05) as (fleet, servers):
         servers[0].seconds_per_token = 100.0
-        handle = fleet.start(requests(8), SAMPLING, version=VERSION, deadline=time.monotonic() + 20)
+        handle = fleet.start(requests(8), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         while not servers[0].seen:
             time.sleep(0.01)
         fleet.mark_down(0, "its process has ended")
@@ -164,7 +169,7 @@ def test_a_server_declared_dead_gives_its_samples_to_another_at_once() -> None:
 def test_a_server_that_comes_back_gets_traffic_within_the_generation() -> None:
     with fleet_of(right, right, seconds_per_token=0.02) as (fleet, servers):
         fleet.mark_down(1)
-        handle = fleet.start(requests(40), SAMPLING, version=VERSION, deadline=time.monotonic() + 20)
+        handle = fleet.start(requests(40), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         while len(servers[0].seen) < 4:
             time.sleep(0.01)
         fleet.mark_ready(1, VERSION)
@@ -189,7 +194,7 @@ def test_a_suspect_server_that_generates_again_is_used_again() -> None:
 def test_interrupting_keeps_what_there_is_and_the_rest_goes_on_from_there() -> None:
     asked = requests(12)
     with fleet_of(right, right, seconds_per_token=0.5, max_concurrency=3) as (fleet, servers):
-        handle = fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + 30)
+        handle = fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         while sum(server.generating() for server in servers) < 4:
             assert not handle.done()
             time.sleep(0.01)
@@ -283,7 +288,7 @@ def test_a_prompt_that_would_kill_a_server_is_not_sent(prompt: tuple[int, ...]) 
 
 def test_one_generation_at_a_time_and_none_after_the_end() -> None:
     with fleet_of(right, seconds_per_token=0.05) as (fleet, _):
-        handle = fleet.start(requests(2), SAMPLING, version=VERSION, deadline=time.monotonic() + 20)
+        handle = fleet.start(requests(2), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
         with pytest.raises(RuntimeError, match="pending"):
             generate(fleet, requests(1))
         assert len(handle.result().samples) == 2
