@@ -69,18 +69,18 @@ def measure(package: Path = PACKAGE) -> House:
     names: dict[str, int] = {}
     for path in sorted(package.rglob("*.py")):
         text, name = path.read_text(encoding="utf-8"), path.relative_to(package).as_posix()
-        tree = ast.parse(text)
+        nodes = list(ast.walk(ast.parse(text)))
         files[name] = text.count("\n")
         counts["ignores"] += text.count("# type: ignore")
-        if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in ast.walk(tree)):
+        if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in nodes):
             readers.append(name)
-        if vague := sum(map(_is_vague, ast.walk(tree))):
+        if vague := sum(map(_is_vague, nodes)):
             docstrings[name] = vague
-        if vague := sum(map(_binds_banned_name, ast.walk(tree))):
+        if vague := sum(map(_binds_banned_name, nodes)):
             names[name] = vague
-        if _changes_foreign_modules(tree, package.name):
+        if _changes_foreign_modules(nodes, package.name):
             changers.append(name)
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, _FUNCTIONS):
                 functions.append(_function(name, node))
                 if _takes_config(node):
@@ -94,7 +94,7 @@ def measure(package: Path = PACKAGE) -> House:
                 counts["any"] += 1
             elif isinstance(node, ast.ExceptHandler):
                 counts["broad"] += node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
-        counts["lazy"] += len(set(_own_lazy_imports(tree, package.name)))
+        counts["lazy"] += len(set(_own_lazy_imports(nodes, package.name)))
     folders = Counter(Path(name).parent.as_posix() for name in files if not Path(name).name.startswith("__"))
     return House(
         files=files,
@@ -166,23 +166,23 @@ def _nesting(body: Sequence[ast.stmt]) -> int:
     return deepest
 
 
-def _own_lazy_imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
-    for function in ast.walk(tree):
+def _own_lazy_imports(nodes: Sequence[ast.AST], package: str) -> Iterator[tuple[int, str]]:
+    for function in nodes:
         if isinstance(function, _FUNCTIONS):
             for node in ast.walk(function):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
                     yield node.lineno, node.module or ""
 
 
-def _changes_foreign_modules(tree: ast.Module, package: str) -> bool:
+def _changes_foreign_modules(nodes: Sequence[ast.AST], package: str) -> bool:
     """Return whether a module assigns to attributes of modules or classes that it imports from elsewhere."""
     foreign: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             foreign |= {(name.asname or name.name).split(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != package:
             foreign |= {name.asname or name.name for name in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
         )
