@@ -31,7 +31,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines campaign-checkpoint planted-faults parity terminal-check docs site
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device campaign-checkpoint planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -150,6 +150,10 @@ bench-weight-sync: setup sglang
 
 bench-checkpoint: setup
 	@$(BIN)/python benchmarks/checkpoint.py
+
+# Half an hour on one GPU, in the order of what is worth most.
+bench-device: setup
+	@$(BIN)/python benchmarks/device.py --json device.json
 
 bench-engines: setup
 	@$(BIN)/python benchmarks/engines.py
