@@ -47,8 +47,8 @@ class Groups:
     experts: ProcessGroup  # ep x etp, etp fastest: the ranks of a pipeline rank that hold all experts between them
     replica: ProcessGroup  # tp x cp x pp: the ranks that hold one copy of the model, tp fastest and pp slowest
     world: ProcessGroup
-    # The same ranks over gloo, for values on the host: a rank that waits in an NCCL collective keeps its GPU busy, which
-    # a server may need. The groups themselves where they are gloo's.
+    # The same ranks over gloo, for values on the host: a rank that waits in an NCCL collective keeps its GPU busy, when
+    # a server may need it. The groups themselves where they are gloo's.
     host_replica: ProcessGroup
     host_world: ProcessGroup
 
