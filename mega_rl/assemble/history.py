@@ -27,9 +27,9 @@ def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) 
     return RunCheckpoints(
         root=Path(config.trainer.run_dir) / "checkpoints",
         engines={},
-        ranks=GroupRanks(groups.world),
+        ranks=GroupRanks(groups.host_world),
         settings=config.checkpoint,
-        identity=_identity(config, GroupRanks(groups.world), data_fingerprint=data_fingerprint),
+        identity=_identity(config, GroupRanks(groups.host_world), data_fingerprint=data_fingerprint),
         layout=str(groups.layout),
         config=as_record(config),
         rank_states={"random": RandomState()},

@@ -62,8 +62,8 @@ def running(
     reward: scores responses in place of the function that the config names.
     """
     with session(config, accelerator) as groups, ExitStack() as resources:
-        check_commits(config.origins, GroupRanks(groups.world))
-        stop = StopRequest(GroupRanks(groups.world))
+        check_commits(config.origins, GroupRanks(groups.host_world))
+        stop = StopRequest(GroupRanks(groups.host_world))
         resources.callback(stop.restore)
         with progress.phase("preparing the run"):
             trainer = build_trainer(

@@ -83,7 +83,7 @@ def build_trainer(
     reward_function: in place of the one that the config names.
     """
     # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
-    world = GroupRanks(groups.world)
+    world = GroupRanks(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(inputs.train))

@@ -38,7 +38,7 @@ class Routing:
         self.balance_coef, self.bias_rate = settings.aux_loss_coef, settings.expert_bias_update_rate
         self.num_mixtures = sum(moe.layers)
         self._tp = groups.coordinates.tp_rank, groups.layout.tp if groups.layout.sequence_parallel else 1
-        self._replica, self._world = GroupRanks(groups.replica), GroupRanks(groups.world)
+        self._replica, self._world = GroupRanks(groups.host_replica), GroupRanks(groups.world)
         self._shares = groups.layout.dp * groups.layout.cp
         numbers = list(accumulate(int(mixed) for mixed in moe.layers))
         self.routers: list[list[Router]] = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import Ranks
+
+Result = TypeVar("Result")
 
 
 def broadcast_json(value: Any, ranks: Ranks, *, source: int = 0) -> Any:
@@ -86,23 +88,59 @@ def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s
                 raise error(state["error"])
             if "result" in state:
                 return state["result"]
-    done: dict[str, Any] = {}
+    running = _Running(work, name="run_on_one")
+    while running.wait(beat_s):
+        broadcast_json({}, ranks, source=source)
+    if running.error is not None:
+        broadcast_json(_described(running.error), ranks, source=source)
+        raise running.error
+    return broadcast_json({"result": running.result}, ranks, source=source)["result"]
 
-    def run() -> None:
+
+def run_on_all(work: Callable[[], Result], ranks: Ranks, *, beat_s: float = 5.0) -> Result:
+    """Call `work` on every rank and return this rank's result when the work of all has ended; collective.
+
+    Meanwhile the ranks meet every `beat_s` seconds, as in `run_on_one`: the last rank may take longer than a collective
+    may. `work` needs its own deadline, runs in its own thread and may do no collective.
+
+    Raises:
+        RunError: on all ranks, when the work of any raised (UserError for a UserError), with the message of the lowest
+            rank that failed; on a rank that failed its own error.
+    """
+    running = _Running(work, name="run_on_all")
+    while int(ranks.max(torch.tensor(int(running.wait(beat_s))))):
+        pass
+    failure = first_failure(None if running.error is None else json.dumps(_described(running.error)), ranks)
+    if running.error is not None:
+        raise running.error
+    if failure is not None:
+        state = json.loads(failure)
+        error = UserError if state["user"] else RunError
+        raise error(state["error"])
+    return cast(Result, running.result)
+
+
+class _Running:
+    """Work on a thread of its own, which neither an exception nor a signal in the caller's thread waits for."""
+
+    def __init__(self, work: Callable[[], Any], *, name: str) -> None:
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the work is still running after at most `seconds`."""
+        self._thread.join(seconds)
+        return self._thread.is_alive()
+
+    def _run(self, work: Callable[[], Any]) -> None:
         try:
-            done["result"] = work()
+            self.result = work()
         except BaseException as error:  # noqa: BLE001 - raised again on every rank
-            done["error"] = error
+            self.error = error
 
-    thread = threading.Thread(target=run, name="run_on_one", daemon=True)
-    thread.start()
-    while True:
-        thread.join(beat_s)
-        if thread.is_alive():
-            broadcast_json({}, ranks, source=source)
-        elif "error" in done:
-            error = done["error"]
-            broadcast_json({"error": str(error), "user": isinstance(error, UserError)}, ranks, source=source)
-            raise error
-        else:
-            return broadcast_json({"result": done["result"]}, ranks, source=source)["result"]
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """Return an error as other ranks raise it."""
+    return {"error": str(error), "user": isinstance(error, UserError)}

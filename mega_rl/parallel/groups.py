@@ -47,6 +47,10 @@ class Groups:
     experts: ProcessGroup  # ep x etp, etp fastest: the ranks of a pipeline rank that hold all experts between them
     replica: ProcessGroup  # tp x cp x pp: the ranks that hold one copy of the model, tp fastest and pp slowest
     world: ProcessGroup
+    # The same ranks over gloo, for values on the host: a rank that waits in an NCCL collective keeps its GPU busy, when
+    # a server may need it. The groups themselves where they are gloo's.
+    host_replica: ProcessGroup
+    host_world: ProcessGroup
 
 
 _generation = itertools.count()
@@ -96,6 +100,7 @@ def initialize(
         create_gloo_process_groups=False,  # Megatron-Core refuses them next to a ProcessGroupCollection
     )
     collection = ProcessGroupCollection.use_mpu_process_groups()
+    replica = _replica_group(layout, collection, timeout=timeout)
     return Groups(
         layout=layout,
         coordinates=layout.coordinates(dist.get_rank()),
@@ -106,8 +111,10 @@ def initialize(
         cp=collection.cp,
         dp_cp=collection.dp_cp,
         experts=collection.tp_ep,
-        replica=_replica_group(layout, collection, timeout=timeout),
+        replica=replica,
         world=world,
+        host_replica=_on_host(replica, _replicas(layout), timeout=timeout),
+        host_world=_on_host(world, [list(range(layout.world_size))], timeout=timeout),
     )
 
 
@@ -175,7 +182,19 @@ def _replica_group(layout: ParallelLayout, collection: ProcessGroupCollection, *
     """Return the group of a replica: Megatron-Core's `mp`, or a new one with context parallelism, which `mp` omits."""
     if layout.cp == 1:
         return collection.mp
-    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    replicas = [[rank for rank, place in enumerate(places) if place.dp_rank == dp] for dp in range(layout.dp)]
-    group, _ = dist.new_subgroups_by_enumeration(replicas, timeout=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(_replicas(layout), timeout=timeout)
     return group
+
+
+def _replicas(layout: ParallelLayout) -> list[list[int]]:
+    """Return the ranks of each replica."""
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    return [[rank for rank, place in enumerate(places) if place.dp_rank == dp] for dp in range(layout.dp)]
+
+
+def _on_host(group: ProcessGroup, ranks: list[list[int]], *, timeout: timedelta) -> ProcessGroup:
+    """Return a group, one of those of `ranks`, as a gloo group; collective over the world."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    twin, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend="gloo")
+    return twin

@@ -74,9 +74,7 @@ def load(model: nn.Module, path: Path, *, sharding: Sharding) -> LoadReport:
         jobs: list[tuple[Tensor, list[Copy]]] = []
         for name, parameter in sharded_parameters(model).items():
             local = parameter.to_local()
-            disk = [
-                t._replace(name=renamed.get(t.name, t.name)) for t in disk_tensors(family, name, parameter.shape)
-            ]
+            disk = [t._replace(name=renamed.get(t.name, t.name)) for t in disk_tensors(family, name, parameter.shape)]
             if any(tensor.name in absent for tensor in disk):
                 local.zero_()
                 kept.append(name)

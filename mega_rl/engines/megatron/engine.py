@@ -62,7 +62,7 @@ class MegatronEngine(EngineBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         groups = self.groups
-        self.replica = GroupRanks(groups.replica)
+        self.replica = GroupRanks(groups.host_replica)  # of the roles, whose batches are on the host
         self._pipeline = GroupRanks(groups.pp)
         self._context = GroupRanks(groups.cp)
         self._token_shares = GroupRanks(groups.dp_cp)  # the ranks that have different tokens

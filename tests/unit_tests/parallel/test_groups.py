@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import mega_rl
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
@@ -58,6 +61,8 @@ def check_groups(rank: int, layout: ParallelLayout, accelerator: Any) -> None:
         if isinstance(group, dist.ProcessGroup):
             timeout = group._get_backend(accelerator.device).options._timeout.total_seconds()
             assert timeout == TIMEOUT_S, (field.name, timeout)
+    if accelerator.backend == "gloo":
+        assert (built.host_replica, built.host_world) == (built.replica, built.world)
     for group in (built.tp, built.pp, built.dp, built.replica, built.world):
         one = torch.ones(1, device=accelerator.device)
         dist.all_reduce(one, group=group)
@@ -156,3 +161,41 @@ def test_one_process_needs_no_torchrun() -> None:
     ((too_few, no_time),) = run_ranks(1, without_torchrun)
     assert too_few.startswith("UserError: layout tp1-dp2 is for 2 rank(s), but 1 were started")
     assert no_time.startswith("UserError: trainer.timeout_s=0.0")
+
+
+def build_on_another_backend(rank: int) -> dict[str, tuple[str, list[int]]]:
+    """(backend, ranks) of each group of the roles, where the accelerator's backend is not gloo, as on GPUs."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = dataclasses.replace(prepare("cpu"), backend="stand_in")  # type: ignore[type-var]
+    from mega_rl.parallel import groups
+
+    def make(store: Any, group_rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, group_rank, size, timeout)
+
+    dist.Backend.register_backend("stand_in", make, devices=["cpu"])
+    built = groups.initialize(ParallelLayout(world_size=4, tp=2), accelerator=accelerator, timeout_s=TIMEOUT_S)
+    names = ("replica", "world", "host_replica", "host_world")
+    kinds = {name: getattr(built, name) for name in names}
+    answer = {name: (dist.get_backend(one), dist.get_process_group_ranks(one)) for name, one in kinds.items()}
+    groups.destroy()
+    return answer
+
+
+def test_where_engines_have_another_backend_values_on_the_host_travel_by_gloo() -> None:
+    for rank, kinds in enumerate(run_ranks(4, build_on_another_backend, device="cpu")):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert kinds == {
+            "replica": ("stand_in", pair),
+            "world": ("stand_in", [0, 1, 2, 3]),
+            "host_replica": ("gloo", pair),
+            "host_world": ("gloo", [0, 1, 2, 3]),
+        }
+
+
+def test_roles_wait_for_each_other_on_the_host() -> None:
+    """A wait for samples, scores or servers in an NCCL group would keep the GPU from the server that generates."""
+    package = Path(mega_rl.__file__).parent
+    for folder in ("assemble", "checkpoint", "rollout", "trainer", "workers"):
+        for path in (package / folder).rglob("*.py"):
+            assert not re.search(r"groups\.(world|replica)\b", path.read_text(encoding="utf-8")), path

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
@@ -127,7 +128,10 @@ class SglangRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool = False,
     ) -> Rollout:
-        return self.collect(self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy))
+        def sample() -> Sampled:
+            return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy)
+
+        return self.collect(run_on_all(sample, self._everyone))
 
     def sample(
         self,
@@ -176,14 +180,7 @@ class SglangRolloutEngine:
             if lost:
                 log.warning("servers %s are out of rotation: %s", lost, "; ".join(self._reasons()))
                 self._bring_back(lost)
-            failure: RunError | UserError | None = None
-            try:
-                if sampled.unserved:
-                    deadline = time.monotonic() + self.deadline_s(len(sampled.unserved))
-                    sampled.add(self._ask_servers(sampled, deadline))
-            except (RunError, UserError) as error:
-                failure = error
-            raise_together(failure, self._everyone, error=RolloutFailedError)
+            run_on_all(partial(self._ask_again, sampled), self._everyone)
         any_failed = self._settle_failures(sampled)
         self._count(sampled)
         return rollout_of(
@@ -193,6 +190,11 @@ class SglangRolloutEngine:
             with_failed=any_failed,
             with_token_versions=self._settings.token_versions and not sampled.sampling.greedy,
         )
+
+    def _ask_again(self, sampled: Sampled) -> None:
+        """Ask for the samples without an answer once more. No collective."""
+        if sampled.unserved:
+            sampled.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(sampled.unserved))))
 
     def deadline_s(self, count: int) -> float:
         """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
+from mega_rl.parallel import agreement
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.engine import (
     FailedSamples,
@@ -112,6 +113,26 @@ def test_rows_come_by_prompt_then_sample_and_each_has_its_own_seed() -> None:
         "sglang/tokens_per_second": 24.0,
     }
     assert engine.metrics() == {}
+
+
+def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of a generation is its own: a collective's would end a run whose ranks differ by more."""
+    met = threading.Event()
+
+    class Met(SingleRank):
+        def max(self, tensor: torch.Tensor) -> torch.Tensor:
+            met.set()
+            return super().max(tensor)
+
+    class WaitsForTheRanks(ScriptedFleet):
+        def result(self) -> FleetResult:
+            assert met.wait(20), "the ranks do not meet while samples are out"
+            return super().result()
+
+    monkeypatch.setattr(agreement.run_on_all, "__kwdefaults__", {"beat_s": 0.01})
+    engine, _ = engine_over(WaitsForTheRanks(lambda requests, _: served(requests)))
+    engine._everyone = Met()
+    assert len(generate(engine).tokens) == 6
 
 
 def test_greedy_is_asked_for() -> None:
