@@ -137,10 +137,12 @@ def prepare_folder(run_dir: Path) -> None:
 def launch(command: list[str]) -> None:
     """Run a command of `mega-rl` on NUM_RANKS ranks of this machine; its output goes where ours goes.
 
+    The ranks run on the CPU unless there is a GPU for each.
+
     Raises:
         RunError: it failed.
     """
-    arguments = [sys.executable, "-m", "mega_rl.cli.torchrun", str(NUM_RANKS), PROGRAM, *command]
+    arguments = [sys.executable, "-m", "mega_rl.cli.torchrun", str(NUM_RANKS), "--or-cpu", PROGRAM, *command]
     # Ctrl-C reaches the launcher, too, which lets its ranks save; it is waited for.
     previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
