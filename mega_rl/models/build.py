@@ -210,6 +210,7 @@ def build_chunks(
         if hf.rope.kind == "llama3":
             set_llama3_frequencies(chunk, hf)
         mark_tensor_parallel(chunk)
+        unmark_whole_weights(chunk)
         mark_experts(chunk, layout, always=experts_apart)
         use_own_dispatchers(chunk, groups.collection)
         chunks.append(chunk.to(device=device))
@@ -245,6 +246,19 @@ def mark_cut(weight: Tensor, *, dim: int) -> None:
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
     marks = (weight.tensor_model_parallel, weight.partition_dim)  # type: ignore[attr-defined]
     assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
+
+
+def unmark_whole_weights(model: torch.nn.Module) -> None:
+    """Take the mark of sharded weights from linear layers that every tensor-parallel rank holds whole.
+
+    Transformer Engine marks the weight of every linear layer, those of latent attention's down projections too, which
+    are not cut (`parallel_mode` is None). Counted on every rank, their gradients would make the norm too large and
+    clipping too strong. Experts are not cut by Transformer Engine either, but by Megatron-Core before it: theirs stay.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "parallel_mode", "") is None and ".mlp.experts." not in f"{name}.":
+            for parameter in module.parameters(recurse=False):
+                parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:
