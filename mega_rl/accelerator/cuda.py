@@ -44,8 +44,8 @@ class CudaAccelerator:
         has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         return {
             "use_cpu_initialization": False,
-            # Weight gradients added into main_grad by one kernel. Transformer Engine's layers have their own, but the
-            # output layer is Megatron-Core's in every spec, and that one raises without the kernel that apex builds.
+            # Weight gradients added into main_grad by one kernel, which apex builds: Megatron-Core's own layers raise
+            # without it. Transformer Engine's have their own: `mega_rl.models.build.fuse_weight_gradients`.
             "gradient_accumulation_fusion": has_apex_kernel,
             "apply_rope_fusion": has_te,
             "bias_activation_fusion": True,

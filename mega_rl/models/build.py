@@ -261,6 +261,18 @@ def unmark_whole_weights(model: torch.nn.Module) -> None:
                 parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's linear layers add their weights' gradients into `main_grad` as they compute them.
+
+    Otherwise each is rounded to the model's dtype, kept, and added by a hook. Megatron-Core's one switch for it,
+    `gradient_accumulation_fusion`, is that of the output layer too, which is its own in every spec and needs a kernel
+    of apex. For weights with a `main_grad`: those that train under Megatron-Core's DDP or Megatron FSDP.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
 def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:
     """Mark each expert's weight where the ranks that hold copies of it are not those of the rest of the model.
 
