@@ -39,6 +39,7 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FUSED = "fuse_wgrad_accumulation"  # attribute of Transformer Engine's layers
 DISPATCHERS = {"alltoall": "alltoall", "allgather": "allgather", "deepep": "flex"}  # by Megatron-Core's names
 
 
@@ -105,7 +106,7 @@ def transformer_config(
     return config
 
 
-def _mixture(hf: HFConfig, settings: ModelSettings, *, te: bool) -> dict[str, Any]:
+def _mixture(hf: HFConfig, settings: ModelSettings, *, te: bool) -> dict[str, bool]:
     """Return the settings of a mixture of experts in Megatron-Core's words; `te`: the layers are Transformer Engine's.
 
     None without experts. The kernel that rearranges tokens is not known to repeat its bits.
@@ -277,7 +278,7 @@ def unmark_whole_weights(model: torch.nn.Module) -> None:
         expert = ".mlp.experts." in f"{name}." or ".mlp.shared_experts." in f"{name}."
         if not expert and getattr(module, "parallel_mode", "") is None:
             for parameter in module.parameters(recurse=False):
-                parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+                vars(parameter)["tensor_model_parallel"] = False
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
@@ -288,8 +289,8 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     of apex. For weights with a `main_grad`: those that train under Megatron-Core's DDP or Megatron FSDP.
     """
     for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+        if hasattr(module, FUSED):
+            setattr(module, FUSED, True)
 
 
 def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:

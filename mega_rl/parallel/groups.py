@@ -161,7 +161,11 @@ def _join_world(layout: ParallelLayout, *, accelerator: Accelerator, timeout: ti
     # A fresh key space each time: gloo would find the addresses of a destroyed world under the old keys.
     store = PrefixStore(f"mega_rl/{next(_generation)}", store)
     gpus.claim(accelerator.identity, store=store, rank=rank, timeout=timeout)
-    dist.init_process_group(accelerator.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # NCCL is told its GPU: it would guess one from the rank, which is wrong where each process sees only its own.
+    device = accelerator.device if accelerator.device.type == "cuda" else None
+    dist.init_process_group(
+        accelerator.backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+    )
 
 
 def _check_world(layout: ParallelLayout, world_size: int) -> None:

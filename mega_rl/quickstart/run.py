@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mega_rl import progress
 from mega_rl.config.loader import load
+from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
@@ -98,7 +99,9 @@ def warm_start(*, seed: int, run_dir: Path) -> None:
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.accelerator import prepare
 
-        accelerator = prepare(config.trainer.device)
+        accelerator = prepare(
+            config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
+        )
         from mega_rl.quickstart import task
         from mega_rl.quickstart import warm_start as supervised  # imports Megatron-Core
 
