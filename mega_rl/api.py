@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
+from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.preflight import check_run
 
@@ -77,7 +78,9 @@ class Trainer:
         config = check_run(config, reward_given=reward is not None)
         from mega_rl.accelerator import prepare
 
-        accelerator = prepare(config.trainer.device)
+        accelerator = prepare(
+            config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
+        )
         from mega_rl.assemble import running
 
         self.config = config

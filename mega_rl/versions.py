@@ -47,6 +47,8 @@ PACKAGES = (
     Package("psutil", ">=7.2.2", "7.2.2", "7.2.2"),
     Package("einops", ">=0.8,<1", "0.8.2", "0.8.2"),
 )
+# Of the extra `gpu`, and no dependency. Megatron-Core imports it wherever it is installed; 0.16.1 asks for >=2.9,<2.12.
+TRANSFORMER_ENGINE = Package("transformer-engine", "==2.11.*", "2.11.0", "2.11.0")
 
 
 @cache
@@ -69,11 +71,19 @@ def problems() -> Iterator[str]:
                 f"{package.name} {installed} is installed, which mega_rl does not run on; "
                 f"run 'pip install \"{package.name}{package.allowed}\"'"
             )
+    engine = TRANSFORMER_ENGINE
+    installed = installed_version(engine.name)
+    if installed is not None and not is_allowed(engine, installed):
+        yield (
+            f"{engine.name} {installed} is installed, which Megatron-Core would import and has not been compared with; "
+            f"run 'pip install --no-build-isolation \"{engine.name}[pytorch]{engine.allowed}\"', or 'pip uninstall "
+            f"{engine.name}' to run Megatron-Core's own layers"
+        )
 
 
 def remark(name: str) -> str:
     """Return what `mega-rl doctor` adds to the installed release of a package; "" where the tests cover it."""
-    package = next((package for package in PACKAGES if package.name == name), None)
+    package = next((package for package in (*PACKAGES, TRANSFORMER_ENGINE) if package.name == name), None)
     installed = installed_version(name)
     if package is None or installed is None:
         return ""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
-from mega_rl import versions
+from mega_rl import environment, versions
 from mega_rl.accelerator import megatron_core
 from mega_rl.accelerator.base import Accelerator
 from mega_rl.accelerator.threads import use_threads
@@ -12,13 +16,17 @@ from mega_rl.errors import UserError
 
 __all__ = ["Accelerator", "prepare"]
 
+log = logging.getLogger(__name__)
 
-def prepare(device: str = "auto") -> Accelerator:
+
+def prepare(device: str = "auto", *, variables: Mapping[str, str] = MappingProxyType({})) -> Accelerator:
     """The accelerator of this process; "auto" takes CUDA where there is one.
 
     On a CPU this makes Megatron-Core's CUDA assumptions hold (see `mega_rl.accelerator.cpu`), so it must run before the
     first import of `megatron`. Calling it again gives the same accelerator. torch gets this rank's share of the host's
     cores (see `mega_rl.accelerator.threads`).
+
+    variables: environment of the run on a GPU (`mega_rl.environment`), which has to be there before CUDA starts.
 
     Raises:
         UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name, or
@@ -28,6 +36,11 @@ def prepare(device: str = "auto") -> Accelerator:
     versions.require()
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f"trainer.device={device!r}: must be one of auto, cuda, cpu")
+    if torch.backends.cuda.is_built() and device != "cpu":
+        late = torch.cuda.is_initialized()
+        names = environment.use(variables)
+        if late and names:
+            log.warning("CUDA was used before the run: %s may have no effect; set it in the shell", ", ".join(names))
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise UserError("trainer.device=cuda: no CUDA device is visible; use auto or cpu")

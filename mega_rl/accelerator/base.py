@@ -25,6 +25,11 @@ class Accelerator(Protocol):
         """Return the torch.distributed backend of tensors on `device`: "nccl" or "gloo"."""
         ...
 
+    @property
+    def identity(self) -> str:
+        """Return a name of `device` that no other device of any machine has; empty for a CPU, which ranks share."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until every kernel queued on `device` is done."""
         ...

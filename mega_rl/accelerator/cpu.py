@@ -52,6 +52,7 @@ class CpuAccelerator:
     device: torch.device = standin.CPU
     name: str = "cpu"
     backend: str = "gloo"
+    identity: str = ""
 
     def synchronize(self) -> None:
         """Returns at once: CPU operators are synchronous."""

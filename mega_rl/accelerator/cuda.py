@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.errors import UserError
+from mega_rl.accelerator.gpus import device_index
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,11 @@ class CudaAccelerator:
     device: torch.device
     name: str = "cuda"
     backend: str = "nccl"
+
+    @property
+    def identity(self) -> str:
+        """Return the device's UUID."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def synchronize(self) -> None:
         """Wait for every stream of the device."""
@@ -39,8 +44,8 @@ class CudaAccelerator:
         has_apex_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         return {
             "use_cpu_initialization": False,
-            # Weight gradients added into main_grad by one kernel. Transformer Engine's layers have their own, but the
-            # output layer is Megatron-Core's in every spec, and that one raises without the kernel that apex builds.
+            # Weight gradients added into main_grad by one kernel, which apex builds: Megatron-Core's own layers raise
+            # without it. Transformer Engine's have their own: `mega_rl.models.build.fuse_weight_gradients`.
             "gradient_accumulation_fusion": has_apex_kernel,
             "apply_rope_fusion": has_te,
             "bias_activation_fusion": True,
@@ -51,17 +56,7 @@ class CudaAccelerator:
 
 @cache
 def prepare() -> CudaAccelerator:
-    """Bind this process to the GPU numbered LOCAL_RANK (0 outside torchrun).
-
-    Raises:
-        UserError: more local ranks than visible GPUs.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise UserError(
-            f"LOCAL_RANK={local_rank}: only {count} CUDA device(s) are visible; start at most {count} rank(s) per node"
-        )
-    device = torch.device("cuda", local_rank)
+    """Bind this process to its GPU, see `device_index`. Raises UserError where there is none for it."""
+    device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return CudaAccelerator(device=device)

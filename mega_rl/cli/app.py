@@ -19,6 +19,7 @@ from mega_rl import __version__, progress
 from mega_rl.cli import checkpoint, convert, data, plot, quickstart, recipes, run_export, verify
 from mega_rl.cli.help import Commands
 from mega_rl.config.origins import pinned_overrides
+from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError, UserErrors
 
 EXIT_INTERRUPTED = 130
@@ -94,7 +95,9 @@ def train(
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.accelerator import prepare
 
-        accelerator = prepare(resolved.trainer.device)
+        accelerator = prepare(
+            resolved.trainer.device, variables=variables_of(resolved.engine, resolved.rollout, resolved.trainer)
+        )
         from mega_rl.assemble import train as run
 
     raise typer.Exit(run(resolved, accelerator))

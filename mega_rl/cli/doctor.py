@@ -99,7 +99,8 @@ def is_importable(module: str) -> bool:
 
 def _optional_line(package: Optional) -> str:
     if is_importable(package.module):
-        return f"{package.name:<20} {installed_version(package.distribution) or 'found'}"
+        remark = versions.remark(package.distribution)
+        return f"{package.name:<20} {installed_version(package.distribution) or 'found'}{remark and f'; {remark}'}"
     return f"{package.name:<20} not found; used instead: {package.instead}"
 
 

@@ -22,8 +22,13 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # handed on to the ranks; wit
 QUIET = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
 
-def launch(program: Sequence[str], *, nproc_per_node: int) -> int:
+OR_CPU = "--or-cpu"  # of this module's command line
+
+
+def launch(program: Sequence[str], *, nproc_per_node: int, or_cpu: bool = False) -> int:
     """Run `program` (a module and its arguments) on that many ranks; returns the exit code of the first that failed.
+
+    or_cpu: the ranks see no GPU where the machine has fewer of them than ranks, which would be an error of theirs.
 
     0 when all have ended well; 128 + signal when a signal, to a rank or to this process, which hands it on, ended them.
     """
@@ -33,11 +38,13 @@ def launch(program: Sequence[str], *, nproc_per_node: int) -> int:
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from mega_rl.accelerator.threads import VARIABLE, threads_per_rank
+        from mega_rl.accelerator import gpus, threads
     progress.close()  # the line on the terminal is rank 0's from here on
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault(VARIABLE, str(threads_per_rank(nproc_per_node)))  # torchrun would set 1
+    os.environ.setdefault(threads.VARIABLE, str(threads.threads_per_rank(nproc_per_node)))  # torchrun would set 1
+    if or_cpu:
+        os.environ.update(gpus.environment_of_ranks(nproc_per_node))
     options = ["--standalone", f"--nproc-per-node={nproc_per_node}", f"--signals-to-handle={SIGNALS}"]
     options.append(f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}")
     try:
@@ -61,5 +68,11 @@ def ending(exit_code: int) -> str:
     return f"was killed by {name}" + (": perhaps the machine is out of memory" if name == "SIGKILL" else "")
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Launch by a command line: the number of ranks, perhaps OR_CPU, the program."""
+    or_cpu = arguments[1] == OR_CPU
+    return launch(arguments[2 if or_cpu else 1 :], nproc_per_node=int(arguments[0]), or_cpu=or_cpu)
+
+
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[2:], nproc_per_node=int(sys.argv[1])))
+    sys.exit(main(sys.argv[1:]))

@@ -23,6 +23,7 @@ class ModelFacts:
     num_experts: int = 0  # of a mixture-of-experts layer; 0: there is none
     expert_ffn_hidden_size: int = 0
     expert_biases: bool = False
+    shared_experts: bool = False
 
 
 def divisors(number: int) -> list[int]:

@@ -39,6 +39,8 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FUSED = "fuse_wgrad_accumulation"  # attribute of Transformer Engine's layers
+DISPATCHERS = {"alltoall": "alltoall", "allgather": "allgather", "deepep": "flex"}  # by Megatron-Core's names
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def transformer_config(
     kwargs: dict[str, Any] = {
         **transformer_config_kwargs(hf),
         **_parallelism(layout, mtp_layers=_mtp_layers(hf), overlap_p2p=settings.megatron.overlap_p2p),
-        "moe_grouped_gemm": hf.moe is not None and settings.megatron.moe.grouped_experts,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths, in dense models too
+        **_mixture(hf, settings, te=attention.startswith(TE)),
         "pipeline_dtype": kind,
         "params_dtype": kind,
         "bf16": kind is torch.bfloat16,
@@ -100,8 +102,24 @@ def transformer_config(
         config.core_attention = attention  # what our core attention reads
     if hf.moe is not None:
         # Not an argument: Megatron-Core's own gathering refuses variable lengths, and ours takes its place.
-        config.moe_token_dispatcher_type = settings.megatron.moe.dispatcher
+        config.moe_token_dispatcher_type = DISPATCHERS[settings.megatron.moe.dispatcher]
     return config
+
+
+def _mixture(hf: HFConfig, settings: ModelSettings, *, te: bool) -> dict[str, bool]:
+    """Return the settings of a mixture of experts in Megatron-Core's words; `te`: the layers are Transformer Engine's.
+
+    None without experts. The kernel that rearranges tokens is not known to repeat its bits.
+    """
+    if hf.moe is None:
+        return {}
+    moe = settings.megatron.moe
+    return {
+        "moe_grouped_gemm": moe.grouped_experts,
+        "moe_permute_fusion": te and moe.permute_fusion and not settings.deterministic,
+        "moe_router_fusion": moe.router_fusion,
+        "moe_shared_expert_overlap": moe.shared_expert_overlap and hf.moe.shared_ffn_hidden_size > 0,
+    }
 
 
 def _check(hf: HFConfig, layout: ParallelLayout) -> None:
@@ -210,6 +228,7 @@ def build_chunks(
         if hf.rope.kind == "llama3":
             set_llama3_frequencies(chunk, hf)
         mark_tensor_parallel(chunk)
+        unmark_whole_weights(chunk)
         mark_experts(chunk, layout, always=experts_apart)
         use_own_dispatchers(chunk, groups.collection)
         chunks.append(chunk.to(device=device))
@@ -245,6 +264,33 @@ def mark_cut(weight: Tensor, *, dim: int) -> None:
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
     marks = (weight.tensor_model_parallel, weight.partition_dim)  # type: ignore[attr-defined]
     assert marks == (True, dim), f"Megatron-Core marks the weight {marks}, and not as cut along {dim}"
+
+
+def unmark_whole_weights(model: torch.nn.Module) -> None:
+    """Take the mark of sharded weights from linear layers that every tensor-parallel rank holds whole.
+
+    Transformer Engine marks the weight of every linear layer, those of latent attention's down projections too, which
+    are not cut (`parallel_mode` is None). Counted on every rank, their gradients would make the norm too large and
+    clipping too strong. Experts are not cut by Transformer Engine either, but by Megatron-Core before it, and shared
+    experts that overlap with messages say so only afterwards: theirs stay.
+    """
+    for name, module in model.named_modules():
+        expert = ".mlp.experts." in f"{name}." or ".mlp.shared_experts." in f"{name}."
+        if not expert and getattr(module, "parallel_mode", "") is None:
+            for parameter in module.parameters(recurse=False):
+                vars(parameter)["tensor_model_parallel"] = False
+
+
+def fuse_weight_gradients(model: torch.nn.Module) -> None:
+    """Let Transformer Engine's linear layers add their weights' gradients into `main_grad` as they compute them.
+
+    Otherwise each is rounded to the model's dtype, kept, and added by a hook. Megatron-Core's one switch for it,
+    `gradient_accumulation_fusion`, is that of the output layer too, which is its own in every spec and needs a kernel
+    of apex. For weights with a `main_grad`: those that train under Megatron-Core's DDP or Megatron FSDP.
+    """
+    for module in model.modules():
+        if hasattr(module, FUSED):
+            setattr(module, FUSED, True)
 
 
 def mark_experts(model: torch.nn.Module, layout: ParallelLayout, *, always: bool = False) -> None:

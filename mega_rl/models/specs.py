@@ -64,8 +64,8 @@ def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfi
     """Check the settings of experts against the layers `impl`, "te" or "local".
 
     Raises:
-        UserError: experts one after the other in Transformer Engine's layers, or recomputation of grouped experts'
-            activation in local ones, which compute their experts one after the other.
+        UserError: experts one after the other in Transformer Engine's layers; a fused router in local ones, or
+            recomputation of grouped experts' activation, for they compute their experts one after the other.
     """
     if hf.moe is None:
         return
@@ -73,6 +73,11 @@ def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfi
         raise UserError(
             "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped; set it "
             "to true or engine.megatron.transformer_impl=local"
+        )
+    if impl == "local" and moe.router_fusion:
+        raise UserError(
+            "engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose layers this model "
+            "does not have; leave it out, or install mega_rl[gpu] on a machine with CUDA"
         )
     selective = model.recompute == "selective"
     if impl == "local" and selective and "moe_act" in model.recompute_modules:

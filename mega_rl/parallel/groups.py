@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from mega_rl.accelerator import Accelerator, prepare
+from mega_rl.accelerator import Accelerator, gpus, prepare
 from mega_rl.errors import UserError
 from mega_rl.parallel.gloo import release_device, share_device
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
@@ -76,7 +76,7 @@ def initialize(
     seconds. `optimizer_instances` sharded copies of the optimizer state split each data-parallel group.
 
     Raises:
-        UserError: the world has not `layout.world_size` ranks, or the timeout is not positive.
+        UserError: the world has not `layout.world_size` ranks, the timeout is not positive, or ranks share a GPU.
     """
     assert not parallel_state.model_parallel_is_initialized(), "groups exist already: destroy() them first"
     if timeout_s <= 0:
@@ -167,7 +167,12 @@ def _join_world(layout: ParallelLayout, *, accelerator: Accelerator, timeout: ti
     share_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     # A fresh key space each time: gloo would find the addresses of a destroyed world under the old keys.
     store = PrefixStore(f"mega_rl/{next(_generation)}", store)
-    dist.init_process_group(accelerator.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    gpus.claim(accelerator.identity, store=store, rank=rank, timeout=timeout)
+    # NCCL is told its GPU: it would guess one from the rank, which is wrong where each process sees only its own.
+    device = accelerator.device if accelerator.device.type == "cuda" else None
+    dist.init_process_group(
+        accelerator.backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+    )
 
 
 def _check_world(layout: ParallelLayout, world_size: int) -> None:

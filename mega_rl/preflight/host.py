@@ -27,6 +27,8 @@ def check_packages(config: Config) -> Iterator[str]:
             "engine.megatron.optimizer.precision_aware=true: needs Transformer Engine's FusedAdam, which is not "
             "installed; pip install mega_rl[gpu] or set engine.megatron.optimizer.precision_aware=false"
         )
+    if config.engine.megatron.moe.dispatcher == "deepep":
+        yield from _deepep(config.trainer.device)
     for tracker in config.metrics.trackers:
         if importlib.util.find_spec(tracker) is None:
             yield (
@@ -41,6 +43,15 @@ def check_packages(config: Config) -> Iterator[str]:
         yield (
             "engine.megatron.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local"
         )
+
+
+def _deepep(device: str) -> Iterator[str]:
+    """Yield why DeepEP's kernels cannot send tokens here."""
+    setting = "engine.megatron.moe.dispatcher=deepep"
+    if importlib.util.find_spec("deep_ep") is None:
+        yield f"{setting}: the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); set alltoall"
+    if device == "cpu":
+        yield f"{setting} cannot run with trainer.device=cpu; set alltoall"
 
 
 def check_servers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

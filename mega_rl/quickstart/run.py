@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mega_rl import progress
 from mega_rl.config.loader import load
+from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
@@ -98,7 +99,9 @@ def warm_start(*, seed: int, run_dir: Path) -> None:
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.accelerator import prepare
 
-        accelerator = prepare(config.trainer.device)
+        accelerator = prepare(
+            config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
+        )
         from mega_rl.quickstart import task
         from mega_rl.quickstart import warm_start as supervised  # imports Megatron-Core
 
@@ -137,10 +140,12 @@ def prepare_folder(run_dir: Path) -> None:
 def launch(command: list[str]) -> None:
     """Run a command of `mega-rl` on NUM_RANKS ranks of this machine; its output goes where ours goes.
 
+    The ranks run on the CPU unless there is a GPU for each.
+
     Raises:
         RunError: it failed.
     """
-    arguments = [sys.executable, "-m", "mega_rl.cli.torchrun", str(NUM_RANKS), PROGRAM, *command]
+    arguments = [sys.executable, "-m", "mega_rl.cli.torchrun", str(NUM_RANKS), "--or-cpu", PROGRAM, *command]
     # Ctrl-C reaches the launcher, too, which lets its ranks save; it is waited for.
     previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:

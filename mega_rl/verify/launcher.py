@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from mega_rl.accelerator.gpus import HIDDEN
 from mega_rl.errors import RunError
 
 HOST = "127.0.0.1"
@@ -91,7 +92,7 @@ def _store() -> Iterator[int]:
 
 def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping[str, str]:
     """Return the environment of a rank, with the variables that torchrun would set."""
-    environment = {
+    return {
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -101,10 +102,8 @@ def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **({} if use_gpus else HIDDEN),
     }
-    if not use_gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
 
 
 def _wait(

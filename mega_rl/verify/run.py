@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-import torch
-
 from mega_rl import progress
+from mega_rl.accelerator.gpus import gpu_for_each
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
@@ -75,7 +74,7 @@ def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed
 
 def use_gpus(layouts: Sequence[Layout]) -> bool:
     """Return whether every layout can have a GPU for each rank; all layouts must run on the same device."""
-    return torch.cuda.device_count() >= max(layout.ranks for layout in layouts)
+    return gpu_for_each(max(layout.ranks for layout in layouts))
 
 
 def verify(

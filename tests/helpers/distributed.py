@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from mega_rl.accelerator.gpus import HIDDEN, gpu_for_each
+
 GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
 
 
@@ -28,7 +30,7 @@ class RanksFailed(AssertionError):
 
 def device_for(world_size: int) -> str:
     """Returns "cuda" where every rank can have a GPU of its own, else "cpu"."""
-    return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
+    return "cuda" if gpu_for_each(world_size) else "cpu"
 
 
 def run_ranks(
@@ -87,7 +89,7 @@ def _traceback(directory: Path, rank: int) -> Path:
 
 
 def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str, str | None]:
-    environment: dict[str, str | None] = {
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -97,10 +99,8 @@ def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **(HIDDEN if device == "cpu" else {}),
     }
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
 
 
 def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:

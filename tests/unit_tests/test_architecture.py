@@ -48,7 +48,6 @@ MANY_METHODS: dict[str, int] = {
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
     "accelerator/cuda.py",
-    "accelerator/determinism.py",
     "accelerator/threads.py",
     "assemble/run.py",
     "checkpoint/saving/writer.py",
@@ -58,6 +57,7 @@ READ_THE_ENVIRONMENT = [
     "cli/verify.py",
     "converters/live/copying.py",
     "converters/offline/world.py",
+    "environment.py",
     "hub/node.py",
     "metrics/tracker_clients.py",
     "metrics/trackers.py",
@@ -68,7 +68,6 @@ READ_THE_ENVIRONMENT = [
     "rollout/sglang/server/launcher.py",
     "rollout/sglang/server/pool.py",
     "rollout/sglang/server/private_files.py",
-    "rollout/sglang/server/settings.py",
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",

@@ -509,6 +509,14 @@ def test_a_folder_without_write_permission(monkeypatch: pytest.MonkeyPatch) -> N
     assert line == f"trainer.run_dir='runs/x': {Path.cwd()} is not writable; name another folder"
 
 
+def test_deepep_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deep_ep" else object())
+    lines = problems("engine.megatron.moe.dispatcher=deepep", "trainer.device=cpu")
+    setting = "engine.megatron.moe.dispatcher=deepep"
+    assert f"{setting}: the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); set alltoall" in lines
+    assert f"{setting} cannot run with trainer.device=cpu; set alltoall" in lines
+
+
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert problems("engine.megatron.transformer_impl=transformer_engine", "trainer.device=cpu") == [

@@ -32,6 +32,32 @@ def test_the_table_is_that_of_pyproject() -> None:
     assert declared == {canonicalize_name(p.name): SpecifierSet(p.allowed) for p in versions.PACKAGES}
 
 
+def test_the_extra_for_gpus_takes_the_release_of_transformer_engine_that_is_checked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (required,) = map(Requirement, project["optional-dependencies"]["gpu"])
+    engine = versions.TRANSFORMER_ENGINE
+    assert (required.name, required.specifier) == (engine.name, SpecifierSet(engine.allowed))
+    assert f"{engine.allowed.removeprefix('==').removesuffix('.*')} exactly" in (ROOT / "docs/versions.md").read_text()
+
+
+@pytest.mark.parametrize("release", ["2.10.0", "2.12.0", "2.20.2"])
+def test_another_release_of_transformer_engine_is_one_line_at_start(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, **{"transformer-engine": release})
+    assert list(versions.problems()) == [
+        f"transformer-engine {release} is installed, which Megatron-Core would import and has not been compared with; "
+        "run 'pip install --no-build-isolation \"transformer-engine[pytorch]==2.11.*\"', or 'pip uninstall "
+        "transformer-engine' to run Megatron-Core's own layers"
+    ]
+
+
+@pytest.mark.parametrize("release", ["2.11.0", "2.11.0+c188b533"])
+def test_builds_of_the_checked_transformer_engine_run(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, **{"transformer-engine": release})
+    assert not list(versions.problems())
+
+
 def test_the_table_is_that_of_the_docs() -> None:
     text = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w-]+) \| `([^`]+)` \| (\S+) \| (\S+) \|", text, flags=re.MULTILINE)

@@ -21,7 +21,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     that need the facts of a model not given are left out.
     """
     problems = [*parallel_rules.layout(config, world_size), *_batches(config, world_size)]
-    problems += [*_algorithm(config), *parallel_rules.recompute(config)]
+    problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
     problems += [*rollout_rules.rollouts(config), *_reward(config)]
     for key, facts in (models or {}).items():

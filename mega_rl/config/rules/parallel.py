@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.schema import Config
 
-_DDP, _OPTIMIZER = "engine.megatron.ddp", "engine.megatron.optimizer"
+_DDP, _MOE, _OPTIMIZER = "engine.megatron.ddp", "engine.megatron.moe", "engine.megatron.optimizer"
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 
 
@@ -74,6 +74,9 @@ def _fits_experts(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
                 setting = f"engine.megatron.moe.{entry.name}"
                 yield f"{setting} has no effect: {key} has no experts; {leave_out(setting)}"
         return
+    if key == "model.path" and par.moe.shared_expert_overlap and not facts.shared_experts:
+        setting = "engine.megatron.moe.shared_expert_overlap"
+        yield f"{setting} has no effect: {key} has no shared experts; {leave_out(setting)}"
     if facts.num_experts % par.ep:
         yield (
             f"engine.megatron.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
@@ -100,6 +103,33 @@ def _cut_problems(tp: int, facts: ModelFacts) -> list[str]:
     if facts.ffn_hidden_size % tp:
         problems.append(f"does not divide the feed-forward size {facts.ffn_hidden_size}")
     return problems
+
+
+def experts(config: Config) -> Iterator[str]:
+    """Settings of mixtures that do not go together."""
+    par, model = config.engine.megatron, config.model
+    moe = par.moe
+    if moe.dispatcher == "deepep" and par.ep * (par.etp or par.tp) == 1:
+        yield (
+            f"{_MOE}.dispatcher=deepep with ep*etp=1: every rank has all experts whole, and no token travels; set "
+            "engine.megatron.ep above 1 or dispatcher=alltoall"
+        )
+    if moe.shared_expert_overlap and moe.dispatcher != "alltoall":
+        yield (
+            f"{_MOE}.shared_expert_overlap=true with dispatcher={moe.dispatcher}: shared experts run between the "
+            "messages of alltoall alone; set dispatcher=alltoall or shared_expert_overlap=false"
+        )
+    if moe.shared_expert_overlap and model.recompute == "selective" and "shared_experts" in model.recompute_modules:
+        yield (
+            f"{_MOE}.shared_expert_overlap=true with model.recompute_modules=shared_experts: what runs in pieces "
+            "cannot be run again as one; change one of them"
+        )
+    for setting, reason in {
+        "engine.megatron.moe.routing_replay": moe.routing_replay and "the kernel records and takes no choices",
+        "trainer.deterministic": config.trainer.deterministic and "the kernel is not known to repeat its bits",
+    }.items():
+        if moe.router_fusion and reason:
+            yield f"{_MOE}.router_fusion=true with {setting}=true: {reason}; set one of them to false"
 
 
 def recompute(config: Config) -> Iterator[str]:

@@ -49,11 +49,23 @@ class MoeConfig:
 
     dispatcher: str = setting(
         "alltoall",
-        "How tokens reach their experts: sent to the ranks that have them, or gathered on all.",
-        choices=("alltoall", "allgather"),
+        "How tokens reach their experts: sent to the ranks that have them (alltoall; deepep: by the kernels of the "
+        "package deep_ep), or gathered on all.",
+        choices=("alltoall", "allgather", "deepep"),
     )
     grouped_experts: bool = setting(
         True, "A rank's experts in one grouped matrix product where the layers have one; false: one after the other."
+    )
+    permute_fusion: bool = setting(
+        True,
+        "Rearrange tokens for their experts in fused kernels where the layers are Transformer Engine's and "
+        "trainer.deterministic is false; false: by torch's operators.",
+    )
+    router_fusion: bool = setting(
+        False, "Choose experts and weigh them in one kernel of Transformer Engine, whose layers it needs."
+    )
+    shared_expert_overlap: bool = setting(
+        False, "Compute shared experts on a stream of their own while tokens travel; for models that have such."
     )
     aux_loss_coef: float = setting(
         0.0, "Weight of the load-balancing loss; 0 leaves it out, as reinforcement learning does.", min=0.0

@@ -20,7 +20,7 @@ from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelRequest
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.engines.microbatches import Batching
-from mega_rl.models.build import ModelSettings, build_chunks, transformer_config
+from mega_rl.models.build import ModelSettings, build_chunks, fuse_weight_gradients, transformer_config
 from mega_rl.models.routing import Routing
 from mega_rl.models.specs import check_experts
 from mega_rl.parallel.comm import GroupRanks
@@ -95,6 +95,9 @@ def _trainable(
     """Freeze what the config names, wrap the chunks for data parallelism, and return them with their optimizer."""
     megatron = settings.engine.megatron
     freeze(chunks, settings.model.frozen, everyone=GroupRanks(groups.world))
+    if megatron.ddp.implementation != "torch_fsdp2":  # which has no `main_grad`
+        for chunk in chunks:
+            fuse_weight_gradients(chunk)
     wrapped = wrap_chunks(
         chunks,
         config=model_config,

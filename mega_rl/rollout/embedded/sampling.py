@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Sums of exponentials are kept per block of this many tokens, so that the running sum in float64, the slow part of an
-# inverse-CDF draw, is over V/64 blocks and then inside one block only.
+# Sums of exponentials are kept per block of this many tokens, so that the running sum, the slow part of an inverse-CDF
+# draw, is over V/64 blocks and then inside one block only.
 _BLOCK = 64
 # A nucleus is nearly always found among this many most likely tokens; a whole sort costs ten times more.
 _NUCLEUS_CANDIDATES = 512
@@ -72,7 +72,8 @@ class Sampler:
         threshold = ranked[:, -1:]
         if self.top_p < 1.0:
             # A token is in the nucleus when those above it do not yet hold the wanted mass.
-            above = ranked.cumsum(-1, dtype=torch.float64) - ranked
+            sizes, unit = _fixed_point(ranked)
+            above = (sizes.cumsum(-1) - sizes) * unit
             num_kept = (above < self.top_p * mass[:, None]).sum(-1, keepdim=True)
             threshold = ranked.gather(-1, (num_kept - 1).clamp(min=0))
         return torch.where(weights >= threshold, weights, 0.0)
@@ -92,15 +93,32 @@ def _block_sums(weights: Tensor) -> Tensor:
     return torch.cat([sums, weights[:, num_whole * _BLOCK :].sum(-1, keepdim=True)], dim=1)
 
 
-def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """[B] int64, the first index whose running sum exceeds the target.
+def _fixed_point(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights [B, N] int64 in multiples of a unit, the unit [B, 1] float64) of `weights`, [B, N] floating, at least 0.
 
-    cumulative: [B, N] float64, not decreasing, last above zero; target: [B] float64, at least 0. A target that rounding
-    has put at the end is taken just below it, so the chosen element always has a positive weight.
+    The largest of a row has 53 bits, or as many as keep the row's sum below 2**62. Running sums of integers are the
+    same in every order and on every device. Those of floating-point numbers are not, and CUDA has none under
+    `torch.use_deterministic_algorithms`.
     """
-    end = cumulative[:, -1]
-    below_end = torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))
-    return torch.searchsorted(cumulative, below_end[:, None], right=True)[:, 0].clamp(max=cumulative.shape[1] - 1)
+    largest = weights.amax(-1, keepdim=True).double()
+    unit = largest * 2.0 ** -min(53, 62 - weights.shape[1].bit_length())
+    return (weights.double() / unit).round().long(), unit
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(index [B] int64 where the running sum passes `uniforms` of the total, the uniform [B] within that element).
+
+    weights: [B, N] floating, at least 0 and not all 0; uniforms: [B] float64 in [0, 1). The element's weight is
+    positive.
+    """
+    sizes, _ = _fixed_point(weights)
+    ends = sizes.cumsum(-1)
+    target = uniforms * ends[:, -1]  # in float64, where it may be rounded up to the end
+    whole = torch.minimum(target.long(), ends[:, -1] - 1)
+    index = torch.searchsorted(ends, whole[:, None], right=True).clamp(max=weights.shape[1] - 1)
+    size = sizes.gather(1, index)[:, 0]
+    start = ends.gather(1, index)[:, 0] - size
+    return index[:, 0], ((target - start) / size).clamp(0.0, 1.0 - 2.0**-53)
 
 
 def _invert_cdf(weights: Tensor, block_sums: Tensor, uniforms: Tensor) -> Tensor:
@@ -108,12 +126,9 @@ def _invert_cdf(weights: Tensor, block_sums: Tensor, uniforms: Tensor) -> Tensor
 
     weights: [B, V] float32, not negative; block_sums: [B, ceil(V / 64)]; uniforms: [B] float64 in [0, 1).
     """
-    block_ends = block_sums.cumsum(-1, dtype=torch.float64)
-    target = uniforms * block_ends[:, -1]
-    block = _first_above(block_ends, target)
-    block_start = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    block, within = _invert(block_sums, uniforms)
     ids = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     in_vocab = ids < weights.shape[1]
     inside = torch.where(in_vocab, weights.gather(1, ids.clamp(max=weights.shape[1] - 1)), 0.0)
-    offset = _first_above(inside.cumsum(-1, dtype=torch.float64), target - block_start)
+    offset, _ = _invert(inside, within)
     return ids.gather(1, offset[:, None])[:, 0].clamp(max=weights.shape[1] - 1)

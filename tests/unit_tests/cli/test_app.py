@@ -51,7 +51,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return 0
 
     assemble.train = run  # type: ignore[attr-defined]
-    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device: device)
+    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device, variables: device)
     monkeypatch.setitem(sys.modules, "mega_rl.assemble", assemble)
     return reached
 

@@ -419,6 +419,44 @@ def test_experts_with_biases_are_not_cut() -> None:
     assert broken(*cut, "engine.megatron.etp=1", world_size=2, facts=facts) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("shared_expert_overlap=true", ".shared_expert_overlap has no effect: model.path has no shared experts; leave"),
+        ("dispatcher=deepep", ".dispatcher=deepep with ep*etp=1: every rank has all experts whole, and no token"),
+        (
+            "shared_expert_overlap=true dispatcher=allgather",
+            ".shared_expert_overlap=true with dispatcher=allgather: shared experts run between the messages of",
+        ),
+        (
+            "shared_expert_overlap=true model.recompute=selective model.recompute_modules=[shared_experts]",
+            ".shared_expert_overlap=true with model.recompute_modules=shared_experts: what runs in pieces",
+        ),
+        (
+            "router_fusion=true routing_replay=true algorithm.old_logprobs=recompute",
+            ".router_fusion=true with engine.megatron.moe.routing_replay=true: the kernel records and takes no choices",
+        ),
+        (
+            "router_fusion=true trainer.deterministic=true",
+            ".router_fusion=true with trainer.deterministic=true: the kernel is not known to repeat its bits; set one",
+        ),
+    ],
+)
+def test_fusions_of_mixtures_are_refused_where_they_cannot_work(overrides: str, line: str) -> None:
+    given = [text if "." in text.partition("=")[0] else f"engine.megatron.moe.{text}" for text in overrides.split()]
+    shared = ModelFacts(**{**vars(EXPERTS), "shared_experts": len(given) > 1})
+    (problem,) = broken(*given, facts=shared)
+    assert problem.startswith(f"engine.megatron.moe{line}")
+
+
+def test_fusions_of_mixtures_go_together() -> None:
+    given = ("router_fusion=true", "shared_expert_overlap=true", "permute_fusion=false")
+    shared = ModelFacts(**{**vars(EXPERTS), "shared_experts": True})
+    assert broken(*(f"engine.megatron.moe.{text}" for text in given), facts=shared) == []
+    sent = ("engine.megatron.ep=2", "engine.megatron.moe.dispatcher=deepep")
+    assert broken(*sent, world_size=2, facts=EXPERTS) == []
+
+
 def test_settings_of_experts_have_no_effect_on_a_dense_model() -> None:
     assert broken("engine.megatron.ep=2", "engine.megatron.moe.dispatcher=allgather", world_size=2) == [
         "engine.megatron.ep=2: model.path has no experts; leave it out (on a command line: engine.megatron.ep=null)",

@@ -54,11 +54,11 @@ def run_case(
     *,
     sharded: bool = False,
     padded: bool = False,
-    dispatcher: str = "alltoall",
     ddp: dict[str, Any] | None = None,
+    **moe: Any,
 ) -> dict[str, Any]:
     """Log-probs, metrics, gradients (unless `sharded`) and weights after a step; of one rank also those before it."""
-    config = config_of(Path(checkpoint), layout, dispatcher=dispatcher)
+    config = config_of(Path(checkpoint), layout, **moe)
     config = replaced(config, "engine.megatron.optimizer", distributed=sharded)
     config = replaced(config, "trainer.microbatch", packing=not padded, size=2)
     config = replaced(config, "engine.megatron.ddp", **(ddp or {}))

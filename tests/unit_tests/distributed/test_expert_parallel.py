@@ -50,6 +50,9 @@ CASES |= {
     f"{layout} {family} padded": {"layout": layout, "family": family, "padded": True}
     for layout, family in {"ep2": "qwen2_moe", "tp2-sp-ep2": "deepseek_v3"}.items()
 }
+CASES["tp2-sp-ep2 deepseek_v2 shared experts overlap"] = {
+    "layout": "tp2-sp-ep2", "family": "deepseek_v2", "shared_expert_overlap": True
+}  # fmt: skip
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 CASES |= {
     f"{layout} {family} sharded {name}": {"layout": layout, "family": family, "sharded": True, "ddp": ddp}

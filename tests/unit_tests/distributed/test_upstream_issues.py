@@ -56,7 +56,13 @@ def gradients(ranks: list[dict[str, Any]], fault: str, side: str) -> dict[str, f
 
 @pytest.mark.parametrize(
     "fault",
-    ["interleaved without overlap", "latent attention without sp", "shards unmarked", "experts unmarked"],
+    [
+        "interleaved without overlap",
+        "latent attention without sp",
+        "shards unmarked",
+        "experts unmarked",
+        "whole weights marked",
+    ],
 )
 def test_we_are_right(ranks: list[dict[str, Any]], fault: str) -> None:
     """Every gradient and their norm are one rank's."""
@@ -110,6 +116,13 @@ def test_shards_that_are_not_initialised(ranks: list[dict[str, Any]]) -> None:
     """0.16 marks shards while it initialises them only: else the gradient norm leaves most of them out."""
     wrong = ranks[0]["shards unmarked"]["wrong"]
     assert (wrong["grad_norm"] <= FP32.grad_norm) if mended_in("0.18") else (wrong["grad_norm"] > 0.01)
+    assert max(wrong["gradients"].values()) <= FP32.gradient
+
+
+def test_weights_that_are_whole_and_marked(ranks: list[dict[str, Any]]) -> None:
+    """Transformer Engine marks every linear layer: the norm counts the down projections of latent attention twice."""
+    wrong = ranks[0]["whole weights marked"]["wrong"]
+    assert wrong["grad_norm"] > 100 * FP32.grad_norm
     assert max(wrong["gradients"].values()) <= FP32.gradient
 
 

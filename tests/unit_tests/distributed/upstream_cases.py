@@ -58,6 +58,7 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
         results[fault] = {"right": compared(accelerator, root, family, layout)}
         with without():
             results[fault]["wrong"] = compared(accelerator, root, family, layout)
+    results["whole weights marked"] = whole_weights_marked(accelerator, root)
     results["strided"] = strided_sums()
     results["freed"] = freed_while_sent(rank)
     return results
@@ -71,6 +72,24 @@ def faults() -> dict[str, tuple[str, str, Callable[[], Any]]]:
         "shards unmarked": ("qwen3", "tp2", lambda: patch("mega_rl.models.build.mark_tensor_parallel", nothing)),
         "experts unmarked": ("qwen3_moe", "tp2+sp+etp1", lambda: patch("mega_rl.models.build.mark_experts", nothing)),
     }
+
+
+def whole_weights_marked(accelerator: Any, root: str) -> dict[str, Any]:
+    """Wrong and right where the down projections of latent attention are marked as Transformer Engine's would be."""
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    construct = Linear.__init__
+
+    def as_transformer_engine(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        self.parallel_mode = None
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    with patch.object(Linear, "__init__", as_transformer_engine):
+        right = compared(accelerator, root, "latent", "tp2+sp")
+        with patch("mega_rl.models.build.unmark_whole_weights", nothing):
+            return {"right": right, "wrong": compared(accelerator, root, "latent", "tp2+sp")}
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

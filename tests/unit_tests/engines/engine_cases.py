@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +23,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "not sharded": {"layout": "dp2", "distributed": False},
     "frozen": {"layout": "pp2", "trainable": False},
 }
+FUSED: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"dtype": "bf16"}}
 INSPECTED = ("dp2", "pp2", "tp2")
 SPOILED = {"dp2": "nan", "pp2": "inf", "dp2 bf16": "inf"}
 
@@ -32,6 +34,7 @@ def run_all(rank: int, checkpoint: str) -> dict[str, Any]:
     return {
         "offload": {name: offload_case(path, **case) for name, case in OFFLOADS.items()},
         "spoiled": {name: spoiled_case(path, name, float(value)) for name, value in SPOILED.items()},
+        "fused": {name: fused_case(path, **case) for name, case in FUSED.items()},
         "inspected": {layout: inspected_case(path, layout) for layout in INSPECTED},
     }
 
@@ -145,6 +148,40 @@ def spoiled_case(checkpoint: Path, name: str, value: float) -> dict[str, Any]:
         result: dict[str, Any] = {"message": message, "unchanged": same(state(engine), before)}
         norm = train(engine, seed=1)["grad_norm"]
         return result | {"usable": math.isfinite(norm) and same(state(engine), expected)}
+
+
+def fused_case(checkpoint: Path, **more: Any) -> dict[str, Any]:
+    """Gradient norm and weights of a step in which some layers add into `main_grad` themselves, and of a plain one."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        assert self.fuse_wgrad_accumulation
+        return LinearIntoMainGrad.apply(x, self.weight), None
+
+    steps = {}
+    for kind, changes in {"plain": {}, "fused": {"forward": forward, "fuse_wgrad_accumulation": False}}.items():
+        with ExitStack() as stack:
+            for name, value in changes.items():
+                stack.enter_context(patch.object(RowParallelLinear, name, value, create=True))
+            with engine_of(checkpoint, "dp2", **more) as engine:
+                steps[kind] = {"norm": train(engine, seed=1)["grad_norm"], "weights": exported(engine)}
+    return steps
+
+
+class LinearIntoMainGrad(torch.autograd.Function):
+    """A linear layer that treats its weight's gradient as Transformer Engine's does with fused accumulation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        weight.main_grad.add_((gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.main_grad.dtype))
+        weight.grad_added_to_main_grad = True
+        return gradient @ weight, torch.full_like(weight, torch.nan)  # never read
 
 
 def inspected_case(checkpoint: Path, layout: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from mega_rl.engines.offload import StorageOffload
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.engines.engine_cases import INSPECTED, OFFLOADS, SPOILED, run_all
+from tests.unit_tests.engines.engine_cases import FUSED, INSPECTED, OFFLOADS, SPOILED, run_all
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,16 @@ def test_a_gradient_that_is_not_finite(ranks: list[dict[str, Any]], case: str) -
         assert found["message"].startswith("actor: the gradient norm is ")
         assert found["unchanged"]
         assert found["usable"]
+
+
+@pytest.mark.parametrize("case", list(FUSED))
+def test_layers_that_add_into_main_grad_train_as_those_that_do_not(ranks: list[dict[str, Any]], case: str) -> None:
+    """Transformer Engine's, without apex: once for each weight, on layers that have the switch and on no other."""
+    for steps in (rank["fused"][case] for rank in ranks):
+        plain, fused = steps["plain"], steps["fused"]
+        assert fused["norm"] == pytest.approx(plain["norm"], rel=1e-6 if case == "fp32" else 1e-3)
+        for name, weight in plain["weights"].items():
+            torch.testing.assert_close(fused["weights"][name], weight, rtol=0, atol=1e-6 if case == "fp32" else 1e-2)
 
 
 @pytest.mark.parametrize("layout", INSPECTED)

@@ -150,8 +150,10 @@ def refused_settings(checkpoint: str) -> list[str]:
     config = config_of(Path(checkpoint), "1")
     one_by_one = replaced(config, "engine.megatron.moe", grouped_experts=False)
     activation = replaced(config, "model", recompute="selective", recompute_modules=["moe_act"])
+    router = replaced(config, "engine.megatron.moe", router_fusion=True)
     said = []
-    for chosen in ([("te", one_by_one)], [("local", activation)], [("local", one_by_one), ("te", activation)]):
+    fitting = [("local", one_by_one), ("te", activation), ("te", router)]
+    for chosen in ([("te", one_by_one)], [("local", activation)], [("local", router)], fitting):
         try:
             for impl, settings in chosen:
                 check_experts(impl, read_hf_config(checkpoint), moe=settings.engine.megatron.moe, model=settings.model)
@@ -159,6 +161,35 @@ def refused_settings(checkpoint: str) -> list[str]:
         except UserError as error:
             said.append(str(error))
     return said
+
+
+def fusions(checkpoint: str) -> list[dict[str, bool]]:
+    """Megatron-Core's switches by default, under Transformer Engine, deterministic there, and with all settings."""
+    from mega_rl.accelerator import prepare
+    from mega_rl.converters.hf.config import read_hf_config
+    from mega_rl.models import build
+    from mega_rl.parallel.layout import ParallelLayout
+
+    hf, overrides = read_hf_config(checkpoint), prepare("auto").transformer_config_overrides()
+    config = config_of(Path(checkpoint), "1")
+    every = replaced(
+        config, "engine.megatron.moe", permute_fusion=False, router_fusion=True, shared_expert_overlap=True
+    )
+    names = ("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap")
+    asked = []
+    for settings, te, deterministic in (
+        (config, False, False),
+        (config, True, False),
+        (config, True, True),
+        (every, True, False),
+    ):
+        model = build.ModelSettings(settings.model, settings.engine.megatron, deterministic=deterministic)
+        asked.append({name: build._mixture(hf, model, te=te)[name] for name in names})
+    plain = build.ModelSettings(config.model, config.engine.megatron, deterministic=False)
+    built = build.transformer_config(
+        hf, layout=ParallelLayout(), settings=plain, attention="sdpa", device_overrides=overrides
+    )
+    return [*asked, {name: getattr(built, name) for name in names}]
 
 
 def recomputed(checkpoint: str, layout: str, *, recompute: str = "none", modules: tuple[str, ...] = ()) -> Any:
@@ -179,6 +210,7 @@ KINDS = {
     "no bias": no_bias_to_move,
     "recompute": recomputed,
     "settings": refused_settings,
+    "fusions": fusions,
 }
 
 

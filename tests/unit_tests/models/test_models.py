@@ -76,6 +76,34 @@ def test_sharded_weights_are_marked(found: dict[str, Any]) -> None:
     assert len(found["marks"]) == 3 + 7 * LAYERS
 
 
+def test_whole_weights_lose_the_mark_that_transformer_engine_gives_every_linear_layer() -> None:
+    """Experts are cut by Megatron-Core before Transformer Engine sees them, as a whole layer of a smaller size."""
+    from mega_rl.models.build import unmark_whole_weights
+
+    model = torch.nn.ModuleDict({"self_attention": torch.nn.ModuleDict(), "mlp": torch.nn.ModuleDict()})
+    modes = {"linear_q_down_proj": None, "linear_q_up_proj": "column", "linear_proj": "row"}
+    for name, mode in modes.items():
+        model["self_attention"][name] = te_linear(mode)
+    model["mlp"]["experts"] = torch.nn.ModuleDict({"linear_fc1": te_linear(None)})
+    layer = torch.nn.ModuleDict({"0": model})
+    unmark_whole_weights(layer)
+    marks = {name: getattr(weight, "tensor_model_parallel", None) for name, weight in layer.named_parameters()}
+    assert marks == {
+        "0.self_attention.linear_q_down_proj.weight": False,
+        "0.self_attention.linear_q_up_proj.weight": True,
+        "0.self_attention.linear_proj.weight": True,
+        "0.mlp.experts.linear_fc1.weight": True,
+    }
+
+
+def te_linear(parallel_mode: str | None) -> torch.nn.Linear:
+    """A linear layer with the attributes that Transformer Engine's has."""
+    linear = torch.nn.Linear(2, 2, bias=False)
+    linear.parallel_mode = parallel_mode  # type: ignore[assignment]
+    linear.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return linear
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("name", ["zero-centred", "latent", "joint"])
 def test_norms_of_single_families(found: dict[str, Any], name: str, dtype: torch.dtype, tolerance: float) -> None:

@@ -94,6 +94,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             here["balance 1 mixtral"] = {"kind": "balance", "layout": "1", "checkpoint": paths["mixtral"]}
             here["no bias"] = {"kind": "no bias", "checkpoint": paths["mixtral"]}
             here["settings"] = {"kind": "settings", "checkpoint": paths["mixtral"]}
+            here["fusions"] = {"kind": "fusions", "checkpoint": paths["qwen2_moe"]}
         answers |= run_ranks(world_size, run_cases, here, timeout_s=300)[0]
     return answers
 
@@ -184,12 +185,24 @@ def test_a_rate_needs_biases(found: dict[str, Any]) -> None:
 
 def test_settings_that_the_layers_cannot_follow_are_refused(found: dict[str, Any]) -> None:
     """Each with its remedy; what fits is let through."""
-    one_by_one, activation, fitting = found["settings"]
+    one_by_one, activation, router, fitting = found["settings"]
+    assert router.startswith("engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose")
     assert one_by_one.startswith(
         "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped"
     )
     assert activation.startswith("model.recompute_modules: moe_act is the activation of grouped experts")
     assert fitting == "nothing"
+
+
+def test_kernels_of_mixtures_are_asked_of_megatron_core(found: dict[str, Any]) -> None:
+    """Tokens are rearranged by a kernel where Transformer Engine's layers run, unless bits are to repeat."""
+    assert [list(switches.values()) for switches in found["fusions"]] == [
+        [False, False, False],
+        [True, False, False],
+        [False, False, False],
+        [False, True, True],
+        [False, False, False],
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in RECOMPUTE if not name.endswith(" none")])

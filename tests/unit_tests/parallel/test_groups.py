@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
 
 import mega_rl
 from mega_rl.errors import UserError
@@ -155,6 +157,27 @@ def without_torchrun(rank: int) -> list[str]:
         dist.barrier(group=built.replica)
         groups.destroy()
     return seen
+
+
+def with_another_on_its_gpu(rank: int) -> str:
+    """The error of a rank whose GPU another one has claimed."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = dataclasses.replace(prepare("cpu"), identity="GPU-a")
+    from mega_rl.parallel import groups
+
+    store = HashStore()
+    PrefixStore("mega_rl/7", store).set("device/GPU-a", "1")
+    groups._generation = itertools.count(7)
+    groups._rendezvous = lambda timeout: (store, 0, 2)
+    with pytest.raises(UserError) as error:
+        groups.initialize(ParallelLayout(world_size=2), accelerator=accelerator, timeout_s=5.0)
+    return str(error.value)
+
+
+def test_ranks_on_the_same_gpu_are_refused_before_they_connect() -> None:
+    (refusal,) = run_ranks(1, with_another_on_its_gpu, device="cpu")
+    assert refusal.startswith("ranks 1 and 0 have the same CUDA device (GPU-a)")
 
 
 def test_one_process_needs_no_torchrun() -> None:

@@ -38,9 +38,9 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
     engine: str, started: list[list[str]]
 ) -> None:
     assert cli.main(["quickstart", "--engine", engine, "--seed", "3", "--run-dir", "a, b"]) == 0
-    launcher = [sys.executable, "-m", "mega_rl.cli.torchrun", "2", "mega_rl.cli"]
-    assert [command[:5] for command in started] == [launcher, launcher]
-    warm_start, train = (command[5:] for command in started)
+    launcher = [sys.executable, "-m", "mega_rl.cli.torchrun", "2", "--or-cpu", "mega_rl.cli"]
+    assert [command[:6] for command in started] == [launcher, launcher]
+    warm_start, train = (command[6:] for command in started)
     assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3"]
     assert train[:3] == ["train", "--config", "quickstart"]
     config = load(Path("quickstart"), train[3:])
@@ -53,7 +53,7 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
 def test_the_folders_of_the_recipe_are_those_that_the_quickstart_writes(started: list[list[str]]) -> None:
     """So that `mega-rl train --config quickstart` works after it, in the same directory."""
     assert cli.main(["quickstart"]) == 0
-    assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][8:])
+    assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][9:])
 
 
 def test_an_earlier_quickstart_gives_up_its_inputs_and_keeps_its_runs(started: list[list[str]]) -> None:
@@ -65,7 +65,7 @@ def test_an_earlier_quickstart_gives_up_its_inputs_and_keeps_its_runs(started: l
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     assert checkpoint.is_file()
     assert not weights.exists()
-    assert load(Path("quickstart"), started[-1][8:]).checkpoint.resume == "never", "training moves it aside"
+    assert load(Path("quickstart"), started[-1][9:]).checkpoint.resume == "never", "training moves it aside"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "data/mine.jsonl"])

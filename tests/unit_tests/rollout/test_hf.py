@@ -16,6 +16,7 @@ from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.types import Prompt, Rollout
+from tests.helpers.determinism import OnlyDeterministic
 from tests.unit_tests.rollout.tiny_qwen3 import (
     EOS_ID,
     VOCAB_SIZE,
@@ -79,6 +80,12 @@ def test_rollout_can_be_trained_on(checkpoint: Checkpoint) -> None:
     """Nothing of it is an inference-mode tensor, which autograd refuses."""
     rollout = make_engine(checkpoint).generate(make_prompts([4]), [0], n=1, seed=SEED)
     assert not any(rollout.get(name).is_inference() for name in ("tokens", "rollout_logprobs", "loss_mask", "finished"))
+
+
+def test_generation_runs_under_deterministic_algorithms_of_cuda(checkpoint: Checkpoint) -> None:
+    """Model, cache and draw: `trainer.deterministic` may be set where the embedded engine generates."""
+    with OnlyDeterministic():
+        make_engine(checkpoint).generate(make_prompts(LENGTHS), list(range(6)), n=2, seed=SEED)
 
 
 def test_no_prompts_make_an_empty_rollout(checkpoint: Checkpoint) -> None:

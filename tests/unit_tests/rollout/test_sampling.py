@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.rollout.counter_rng import stream_keys, uniform_at
-from mega_rl.rollout.embedded.sampling import Sampler, _first_above
+from mega_rl.rollout.embedded.sampling import Sampler, _fixed_point, _invert
+from tests.helpers.determinism import OnlyDeterministic
 
 NUM_DRAWS = 40_000
 
@@ -106,11 +107,33 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
         assert logprobs.isfinite().all()
 
 
-def test_a_target_rounded_up_to_the_total_finds_the_last_token_with_a_weight() -> None:
-    sums = torch.tensor([[0.0, 1.0, 3.0, 3.0, 3.0]], dtype=torch.float64)
-    targets = {0.0: 1, 0.5: 1, 1.0: 2, 2.9: 2, 3.0: 2, 3.1: 2}
-    for target, index in targets.items():
-        assert _first_above(sums, torch.tensor([target], dtype=torch.float64)).tolist() == [index]
+def test_a_uniform_finds_its_element_and_its_place_within_it() -> None:
+    """The last is one that rounding has put at the end: the last element with a weight has it."""
+    weights = torch.tensor([[0.0, 4.0, 4.0, 0.0, 0.0]])
+    places = {0.0: (1, 0.0), 0.25: (1, 0.5), 0.5: (2, 0.0), 0.75: (2, 0.5), 1.0: (2, 1.0 - 2.0**-53)}
+    for uniform, (index, within) in places.items():
+        where, inside = _invert(weights, torch.tensor([uniform], dtype=torch.float64))
+        assert (where.tolist(), inside.tolist()) == ([index], [within])
+
+
+@pytest.mark.parametrize("size", [1, 64, 2374, 1 << 18])
+def test_weights_in_fixed_point_neither_overflow_nor_lose_what_float32_holds(size: int) -> None:
+    weights = torch.rand(2, size, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1.0], [1e-30]])
+    whole, unit = _fixed_point(weights)
+    assert int(whole.cumsum(-1)[:, -1].min()) > 0, "the sum of a row has not wrapped round"
+    assert whole.sum(-1).max() <= 2**62
+    # Rounded to a unit, of at most 2**-43 of the largest: float32 itself rounds that one by 2**-25.
+    assert ((whole * unit - weights.double()).abs() <= unit).all()
+    assert (unit <= weights.double().amax(-1, keepdim=True) * 2.0**-43).all()
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (0.9, 7), (1.0, 7)])
+def test_a_draw_needs_nothing_that_cuda_lacks_under_deterministic_algorithms(top_p: float, top_k: int) -> None:
+    logits, uniforms = logits_of(4096, spread=0.3)[None], torch.tensor([0.4], dtype=torch.float64)
+    with OnlyDeterministic():
+        Sampler(temperature=1.0, top_p=top_p, top_k=top_k).draw(logits, uniforms)
+        with pytest.raises(RuntimeError, match="cumsum"):
+            uniforms.cumsum(0)
 
 
 def test_extreme_uniforms_take_the_first_and_the_last_possible_token() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mega_rl
+from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server import launcher
 
@@ -89,10 +90,13 @@ def arguments(settings: ServerSettings, port: int) -> list[str]:
 
 
 def environment(settings: ServerSettings, *, scratch: Path, packages: Path | None) -> dict[str, str]:
-    """Return the server's environment: the trainer's without torchrun's variables, plus paths, keys and threads."""
+    """Return the server's environment: the trainer's without what torchrun and the run have set for ranks.
+
+    Plus paths, keys and threads. SGLang decides about CUDA and NCCL itself.
+    """
     clean = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in of_other_programs().items()
         if name not in _OF_A_RANK and not name.startswith(_PREFIXES_OF_A_RANK)
     }
     paths = [str(Path(mega_rl.__file__).parents[1]), *([str(packages)] if packages else [])]
