@@ -17,7 +17,8 @@ from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_estimator, build_roles, role_facts
-from mega_rl.assemble.rollouts import Rollouts, build_rollouts, start_servers
+from mega_rl.assemble.rollouts import Rollouts, build_rollouts
+from mega_rl.assemble.servers import start_servers
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
@@ -88,7 +89,9 @@ def build_trainer(
     inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(inputs.train))
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
-    servers = start_servers(plan, accelerator, world, resources)  # they come up while the models are built
+    # Servers with devices of their own come up while the models are built; those that share the trainer's have
+    # released their memory before.
+    servers = start_servers(plan, accelerator, world, resources)
     roles = build_roles(plan, accelerator, groups)
     prompts = PromptSampler(
         inputs.train, batch_size=config.trainer.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed

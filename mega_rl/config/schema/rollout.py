@@ -57,12 +57,21 @@ class EmbeddedConfig:
 class SglangServerConfig:
     """Servers that the run starts itself."""
 
-    count: int = setting(1, "Servers to start on each host of the trainer.", unit="servers", min=1)
+    count: int = setting(
+        0,
+        "Servers to start on each host of the trainer; 0 takes as many as its devices hold, one on a CPU.",
+        unit="servers",
+        min=0,
+    )
     tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
     host: str = setting("127.0.0.1", "Address that started servers bind to.")
     max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
     mem_fraction: float = setting(
-        0.0, "Share of a device's memory for weights and KV cache; 0 lets SGLang choose.", min=0.0, max=0.95
+        0.0,
+        "Share of a device's memory for weights and KV cache; 0 lets SGLang choose for servers with devices of their "
+        "own, and takes what the trainer leaves for colocated ones.",
+        min=0.0,
+        max=0.95,
     )
 
 
