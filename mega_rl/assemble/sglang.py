@@ -21,7 +21,7 @@ from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
-from mega_rl.rollout.sglang.weights.probe import Probe, probe_limit
+from mega_rl.rollout.sglang.weights.probe import Probe, probe_limits
 from mega_rl.rollout.sglang.weights.source import TrainerWeights
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, Transport
@@ -169,7 +169,7 @@ def _weight_sync(
         vocab_size=hf.vocab_size,
         temperature=rollout.temperature,
         num_tokens=sync.probe_tokens,
-        limit=probe_limit(sync.probe_limit, name_of(dtype)),
+        limits=probe_limits(name_of(dtype), mean=sync.probe_mean_limit, largest=sync.probe_max_limit),
     )
     return SglangWeightSync(
         transport,

@@ -35,7 +35,7 @@ from mega_rl.protocols import MetricsSink, RolloutSource
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.mismatch import MismatchGuard
+from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, UpdateLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.types import Prompt
@@ -202,8 +202,14 @@ def _connect(
 
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:
     """Return the source of old log-probs: the update's own forward where a step makes one on-policy update."""
+    rollout = config.rollout
     guard = MismatchGuard(
-        limit=config.rollout.logprob_diff_limit,
+        limits=usual_limits(
+            in_fp32=config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32"),
+            mean=rollout.mismatch.mean_limit,
+            share=rollout.mismatch.share_limit,
+            largest=rollout.mismatch.max_limit,
+        ),
         ranks=roles.actor_engine.data_parallel,
         current=(lambda: rollouts.sync.weight_version) if config.trainer.async_steps else None,
     )

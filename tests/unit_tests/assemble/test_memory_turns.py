@@ -162,7 +162,7 @@ def test_the_fake_dies_in_the_order_of_before(first: str) -> None:
             process.wait_ready()
     else:
         process.wait_ready()
-        with pytest.raises(OvercommitError, match=r"actor gradients wants 15\.3 of 80\.0 GiB, held: .*'server 0"):
+        with pytest.raises(OvercommitError, match=r"actor parameters wants 7\.6 of 80\.0 GiB, held: .*'server 0"):
             BudgetEngine("actor", devices, **ACTOR)
         process.stop()
 
