@@ -38,6 +38,14 @@ class Accelerator(Protocol):
         """Return the bytes held now: tensors on a GPU, resident set of the process on a CPU."""
         ...
 
+    def total_memory(self) -> int:
+        """Return the bytes of memory that `device` has; 0 on a CPU, whose memory is the host's."""
+        ...
+
+    def device_count(self) -> int:
+        """Return the number of this host's devices that this process sees; 0 on a CPU."""
+        ...
+
     def empty_cache(self) -> None:
         """Return cached, unused blocks to the device."""
         ...

@@ -61,6 +61,14 @@ class CpuAccelerator:
         """Return the resident set of the process, in bytes."""
         return standin.resident_bytes()
 
+    def total_memory(self) -> int:
+        """Return 0: the memory is the host's, which needs no shares."""
+        return 0
+
+    def device_count(self) -> int:
+        """Return 0."""
+        return 0
+
     def empty_cache(self) -> None:
         """Do nothing: a CPU has no cache of blocks."""
 

@@ -34,6 +34,14 @@ class CudaAccelerator:
         """Return the bytes in live tensors on the device."""
         return torch.cuda.memory_allocated(self.device)
 
+    def total_memory(self) -> int:
+        """Return the bytes of the device, whoever holds them."""
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def device_count(self) -> int:
+        """Return the number of visible devices."""
+        return torch.cuda.device_count()
+
     def empty_cache(self) -> None:
         """Return cached blocks to the driver."""
         torch.cuda.empty_cache()

@@ -14,7 +14,8 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.roles import Roles
-from mega_rl.assemble.sglang import Connection, connect, name_of
+from mega_rl.assemble.servers import is_colocated
+from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.config.schema import Config
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, WeightSync
@@ -29,9 +30,7 @@ from mega_rl.rollout.sglang.generation.engine import (
 )
 from mega_rl.rollout.sglang.generation.results import Progress
 from mega_rl.rollout.sglang.generation.samples import Sampling
-from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server.pool import JoinedServers, StartedServers, ranks_on_this_host
-from mega_rl.rollout.sglang.server.settings import ServerSettings
+from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.types import Prompt
 from mega_rl.workers.ahead import OneStepAhead
@@ -52,58 +51,11 @@ class Rollouts:
     on_device: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def is_colocated(config: Config, accelerator: Accelerator) -> bool:
-    """Return whether servers share the trainer's devices. A CPU's memory is the host's, which needs no turns."""
-    sglang = config.rollout.sglang
-    if sglang.placement == "auto":
-        return accelerator.device.type == "cuda" and not sglang.urls and not config.trainer.async_steps
-    return sglang.placement == "colocated"
-
-
-def start_servers(
-    plan: RunPlan, accelerator: Accelerator, world: GroupRanks, resources: ExitStack
-) -> StartedServers | JoinedServers | None:
-    """The servers of a run over SGLang, on their way up; None with the embedded engine. `resources` ends them."""
-    config, sglang = plan.config, plan.config.rollout.sglang
-    if config.rollout.backend != "sglang":
-        return None
-    if sglang.urls:
-        return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
-    server = sglang.server
-    per_host = ranks_on_this_host(world.size)
-    colocated = is_colocated(config, accelerator)
-    pool = StartedServers(
-        world,
-        [
-            ServerSettings(
-                model_path=Path(config.model.path),
-                host=server.host,
-                tp=server.tp,
-                dtype=name_of(plan.rollout_dtype),
-                device=accelerator.device.type,
-                max_total_tokens=server.max_total_tokens,
-                mem_fraction=server.mem_fraction,
-                memory_saver=colocated,
-                deterministic=config.trainer.deterministic,
-                # Servers of their own devices have those after the trainer's.
-                base_gpu=place * server.tp + (0 if colocated else per_host),
-                seed=config.trainer.seed,
-                start_timeout_s=sglang.start_timeout_s,
-            )
-            for place in range(server.count)
-        ],
-        ranks_per_host=per_host,
-        folder=Path(config.trainer.run_dir) / "sglang",
-    )
-    resources.callback(pool.close)
-    return pool
-
-
 def build_rollouts(
     plan: RunPlan,
     accelerator: Accelerator,
     world: GroupRanks,
-    servers: StartedServers | JoinedServers | None,
+    servers: ServerPool | None,
     roles: Roles,
     *,
     checkpoints: CheckpointStore,

@@ -11,6 +11,7 @@ from pathlib import Path
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
+from mega_rl.assemble.plan import layout_of
 from mega_rl.assemble.trainer import build_trainer
 from mega_rl.config.schema import Config
 from mega_rl.metrics.summary import show_summary
@@ -18,28 +19,11 @@ from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
-from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 from mega_rl.trainer import PPOTrainer
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.workers.reward_functions import RewardFunction
 
 log = logging.getLogger(__name__)
-
-
-def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
-    """The parallel layout of a run over `world_size` ranks."""
-    parallel = config.engine.megatron
-    return ParallelLayout(
-        world_size=world_size,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        cp=parallel.cp,
-        sequence_parallel=parallel.sequence_parallel,
-        ep=parallel.ep,
-        etp=parallel.etp or parallel.tp,
-        pipeline=parse_pipeline(parallel.pipeline) if parallel.pipeline else None,
-    )
 
 
 def train(config: Config, accelerator: Accelerator) -> int:

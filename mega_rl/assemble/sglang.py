@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +15,18 @@ import torch
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.engines.base import ModelEngine
-from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.http.ask_all import each
 from mega_rl.rollout.sglang.http.control import Control
+from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
-from mega_rl.rollout.sglang.weights.probe import Probe, probe_limit
+from mega_rl.rollout.sglang.weights.probe import Probe, probe_limits
 from mega_rl.rollout.sglang.weights.source import TrainerWeights
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, Transport
 from mega_rl.rollout.sglang.weights.transports.choose import Placement, choose_transport, hosts_of, leader_of
+from mega_rl.workers.colocation import TAGS
 
 
 @dataclass
@@ -80,46 +79,6 @@ class Connection:
                 self._transport.close()
 
 
-class ServersMemory:
-    """`protocols.ServerMemory` of all servers."""
-
-    def __init__(self, ranks: GroupRanks, controls: Mapping[int, Control]) -> None:
-        self._ranks, self._controls = ranks, controls
-        self._released: dict[int, set[str]] = {index: set() for index in controls}
-
-    def started_anew(self, servers: Sequence[int]) -> None:
-        """Note that these servers have just started, and so hold everything."""
-        for index in self._released.keys() & set(servers):
-            self._released[index] = set()
-
-    def release(self, tags: Sequence[str]) -> None:
-        """See `protocols.ServerMemory`. Raises RunError on all ranks when a server does not."""
-        self._all("give back", self._release, tags)
-
-    def resume(self, tags: Sequence[str]) -> None:
-        """See `protocols.ServerMemory`. Raises RunError on all ranks when a server does not."""
-        self._all("take", self._resume, tags)
-
-    # SGLang fails when it is to release what it has released, or to resume what it holds.
-    def _release(self, index: int, tags: Sequence[str]) -> None:
-        held = [tag for tag in tags if tag not in self._released[index]]
-        if held:
-            self._controls[index].memory.release(held)
-            self._released[index].update(held)
-
-    def _resume(self, index: int, tags: Sequence[str]) -> None:
-        gone = [tag for tag in tags if tag in self._released[index]]
-        if gone:
-            self._controls[index].memory.resume(gone)
-            self._released[index].difference_update(gone)
-
-    def _all(self, verb: str, ask: Callable[[int, Sequence[str]], None], tags: Sequence[str]) -> None:
-        _, failed = each(list(self._controls), lambda index: ask(index, tags))
-        failed = merge_failures(failed, self._ranks)
-        if failed:
-            raise RunError(f"servers did not {verb} the memory of {', '.join(tags)}: " + "; ".join(failed.values()))
-
-
 def connect(
     plan: RunPlan, servers: ServerPool, *, actor: ModelEngine, world: GroupRanks, colocated: bool
 ) -> Connection:
@@ -149,7 +108,8 @@ def connect(
     return Connection(
         fleet=router,
         sync=_weight_sync(plan, transport, router, world, actor=actor, own=own, num_servers=len(controls)),
-        memory=ServersMemory(world, own),
+        # Colocated servers have released everything at their start.
+        memory=ServersMemory(world, own, servers, released=TAGS if colocated else ()),
         concurrency=per_rank * len(controls),
         max_positions=actor.sharding.hf.max_position_embeddings,
         _servers=servers,
@@ -209,7 +169,7 @@ def _weight_sync(
         vocab_size=hf.vocab_size,
         temperature=rollout.temperature,
         num_tokens=sync.probe_tokens,
-        limit=probe_limit(sync.probe_limit, name_of(dtype)),
+        limits=probe_limits(name_of(dtype), mean=sync.probe_mean_limit, largest=sync.probe_max_limit),
     )
     return SglangWeightSync(
         transport,

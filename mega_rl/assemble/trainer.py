@@ -17,7 +17,8 @@ from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_estimator, build_roles, role_facts
-from mega_rl.assemble.rollouts import Rollouts, build_rollouts, start_servers
+from mega_rl.assemble.rollouts import Rollouts, build_rollouts
+from mega_rl.assemble.servers import start_servers
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
@@ -34,7 +35,7 @@ from mega_rl.protocols import MetricsSink, RolloutSource
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.mismatch import MismatchGuard
+from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, UpdateLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.types import Prompt
@@ -88,7 +89,9 @@ def build_trainer(
     inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(inputs.train))
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
-    servers = start_servers(plan, accelerator, world, resources)  # they come up while the models are built
+    # Servers with devices of their own come up while the models are built; those that share the trainer's have
+    # released their memory before.
+    servers = start_servers(plan, accelerator, world, resources)
     roles = build_roles(plan, accelerator, groups)
     prompts = PromptSampler(
         inputs.train, batch_size=config.trainer.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed
@@ -199,8 +202,14 @@ def _connect(
 
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:
     """Return the source of old log-probs: the update's own forward where a step makes one on-policy update."""
+    rollout = config.rollout
     guard = MismatchGuard(
-        limit=config.rollout.logprob_diff_limit,
+        limits=usual_limits(
+            in_fp32=config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32"),
+            mean=rollout.mismatch.mean_limit,
+            share=rollout.mismatch.share_limit,
+            largest=rollout.mismatch.max_limit,
+        ),
         ranks=roles.actor_engine.data_parallel,
         current=(lambda: rollouts.sync.weight_version) if config.trainer.async_steps else None,
     )

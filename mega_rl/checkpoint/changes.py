@@ -12,7 +12,7 @@ _WITHOUT_EFFECT = (
     "checkpoint.", "metrics.", "engine.fsdp.", "trainer.run_dir", "trainer.timeout_s", "trainer.deterministic",
     "trainer.device", "trainer.microbatch.", "trainer.val_interval", "model.path", "model.recompute",
     "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
-    "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.logprob_diff_limit",
+    "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.mismatch.",
     "data.train_files", "data.val_files", "reward.http.", "reward.model.attn_implementation",
 )  # fmt: skip
 # Of engine.megatron, which only says where and how things are computed, these change what is.

@@ -217,7 +217,7 @@ _NEEDS = (
     Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
     _within(
         "rollout.sglang.sync",
-        "probe_limit",
+        "probe_mean_limit probe_max_limit",
         "rollout.sglang.sync.probe_tokens above 0",
         lambda sync: sync.probe_tokens > 0,
     ),

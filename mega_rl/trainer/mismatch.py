@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -20,15 +21,46 @@ class RolloutMismatchError(RunError):
 
 
 @dataclass(frozen=True)
+class MismatchLimits:
+    """Largest |trainer - rollout| over the tokens of a batch, in nats, and the share of tokens of 1 nat or more."""
+
+    mean: float
+    share: float
+    max: float  # infinite: only a difference that is not finite is too large
+
+    def exceeded(self, mismatch: LogprobMismatch) -> str | None:
+        """Return which limit the tokens are beyond, with setting and value, or None."""
+        if mismatch.max == inf:
+            return "a log-prob is not finite"
+        if mismatch.max > self.max:
+            return _beyond("a token", mismatch.max, "max", self.max)
+        if mismatch.mean > self.mean:
+            return _beyond("the mean", mismatch.mean, "mean", self.mean)
+        if mismatch.share_of_large > self.share:
+            return _beyond(f"a share of {mismatch.share_of_large:.3g} of the tokens", 1.0, "share", self.share)
+        return None
+
+
+def usual_limits(*, in_fp32: bool, mean: float, share: float, largest: float) -> MismatchLimits:
+    """Return the limits of the settings, where 0 takes what rounding explains; in_fp32: trainer and rollouts are."""
+    usual_mean, usual_max = (1e-3, 1.0) if in_fp32 else (0.15, inf)
+    return MismatchLimits(mean=mean or usual_mean, share=share, max=largest or usual_max)
+
+
+def _beyond(which: str, value: float, name: str, limit: float) -> str:
+    return f"{which} differs by {value:.6g} nats or more, beyond rollout.mismatch.{name}_limit={limit:g}"
+
+
+@dataclass(frozen=True)
 class MismatchGuard:
-    """Comparison of every rollout token's two log-probs over `ranks`, which stops the run beyond `limit` nats.
+    """Comparison of every rollout token's two log-probs over `ranks`, which stops the run beyond `limits`.
 
     `current`: version of the weights that the trainer holds, where rollouts may be older. Tokens of older versions
-    differ rightly, as the policy has moved: they are reported apart and the limit does not bind them. None: the
+    differ rightly, as the policy has moved: they are reported apart and the limits do not bind them. None: the
     trainer's weights are those that sampled.
     """
 
-    limit: float
+    limits: MismatchLimits
     ranks: Ranks
     current: Callable[[], int] | None = None
 
@@ -39,7 +71,8 @@ class MismatchGuard:
         are older; with `current` also `rollout/stale_logprob_diff_*` and `rollout/stale_tokens_fraction`.
 
         Raises:
-            RolloutMismatchError: on all ranks, naming the worst token. A difference that is not a number always is one.
+            RolloutMismatchError: on all ranks, naming limit and worst token. A difference that is not finite always is
+                one.
         """
         assert old.logprobs is not None
         stale_mask = self._stale(rollout)
@@ -47,10 +80,11 @@ class MismatchGuard:
             _summary(rollout, old.logprobs, rollout.loss_mask & ~stale_mask),
             _summary(rollout, old.logprobs, rollout.loss_mask & stale_mask),
         )
-        if fresh.max > self.limit:
+        exceeded = self.limits.exceeded(fresh)
+        if exceeded is not None:
             raise RolloutMismatchError(
-                f"trainer and rollout engine disagree by more than rollout.logprob_diff_limit={self.limit}: "
-                f"{fresh.describe_worst()}; check that both run the same weights and dtype before raising the limit"
+                f"trainer and rollout engine disagree: {exceeded}; the worst is {fresh.describe_worst()}; check that "
+                "both run the same weights and dtype before raising the limit"
             )
         if stale.max == torch.inf:
             raise RolloutMismatchError(f"a log-prob is not finite: {stale.describe_worst()}")

@@ -50,8 +50,8 @@ class SharedDevices:
     servers: ServerMemory
     accelerator: Accelerator
     everyone: Ranks
-    # Servers have all their memory when they have started.
-    stage: Stage = field(default=Stage("start", TAGS, EVERYTHING, EVERYTHING), init=False)
+    # Servers start before the trainer's models are built, and have released everything then.
+    stage: Stage = field(default=Stage("start", (), EVERYTHING, EVERYTHING), init=False)
     _bytes: Metrics = field(default_factory=dict, init=False)
 
     def go_to(self, stage: Stage) -> int:

@@ -57,12 +57,21 @@ class EmbeddedConfig:
 class SglangServerConfig:
     """Servers that the run starts itself."""
 
-    count: int = setting(1, "Servers to start on each host of the trainer.", unit="servers", min=1)
+    count: int = setting(
+        0,
+        "Servers to start on each host of the trainer; 0 takes as many as its devices hold, one on a CPU.",
+        unit="servers",
+        min=0,
+    )
     tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
     host: str = setting("127.0.0.1", "Address that started servers bind to.")
     max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
     mem_fraction: float = setting(
-        0.0, "Share of a device's memory for weights and KV cache; 0 lets SGLang choose.", min=0.0, max=0.95
+        0.0,
+        "Share of a device's memory for weights and KV cache; 0 lets SGLang choose for servers with devices of their "
+        "own, and takes what the trainer leaves for colocated ones.",
+        min=0.0,
+        max=0.95,
     )
 
 
@@ -78,9 +87,15 @@ class SglangSyncConfig:
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
-    probe_limit: float = setting(
+    probe_mean_limit: float = setting(
         0.0,
-        "Largest |trainer - server| log-prob of a probe's token; 0 takes 1e-4 in fp32 and 0.1 in bf16.",
+        "Largest mean of |trainer - server| log-prob over a probe's tokens; 0 takes 1e-4 in fp32 and 0.15 in bf16.",
+        unit="nats",
+        min=0.0,
+    )
+    probe_max_limit: float = setting(
+        0.0,
+        "Largest |trainer - server| log-prob of one of a probe's tokens; 0 takes 1e-4 in fp32 and 1 in bf16.",
         unit="nats",
         min=0.0,
     )
@@ -121,6 +136,29 @@ class SglangConfig:
 
 
 @dataclass(frozen=True)
+class MismatchConfig:
+    """Largest differences between the log-probs of trainer and rollout engine before the run stops."""
+
+    mean_limit: float = setting(
+        0.0,
+        "Largest mean of |trainer - rollout| log-prob over a step's tokens; 0 takes 1e-3 where "
+        "both are fp32, else 0.15.",
+        unit="nats",
+        min=0.0,
+    )
+    share_limit: float = setting(
+        0.01, "Largest share of a step's tokens with |trainer - rollout| of 1 nat or more.", min=0.0, max=1.0
+    )
+    max_limit: float = setting(
+        0.0,
+        "Largest |trainer - rollout| log-prob of one token; 0 takes 1 where both are fp32, else none: bf16 has rare "
+        "large differences, and mixtures of experts route a token otherwise now and then.",
+        unit="nats",
+        min=0.0,
+    )
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Rollouts: backend, sampling, weight sync."""
 
@@ -140,9 +178,6 @@ class RolloutConfig:
     dtype: str = setting(
         "auto", "Weight type of the rollout model; auto takes model.dtype.", choices=("auto", "bf16", "fp32")
     )
-    logprob_diff_limit: float = setting(
-        1.0, "Largest |trainer - rollout| log-prob of one token before the run stops.", unit="nats", above=0.0
-    )
     verify_interval: int = setting(
         10,
         "Verify the checksum of every synced tensor every N publishes (the first always).",
@@ -150,6 +185,7 @@ class RolloutConfig:
         min=1,
     )
     bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
+    mismatch: MismatchConfig = dataclasses.field(default_factory=MismatchConfig)
     hf: EmbeddedConfig = dataclasses.field(default_factory=EmbeddedConfig)
     sglang: SglangConfig = dataclasses.field(default_factory=SglangConfig)
 

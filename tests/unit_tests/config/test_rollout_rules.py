@@ -94,7 +94,7 @@ def test_runs(overrides: tuple[str, ...]) -> None:
         ((SGLANG, "rollout.sglang.partial_rollout=true"), "it needs trainer.async_steps=1"),
         ((SGLANG, "rollout.sglang.max_failed_share=0.5"), "it needs rollout.sglang.failed_samples=mask"),
         (
-            (SGLANG, "rollout.sglang.sync.probe_tokens=0", "rollout.sglang.sync.probe_limit=1"),
+            (SGLANG, "rollout.sglang.sync.probe_tokens=0", "rollout.sglang.sync.probe_max_limit=1"),
             "it needs rollout.sglang.sync.probe_tokens above 0",
         ),
     ],

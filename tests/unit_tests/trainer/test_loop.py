@@ -16,7 +16,7 @@ from mega_rl.algorithms.grpo import GRPOAdvantages
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k1
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.mismatch import MismatchGuard, RolloutMismatchError
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
 from mega_rl.workers.models import AbsentWorker
 from tests.helpers.fakes import (
@@ -51,7 +51,9 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "minibatches": MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=4, seed=0),
         "kl": kl,
         "staleness": lambda rollout: {},
-        "old_logprobs": RecomputedLogprobs(policy, MismatchGuard(limit=0.5, ranks=FakeRanks())),
+        "old_logprobs": RecomputedLogprobs(
+            policy, MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
+        ),
         "sync": policy,
         "ranks": FakeRanks(),
         "timer": FakeTimer(),
@@ -169,7 +171,7 @@ def test_a_rollout_engine_with_other_weights_stops_the_run() -> None:
     trainer = make_trainer()
     trainer.sync.publish()
     trainer.rollout.published = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 3.0])
-    with pytest.raises(RolloutMismatchError, match=r"logprob_diff_limit=0.5: token id 7 at position \d"):
+    with pytest.raises(RolloutMismatchError, match=r"mismatch.max_limit=0.5; the worst is token id 7 at position \d"):
         trainer.step(0)
     assert "update_actor" not in trainer.events  # type: ignore[attr-defined]
 
@@ -177,7 +179,9 @@ def test_a_rollout_engine_with_other_weights_stops_the_run() -> None:
 def single_update(trainer: PPOTrainer) -> PPOTrainer:
     """The trainer with one update a step, whose forward gives the old log-probs."""
     trainer.minibatches = dataclasses.replace(trainer.minibatches, minibatch_size=4)
-    trainer.old_logprobs = UpdateLogprobs(MismatchGuard(limit=0.5, ranks=FakeRanks()))
+    trainer.old_logprobs = UpdateLogprobs(
+        MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
+    )
     return trainer
 
 

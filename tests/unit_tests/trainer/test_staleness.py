@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mega_rl.trainer.mismatch import MismatchGuard, RolloutMismatchError
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.staleness import StalenessGuard, StaleSampleError
 from mega_rl.types import Metrics, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
@@ -90,7 +90,7 @@ def test_every_rank_raises_the_same(version: int) -> None:
 
 def guarded(rollout: Rollout, difference: torch.Tensor, *, current: Callable[[], int] | None) -> Metrics:
     """What the guard says of trainer log-probs that are so far from the rollout's."""
-    guard = MismatchGuard(limit=0.5, ranks=FakeRanks(), current=current)
+    guard = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks(), current=current)
     return guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + difference))
 
 

@@ -12,7 +12,7 @@ import torch
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.mismatch import MismatchGuard
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
@@ -66,7 +66,9 @@ def run_of(
     trainer.rollout = trainer.sync = ahead
     trainer.actor = policy
     trainer.start = start
-    guard = MismatchGuard(limit=0.01, ranks=SingleRank(), current=lambda: ahead.weight_version)
+    guard = MismatchGuard(
+        MismatchLimits(mean=1.0, share=1.0, max=0.01), ranks=SingleRank(), current=lambda: ahead.weight_version
+    )
     trainer.old_logprobs = RecomputedLogprobs(policy, guard)
     return trainer, ahead
 

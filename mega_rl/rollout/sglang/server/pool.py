@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -37,11 +37,22 @@ class ServerPool(Protocol):
         """Return the rank that started a server; None for a server that this run only joined."""
         ...
 
+    def wait_ready(self) -> None:
+        """Wait until every server of every host generates; at once when they do already; collective.
+
+        Raises RunError on all ranks.
+        """
+        ...
+
     def bring_back(self, lost: Sequence[int]) -> None:
         """Restart or await these servers until they answer at `endpoints`, with weights of any kind; collective.
 
         Raises RunError on all ranks.
         """
+        ...
+
+    def stop(self, servers: Sequence[int]) -> None:
+        """End those of these servers that this rank started, until `bring_back`; no collective."""
         ...
 
     def close(self) -> None:
@@ -55,10 +66,19 @@ class StartedServers:
     A server that is started again keeps its number; its address and its keys are new.
     """
 
-    def __init__(self, ranks: Ranks, settings: Sequence[ServerSettings], *, ranks_per_host: int, folder: Path) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: Sequence[ServerSettings],
+        *,
+        ranks_per_host: int,
+        folder: Path,
+        process: Callable[[ServerSettings, int, Path], ServerProcess] = ServerProcess,
+    ) -> None:
         """Start this host's servers without waiting for them; `wait_ready` does. No collective.
 
         settings: of this host's servers; every host has as many. Their numbers go on from host to host.
+        process: makes the process of a server, given its settings, number and folder.
         """
         self._ranks = ranks
         self._timeout_s = max(own.start_timeout_s for own in settings)
@@ -69,10 +89,7 @@ class StartedServers:
         self.tp = [own.tp for _ in self._leaders for own in settings]
         self.endpoints: list[Endpoint] = []
         if ranks.rank in self._leaders:
-            self._own = {
-                first + place: ServerProcess(own, index=first + place, folder=folder)
-                for place, own in enumerate(settings)
-            }
+            self._own = {first + place: process(own, first + place, folder) for place, own in enumerate(settings)}
             for server in self._own.values():
                 server.start()
                 log.info("starting SGLang server %d, log in %s", server.index, server.log_file)
@@ -81,10 +98,8 @@ class StartedServers:
         return self._owner[index]
 
     def wait_ready(self) -> None:
-        """Wait until every server of every host generates; collective.
-
-        Raises ServerStartError or RunError on all ranks.
-        """
+        if self.endpoints:
+            return
         records: list[dict[str, Any]] = []
         for leader in self._leaders:
             with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
@@ -112,10 +127,12 @@ class StartedServers:
         # The trainer's own process group carries the keys: whoever can read it could read the weights too.
         return [{"index": one.index, "url": one.url, "keys": asdict(one.keys)} for one in ready]
 
+    def stop(self, servers: Sequence[int]) -> None:
+        for index in self._own.keys() & set(servers):
+            self._own[index].stop()
+
     def close(self) -> None:
-        """End this rank's servers."""
-        for server in self._own.values():
-            server.stop()
+        self.stop(list(self._own))
 
 
 def _endpoint(record: dict[str, Any]) -> Endpoint:
@@ -180,6 +197,9 @@ class JoinedServers:
         finally:
             for control in controls:
                 control.close()
+
+    def stop(self, servers: Sequence[int]) -> None:
+        """Leave joined servers running: they share no device with the trainer."""
 
     def close(self) -> None:
         """Leave joined servers running."""

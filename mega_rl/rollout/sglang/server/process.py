@@ -50,7 +50,7 @@ class ServerProcess:
     Its output goes to `<folder>/server-<index>.log`. Use as a context manager, or call `start` and `stop`.
     """
 
-    def __init__(self, settings: ServerSettings, *, index: int, folder: Path) -> None:
+    def __init__(self, settings: ServerSettings, index: int, folder: Path) -> None:
         self.settings = settings
         self.index = index
         self.log_file = folder / f"server-{index}.log"

@@ -52,7 +52,8 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
     from mega_rl.assemble import session
     from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.roles import build_roles
-    from mega_rl.assemble.rollouts import build_rollouts, start_servers
+    from mega_rl.assemble.rollouts import build_rollouts
+    from mega_rl.assemble.servers import start_servers
     from mega_rl.parallel.comm import GroupRanks
 
     config = _config(Path(folder))

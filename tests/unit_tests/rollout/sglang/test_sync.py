@@ -23,7 +23,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
-from mega_rl.rollout.sglang.weights.probe import Probe
+from mega_rl.rollout.sglang.weights.probe import Probe, probe_limits
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import SendReport
 from mega_rl.types import Rollout, TokenOutputs
@@ -135,7 +135,14 @@ class Run:
             controls=self.controls,
             num_servers=len(endpoints),
             expected=EXPECTED,
-            probe=Probe(self.trainer.evaluate, ranks, VOCAB_SIZE, TEMPERATURE, num_tokens=4, limit=1e-4),
+            probe=Probe(
+                self.trainer.evaluate,
+                ranks,
+                VOCAB_SIZE,
+                TEMPERATURE,
+                num_tokens=4,
+                limits=probe_limits("float32", mean=0, largest=0),
+            ),
             verify_interval=verify_interval,
             **options,
         )
@@ -253,7 +260,7 @@ def test_a_lost_bucket_shows_in_the_probe(servers: list[UpdateServer]) -> None:
     assert int(said[1]) == token
     assert float(said[2]) == pytest.approx(theirs, abs=1e-6)
     assert float(said[3]) == pytest.approx(ours, abs=1e-6)
-    assert "rollout.sglang.sync.probe_limit" in found
+    assert "rollout.sglang.sync.probe_max_limit" in found
     assert metrics["sync/probe_logprob_diff_max"] == pytest.approx(abs(ours - theirs), rel=1e-3)
 
 

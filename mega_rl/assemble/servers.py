@@ -1,0 +1,180 @@
+"""Servers of a run: how many, on which devices, with how much of their memory; started or joined."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.assemble.plan import RunPlan, layout_of
+from mega_rl.assemble.sglang import name_of
+from mega_rl.config.schema import Config
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.ranks import build_plan
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.errors import UserError
+from mega_rl.models.build import DTYPES
+from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.server.device_share import DeviceShare
+from mega_rl.rollout.sglang.server.memory import release_at_start
+from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers, ranks_on_this_host
+from mega_rl.rollout.sglang.server.process import ServerProcess
+from mega_rl.rollout.sglang.server.settings import ServerSettings
+from mega_rl.workers.colocation import TAGS
+
+log = logging.getLogger(__name__)
+
+_COUNT = "rollout.sglang.server.count"
+_TP = "rollout.sglang.server.tp"
+
+
+def is_colocated(config: Config, accelerator: Accelerator) -> bool:
+    """Return whether servers share the trainer's devices. A CPU's memory is the host's, which needs no turns."""
+    sglang = config.rollout.sglang
+    if sglang.placement == "auto":
+        return accelerator.device.type == "cuda" and not sglang.urls and not config.trainer.async_steps
+    return sglang.placement == "colocated"
+
+
+def start_servers(
+    plan: RunPlan,
+    accelerator: Accelerator,
+    world: Ranks,
+    resources: ExitStack,
+    *,
+    process: Callable[[ServerSettings, int, Path], ServerProcess] = ServerProcess,
+) -> ServerPool | None:
+    """Return the servers of a run over SGLang, which `resources` ends; None with the embedded engine; collective.
+
+    Servers with devices of their own are on their way up, and `wait_ready` waits for them. Those that share the
+    trainer's devices are ready and have released their memory: a server sizes its KV cache by what is free when it
+    starts, so the trainer's models must come after it, and into an empty device.
+
+    process: makes the process of a server, given its settings, number and folder.
+
+    Raises UserError where servers do not fit the host's devices or their memory, RunError for a failed start.
+    """
+    config, sglang = plan.config, plan.config.rollout.sglang
+    if config.rollout.backend != "sglang":
+        return None
+    if sglang.urls:
+        return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
+    per_host = ranks_on_this_host(world.size)
+    colocated = is_colocated(config, accelerator)
+    count = servers_per_host(config, accelerator, ranks_per_host=per_host, colocated=colocated)
+    if world.rank == 0:
+        log.info("%d SGLang server(s) of %d rank(s) each on every host of the trainer", count, sglang.server.tp)
+    settings = _settings(plan, accelerator, mem_fraction=_mem_fraction(plan, accelerator, world, colocated=colocated))
+    first_gpu = 0 if colocated else per_host  # servers of their own devices have those after the trainer's
+    pool = StartedServers(
+        world,
+        [settings(first_gpu + place * sglang.server.tp) for place in range(count)],
+        ranks_per_host=per_host,
+        folder=Path(config.trainer.run_dir) / "sglang",
+        process=process,
+    )
+    resources.callback(pool.close)
+    if colocated:
+        pool.wait_ready()
+        release_at_start(pool, world, tuple(reversed(TAGS)), timeout_s=sglang.sync.timeout_s)
+    return pool
+
+
+def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host: int, colocated: bool) -> int:
+    """Return how many servers each host has: the setting, or for 0 as many as its devices hold, one on a CPU.
+
+    Raises UserError where the devices are too few.
+    """
+    server = config.rollout.sglang.server
+    if accelerator.device.type != "cuda":
+        return server.count or 1
+    visible = accelerator.device_count()
+    devices = ranks_per_host if colocated else visible - ranks_per_host
+    count = server.count or devices // server.tp
+    if visible < ranks_per_host or count < 1 or count * server.tp > devices:
+        asked = f"{_COUNT}={server.count} and {_TP}={server.tp}"
+        where = "share the devices of" if colocated else "have devices of their own (rollout.sglang.placement) beside"
+        advice = "lower them" if colocated else "lower them, start fewer ranks per host, or set placement=colocated"
+        raise UserError(
+            f"{asked}: the servers of a host {where} its {ranks_per_host} rank(s), and this process sees {visible} "
+            f"device(s); {advice}; a launcher must show all devices of a host to each of its processes"
+        )
+    idle = devices - count * server.tp
+    if idle:
+        log.warning(
+            "%s=%d and %s=%d leave %d of %d devices of each host idle while responses are generated",
+            *(_COUNT, server.count, _TP, server.tp, idle, devices),
+        )
+    return count
+
+
+def _settings(plan: RunPlan, accelerator: Accelerator, *, mem_fraction: float) -> Callable[[int], ServerSettings]:
+    """Return the settings of a server by the number of its first device."""
+    config, sglang = plan.config, plan.config.rollout.sglang
+
+    def settings(base_gpu: int) -> ServerSettings:
+        return ServerSettings(
+            model_path=Path(config.model.path),
+            host=sglang.server.host,
+            tp=sglang.server.tp,
+            dtype=name_of(plan.rollout_dtype),
+            device=accelerator.device.type,
+            max_total_tokens=sglang.server.max_total_tokens,
+            mem_fraction=mem_fraction,
+            memory_saver=is_colocated(config, accelerator),
+            deterministic=config.trainer.deterministic,
+            base_gpu=base_gpu,
+            seed=config.trainer.seed,
+            start_timeout_s=sglang.start_timeout_s,
+        )
+
+    return settings
+
+
+def _mem_fraction(plan: RunPlan, accelerator: Accelerator, world: Ranks, *, colocated: bool) -> float:
+    """Return the share of a device for a server's weights and KV cache, 0 for SGLang's own choice; collective."""
+    setting = plan.config.rollout.sglang.server.mem_fraction
+    if not colocated or accelerator.device.type != "cuda":
+        return setting
+    smallest = -int(world.max(torch.tensor(-accelerator.total_memory())))
+    fraction = device_share(plan, total=smallest, world_size=world.size).fraction(setting)
+    if not setting and world.rank == 0:
+        log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
+    return fraction
+
+
+def device_share(plan: RunPlan, *, total: int, world_size: int) -> DeviceShare:
+    """Return what of a device of `total` bytes the policy and a rank of a colocated server need."""
+    config, tp = plan.config, plan.config.rollout.sglang.server.tp
+    tensors = hf_tensors(plan.models["actor"].hf, head="lm").values()
+    count = sum(prod(tensor.shape) for tensor in tensors)
+    return DeviceShare(
+        total=total,
+        policy=_policy_bytes(plan, world_size, count) + 2 * (config.rollout.bucket_mib << 20),
+        weights=count * plan.rollout_dtype.itemsize // tp,
+        tp=tp,
+    )
+
+
+def _policy_bytes(plan: RunPlan, world_size: int, count: int) -> int:
+    """Return the bytes of the largest part of the policy on a rank; count: parameters of the whole model."""
+    config = plan.config
+    if config.engine.backend == "fsdp":
+        return 4 * count // (config.engine.fsdp.shard_ranks or world_size)  # shards are FP32
+    layout = layout_of(config, world_size=world_size)
+    sharding = Sharding(plan.models["actor"].hf, layout)
+    largest = max(
+        sum(
+            prod(param.shape)
+            for vp_stage in range(layout.vpp)
+            for param in build_plan(sharding, layout.coordinates(first), vp_stage=vp_stage)
+        )
+        for first in range(0, world_size, layout.stage_size)
+    )
+    return largest * DTYPES[config.model.dtype].itemsize

@@ -1,0 +1,181 @@
+"""Limits of a probe: servers that are healthy in bf16 pass, one with a wrong weight does not.
+
+Two kinds of evidence. Logits of a vocabulary of 150k tokens, rounded to bf16 on both sides after the noise of other
+kernels, say how far healthy engines are apart. A small network with logits as large as a trained model's, whose server
+has a fault, says what the limits find, and what they cannot.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.rollout.sglang.weights.probe import Probe, Probed, ProbeLimits, probe_limits
+from mega_rl.types import Rollout, TokenOutputs
+
+TOKENS = 8
+BF16, FP32 = (probe_limits(dtype, mean=0, largest=0) for dtype in ("bfloat16", "float32"))
+VOCAB, HIDDEN, LAYERS = 512, 64, 4
+PROJECTIONS = ("q", "k", "v", "o", "up", "down")
+
+
+# -- healthy engines ---------------------------------------------------------------------------------------------------
+
+
+def healthy_differences(peak: float, noise: float, *, rows: int = 48) -> Tensor:
+    """[rows] |log-prob - log-prob| of the argmax of bf16 logits [rows, 151936] that two engines rounded."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 8 + 2.5 * torch.randn(1, 151936, generator=generator)
+    logits[:, 0] = peak
+
+    def logprob(token: int | Tensor) -> Tensor:
+        # The normaliser averages its noise away over 150k tokens: one is right for all rows.
+        top = (peak + noise * torch.randn(rows, generator=generator)).bfloat16().float()
+        rest = (logits[0, 1:] + noise * torch.randn(151935, generator=generator)).bfloat16().float().logsumexp(0)
+        return top - torch.logaddexp(top, rest)
+
+    return (logprob(0) - logprob(0)).abs()
+
+
+def failure_rate(limits: ProbeLimits, peak: float, noise: float) -> float:
+    """Share of healthy probes that fail, of 20000 probes whose tokens have peaks around `peak`."""
+    # Peaks that lie anywhere between two steps of bf16, as logits do.
+    differences = torch.cat([healthy_differences(peak + place / 16, noise) for place in range(16)])
+    draws = torch.randint(len(differences), (20_000, TOKENS), generator=torch.Generator().manual_seed(1))
+    probes = differences[draws]
+    return float(((probes.mean(1) > limits.mean) | (probes.max(1).values > limits.max)).float().mean())
+
+
+@pytest.mark.parametrize("peak", [20.0, 24.0, 30.0, 40.0])
+@pytest.mark.parametrize("noise", [0.02, 0.04])
+def test_healthy_servers_pass_in_bf16(peak: float, noise: float) -> None:
+    assert failure_rate(BF16, peak, noise) < 1e-3
+
+
+def test_the_largest_difference_alone_would_fail_healthy_servers() -> None:
+    """The reason for a limit on the mean: 0.1 nat for each token lies below one step of bf16."""
+    assert failure_rate(ProbeLimits(mean=1.0, max=0.1), 20.0, 0.02) > 0.2
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def make_weights(seed: int) -> dict[str, Tensor]:
+    """A causal network whose logits reach 20 and more, as a trained model's do."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    shapes = {"up": (4 * HIDDEN, HIDDEN), "down": (HIDDEN, 4 * HIDDEN)}
+    weights = {
+        f"{layer}.{name}": matrix(*shapes.get(name, (HIDDEN, HIDDEN)))
+        for layer in range(LAYERS)
+        for name in PROJECTIONS
+    }
+    return weights | {"embedding": matrix(VOCAB, HIDDEN, HIDDEN**0.5), "head": matrix(VOCAB, HIDDEN, 6.0)}
+
+
+def logits_of(weights: dict[str, Tensor], tokens: Tensor, dtype: torch.dtype, *, order: int = 1) -> Tensor:
+    """[B, S, V] in `dtype` of tokens [B, S]; order: -1 adds up a projection's inputs from the other end."""
+    w = {name: weight.to(dtype) for name, weight in weights.items()}
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return x @ w[name].T if order == 1 else x.flip(-1) @ w[name].flip(-1).T
+
+    def normed(x: Tensor) -> Tensor:
+        return (x.float() * x.float().square().mean(-1, keepdim=True).rsqrt()).to(dtype)
+
+    x = w["embedding"][tokens]
+    for layer in range(LAYERS):
+        h = normed(x)
+        q, k, v = (project(h, f"{layer}.{name}").unflatten(-1, (4, -1)).transpose(1, 2) for name in "qkv")
+        h = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + project(h.transpose(1, 2).flatten(2), f"{layer}.o")
+        x = x + project(torch.relu(project(normed(x), f"{layer}.up")), f"{layer}.down")
+    return project(normed(x), "head")
+
+
+class Server:
+    """Control of a server that generates greedily with these weights."""
+
+    endpoint = SimpleNamespace(index=0, url="http://127.0.0.1:1")
+
+    def __init__(self, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.weights, self.dtype, self.generation = weights, dtype, self
+
+    def generate(self, body: Any) -> Any:
+        tokens, pairs = list(body["input_ids"]), []
+        for _ in range(body["sampling_params"]["max_new_tokens"]):
+            logprobs = (
+                logits_of(self.weights, torch.tensor([tokens]), self.dtype, order=-1)[0, -1].float().log_softmax(0)
+            )
+            tokens.append(int(logprobs.argmax()))
+            pairs.append([float(logprobs[tokens[-1]]), tokens[-1], None])
+        return {"output_ids": tokens[-len(pairs) :], "meta_info": {"output_token_logprobs": pairs}}
+
+
+def probed(weights: dict[str, Tensor], at_server: dict[str, Tensor], dtype: torch.dtype) -> Probed:
+    """The probe of one server by a trainer with `weights`."""
+
+    def evaluate(rows: Rollout) -> TokenOutputs:
+        logprobs = logits_of(weights, rows.tokens, dtype).float().log_softmax(-1)
+        own = logprobs[:, :-1].gather(2, rows.tokens[:, 1:, None])[..., 0]
+        return TokenOutputs(logprobs=torch.cat([torch.zeros(len(own), 1), own], dim=1))
+
+    limits = BF16 if dtype is torch.bfloat16 else FP32
+    probe = Probe(evaluate, SingleRank(), VOCAB, 1.0, num_tokens=TOKENS, limits=limits)
+    return probe(cast(Any, {0: Server(at_server, dtype)}), [0])
+
+
+def updated(weights: dict[str, Tensor], lr: float) -> dict[str, Tensor]:
+    """Weights before an update of Adam at its first step: `lr` in either direction, everywhere."""
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: weight + lr * (2.0 * torch.randint(2, weight.shape, generator=generator) - 1)
+        for name, weight in weights.items()
+    }
+
+
+FAULTS = {
+    "a layer has the next one's weights": lambda w: w | {f"1.{name}": w[f"2.{name}"] for name in PROJECTIONS},
+    "a projection is transposed": lambda w: w | {"1.o": w["1.o"].T},
+    "a projection is zero": lambda w: w | {"2.down": torch.zeros_like(w["2.down"])},
+    "keys and values are swapped": lambda w: w | {"3.k": w["3.v"], "3.v": w["3.k"]},
+    "two tensor-parallel halves are swapped": lambda w: w | {"1.down": w["1.down"].roll(HIDDEN * 2, dims=1)},
+    "an update of 3e-2 is missing": lambda w: updated(w, 3e-2),
+}
+SEEDS = range(4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_healthy_network_passes(dtype: torch.dtype) -> None:
+    for seed in SEEDS:
+        weights = make_weights(seed)
+        result = probed(weights, dict(weights), dtype)
+        assert not result.failed
+        assert (result.largest > 1e-3) == (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_fault_is_found(fault: str, dtype: torch.dtype) -> None:
+    for seed in SEEDS:
+        weights = make_weights(seed)
+        assert probed(weights, FAULTS[fault](weights), dtype).failed, f"seed {seed}"
+
+
+def test_what_the_probe_cannot_see() -> None:
+    """A missing update of 1e-6, a step of training, is below rounding in bf16; in fp32 too.
+
+    Versions and checksums prove that the last update has arrived; the probe proves that it went to the right places.
+    """
+    weights = make_weights(0)
+    assert not probed(weights, updated(weights, 1e-6), torch.bfloat16).failed
+    assert not probed(weights, updated(weights, 1e-6), torch.float32).failed
+    assert probed(weights, updated(weights, 1e-3), torch.float32).failed
