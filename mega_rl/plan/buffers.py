@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mega_rl.plan.parameters import Parameter
 
@@ -58,14 +59,15 @@ class Buffer:
         return total
 
 
+@lru_cache(maxsize=64)
 def lay_out(
-    parameters: Sequence[Parameter], *, ranks: int, distributed: bool, bucket_size: int | None
-) -> list[Buffer]:
+    parameters: tuple[Parameter, ...], *, ranks: int, distributed: bool, bucket_size: int | None
+) -> tuple[Buffer, ...]:
     """Return the buffers of trained parameters that `ranks` ranks share, one for each dtype.
 
     bucket_size: elements of a bucket; None: one bucket, shared embeddings aside.
     """
-    return [
+    return tuple(
         _buffer(
             [parameter for parameter in parameters if parameter.itemsize == itemsize],
             ranks=ranks,
@@ -73,7 +75,7 @@ def lay_out(
             bucket_size=bucket_size,
         )
         for itemsize in _in_order(parameter.itemsize for parameter in parameters)
-    ]
+    )
 
 
 def _buffer(

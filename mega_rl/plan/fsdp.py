@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.blocks import source_shape
-from mega_rl.converters.plan.parameters import in_model_order
-from mega_rl.converters.plan.sharding import Head
+from mega_rl.converters.plan.parameters import Part, stage_experts, stage_parts
+from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.setup import PlannedModel, RunSetup
 from mega_rl.plan.state_bytes import StateBytes
 
@@ -40,9 +42,8 @@ class Rows(NamedTuple):
 def fsdp_state(setup: RunSetup, model: PlannedModel, rank: int) -> StateBytes:
     """Return the bytes of a model of the FSDP engine on a global rank, once gradients are there."""
     ranks = shard_ranks(setup.config, setup.machine.world_size)
-    parameters = list(transformers_parameters(model.hf, model.head, setup.config.model.frozen))
-    if not model.trainable:
-        parameters = [parameter._replace(trained=False) for parameter in parameters]
+    frozen = tuple(setup.config.model.frozen) if model.trainable else ("*",)
+    parameters = transformers_parameters(model.hf, model.head, frozen)
     state = sharded_state(parameters, ranks=ranks, index=rank % ranks)
     if not setup.config.engine.fsdp.reduce_every_microbatch:
         whole = sum(parameter.rows * parameter.width for parameter in parameters if parameter.trained)
@@ -69,25 +70,34 @@ def shard_ranks(config: Config, world_size: int) -> int:
     return config.engine.fsdp.shard_ranks or world_size
 
 
-def transformers_parameters(hf: HFConfig, head: Head, frozen: Iterable[str] = ()) -> Iterator[Rows]:
-    """Yield the parameters of transformers' model: tensors as on disk, but all experts of a layer in one."""
-    patterns, seen = list(frozen), set()
-    for part in in_model_order(hf, head):
-        rule = part.rule
-        if rule.param.endswith("expert_bias"):
+@lru_cache(maxsize=64)
+def transformers_parameters(hf: HFConfig, head: Head, frozen: tuple[str, ...] = ()) -> tuple[Rows, ...]:
+    """Return the parameters of transformers' model: tensors as on disk, but all experts of a layer in one.
+
+    frozen: `model.frozen`, patterns of transformers' names.
+    """
+    whole = Sharding(hf, ParallelLayout(), spec="hf", head=head)
+    parts = [*stage_parts(whole, 0, 0), *stage_experts(whole, 0, 0, range(1))]
+    rows: dict[str, Rows] = {}
+    for part in parts:
+        if part.rule.param.endswith("expert_bias"):
             continue  # a buffer
-        for source in rule.sources:
-            name = source.name.format(layer=part.layer, expert=part.expert)
-            layer = part.layer if rule.scope == "layer" else -1
-            shape = source_shape(source, hf)
-            if rule.per_expert and not source.stacked:
-                # Gate and up, and all experts: one tensor whose first dimension counts experts.
-                assert hf.moe is not None
-                second = "linear_fc2" in rule.param
-                name = f"model.layers.{part.layer}.mlp.experts.{'down_proj' if second else 'gate_up_proj'}"
-                shape = (hf.moe.num_experts, prod(shape) * len(rule.sources))
-            if name in seen:
-                continue
-            seen.add(name)
-            trained = not any(fnmatchcase(name, pattern) for pattern in patterns)
-            yield Rows(name, shape[0], prod(shape[1:]), trained, layer)
+        for name, shape in _tensors(part, hf):
+            trained = not any(fnmatchcase(name, pattern) for pattern in frozen)
+            layer = part.layer if part.rule.scope == "layer" else -1
+            rows.setdefault(name, Rows(name, shape[0], prod(shape[1:]), trained, layer))
+    return tuple(rows.values())
+
+
+def _tensors(part: Part, hf: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name, shape) of the tensors behind a parameter, as transformers' modules hold them."""
+    rule = part.rule
+    if rule.per_expert and not rule.sources[0].stacked:
+        # One tensor whose first dimension counts experts; it holds gate and up.
+        assert hf.moe is not None
+        name = "down_proj" if "linear_fc2" in rule.param else "gate_up_proj"
+        size = sum(prod(source_shape(source, hf)) for source in rule.sources)
+        yield f"model.layers.{part.layer}.mlp.experts.{name}", (hf.moe.num_experts, size)
+        return
+    for source in rule.sources:
+        yield source.name.format(layer=part.layer, expert=part.expert), source_shape(source, hf)

@@ -5,8 +5,10 @@ Sizes come from the families' tables, as loading does; the order within a layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ _IN_LAYER = (
 )  # fmt: skip
 _IN_MODEL = ("embedding.", "decoder.layers.", "decoder.final_layernorm.", "mtp.", "output_layer.")
 _BUFFERS = ("mlp.router.expert_bias",)  # state of a module that is no parameter
+FP32 = 4
 
 
 class Parameter(NamedTuple):
@@ -47,33 +50,61 @@ class Parameter(NamedTuple):
         return self.rows * self.width
 
 
+@lru_cache(maxsize=256)
 def chunk_parameters(
-    sharding: Sharding, at: RankCoordinates, vp_stage: int, *, itemsize: int, frozen: Sequence[str] = ()
-) -> list[Parameter]:
+    sharding: Sharding, at: RankCoordinates, vp_stage: int, *, itemsize: int, frozen: tuple[str, ...] = ()
+) -> tuple[Parameter, ...]:
     """Return the parameters of one of a rank's chunks, in the order of its modules.
 
     itemsize: bytes of an element; parameters that are float32 in every model have 4. frozen: `model.frozen`.
     """
-    layout, hf = sharding.layout, sharding.hf
-    held = experts_of(hf, layout, at.ep_rank)
-    parts = [*stage_parts(sharding, at.pp_rank, vp_stage), *stage_experts(sharding, at.pp_rank, vp_stage, held)]
-    shapes: dict[int, tuple[int, int]] = {}
-    shared = hf.tied and sharding.head == "lm" and layout.pp > 1
-    parameters = []
-    for part in sorted((part for part in parts if not _is_buffer(part.rule)), key=_place):
+    make = _Maker(sharding, at, itemsize, frozen)
+    common = sorted(_parameters_alone(stage_parts(sharding, at.pp_rank, vp_stage)), key=_place)
+    # All experts of a layer are alike, so the table is read for one of them.
+    one = list(_parameters_alone(stage_experts(sharding, at.pp_rank, vp_stage, range(1))))
+    experts = {layer: sorted(parts, key=_place) for layer, parts in groupby(one, key=lambda part: part.layer)}
+    held = experts_of(sharding.hf, sharding.layout, at.ep_rank)
+    parameters: list[Parameter] = []
+    for part in common:
+        if part.layer in experts and _place(part) > _place(experts[part.layer][0]):
+            parameters += make.experts(experts.pop(part.layer), held)
+        parameters.append(make(part))
+    for layer in list(experts):
+        parameters += make.experts(experts.pop(layer), held)
+    return tuple(parameters)
+
+
+class _Maker:
+    """Makes the parameters of one rank from parts of the tables; a rule cuts all layers and experts alike."""
+
+    def __init__(self, sharding: Sharding, at: RankCoordinates, itemsize: int, frozen: tuple[str, ...]) -> None:
+        self._sharding, self._at, self._itemsize, self._frozen = sharding, at, itemsize, frozen
+        self._shapes: dict[int, tuple[int, int]] = {}
+        self._shared = sharding.hf.tied and sharding.head == "lm" and sharding.layout.pp > 1
+
+    def __call__(self, part: Part) -> Parameter:
+        """Return the parameter of a part."""
         rule = part.rule
-        if id(rule) not in shapes:
-            shapes[id(rule)] = _shape(part, sharding, at)
-        parameters.append(
-            Parameter(
-                *shapes[id(rule)],
-                4 if rule.float32 else itemsize,
-                rule.per_expert,
-                shared and rule.param in (EMBEDDING, OUTPUT),
-                not frozen or not _matches(_name(part, sharding), frozen),
-            )
+        if id(rule) not in self._shapes:
+            self._shapes[id(rule)] = _shape(part, self._sharding, self._at)
+        return Parameter(
+            *self._shapes[id(rule)],
+            FP32 if rule.float32 else self._itemsize,
+            rule.per_expert,
+            self._shared and rule.param in (EMBEDDING, OUTPUT),
+            not self._frozen or not _matches(_name(part, self._sharding), self._frozen),
         )
-    return parameters
+
+    def experts(self, parts: Sequence[Part], held: range) -> list[Parameter]:
+        """Return the parameters of all held experts of a layer from those of one."""
+        if not self._frozen:
+            return [self(part) for part in parts] * len(held)
+        return [self(part._replace(expert=expert)) for expert in held for part in parts]
+
+
+def _parameters_alone(parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the parts that are parameters and no state of a module."""
+    return (part for part in parts if not part.rule.param.endswith(_BUFFERS))
 
 
 def _shape(part: Part, sharding: Sharding, at: RankCoordinates) -> tuple[int, int]:
@@ -90,10 +121,6 @@ def _shape(part: Part, sharding: Sharding, at: RankCoordinates) -> tuple[int, in
 
 def _rules(sharding: Sharding) -> Iterable[Rule]:
     return (part.rule for part in stage_parts(sharding, 0, 0))
-
-
-def _is_buffer(rule: Rule) -> bool:
-    return rule.param.endswith(_BUFFERS)
 
 
 def _place(part: Part) -> tuple[int, int, int, int, bool]:

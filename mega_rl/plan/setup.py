@@ -50,8 +50,13 @@ class RunSetup:
     """Everything that a plan depends on."""
 
     config: Config
-    models: Mapping[Role, PlannedModel]
+    checkpoints: Mapping[str, HFConfig]  # by config key, "model.path" among them
     machine: Machine
+
+    @cached_property
+    def models(self) -> dict[Role, PlannedModel]:
+        """Return the models of the run by role, the actor first."""
+        return models_of(self.config, self.checkpoints)
 
     @cached_property
     def layout(self) -> ParallelLayout:
@@ -119,10 +124,10 @@ class RunSetup:
 def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role, PlannedModel]:
     """Return the models of a run by role; `checkpoints` maps config keys to architectures and has at least the actor's.
 
-    A role whose checkpoint is missing there has the actor's.
+    A role without a checkpoint of its own has the actor's.
     """
     actor, algorithm = checkpoints["model.path"], config.algorithm
-    models = {"actor": PlannedModel("actor", actor, "lm", trainable=True)}
+    models: dict[Role, PlannedModel] = {"actor": PlannedModel("actor", actor, "lm", trainable=True)}
     if algorithm.advantage == "gae":
         models["critic"] = PlannedModel("critic", checkpoints.get("model.critic_path", actor), "value", trainable=True)
     if algorithm.kl.placement != "none":
@@ -131,4 +136,4 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
         )
     if config.reward.source == "model":
         models["reward"] = PlannedModel("reward", checkpoints.get("reward.model.path", actor), "value", trainable=False)
-    return models  # type: ignore[return-value]
+    return models

@@ -11,9 +11,10 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.facts import facts_of
 from mega_rl.errors import UserErrors
 from mega_rl.hub.resolve import HubNames, fetch, hub_names, settings_of, with_fetched
-from mega_rl.preflight.checkpoints import check_pipeline, facts_of, read_checkpoints, weight_files
+from mega_rl.preflight.checkpoints import check_pipeline, read_checkpoints, weight_files
 from mega_rl.preflight.data import check_data
 from mega_rl.preflight.host import check_disk, check_folders, check_packages, check_servers
 from mega_rl.preflight.launcher import launched_world_size, refuse_tasks_of_srun

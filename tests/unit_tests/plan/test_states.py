@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,11 +52,9 @@ def test_the_state_of_every_rank_is_exact(
 ) -> None:
     """No tolerance: padding of the buffers, shards that end inside a parameter, and tied embeddings included."""
     world_size, family, case = CASES[name]
-    setup = _setup(checkpoints[family], world_size, case)
-    planned = [state_of(setup, setup.actor, rank) for rank in range(world_size)]
+    hf = read_hf_config(checkpoints[family])
+    setup = RunSetup(config_of(checkpoints[family], case), {"model.path": hf}, Machine(world_size))
+    model = PlannedModel("actor", hf, case.get("head", "lm"), case.get("trainable", True))
+    planned = [state_of(setup, model, rank) for rank in range(world_size)]
     assert [{part: getattr(state, part) for part in PARTS} for state in planned] == live[name]
 
-
-def _setup(checkpoint: Path, world_size: int, case: dict[str, Any]) -> RunSetup:
-    model = PlannedModel("actor", read_hf_config(checkpoint), case.get("head", "lm"), case.get("trainable", True))
-    return RunSetup(config_of(checkpoint, case), {"actor": model}, Machine(world_size))
