@@ -13,14 +13,14 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.hf.facts import facts_of
 from mega_rl.plan.generation import weight_bytes
 from mega_rl.plan.setup import RunSetup
-from mega_rl.plan.verdict import Verdict, judge
+from mega_rl.plan.verdict import FitVerdict, judge
 
 MOST_CHANGES = 4  # together
 _MOST_TRIED = 1500  # combinations
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """New values of settings, and their price: what it costs in speed, in steps of roughly a tenth."""
 
     kind: str  # changes of one kind exclude each other
@@ -35,7 +35,7 @@ class Proposal:
 
     settings: Mapping[str, object]
     world_size: int
-    verdict: Verdict
+    verdict: FitVerdict
 
     def words(self, before: RunSetup) -> str:
         """Return the change as a sentence would give it."""
@@ -96,7 +96,7 @@ def cheapest(setup: RunSetup) -> Proposal | None:
     return None
 
 
-def possible(setup: RunSetup) -> Iterator[Change]:
+def possible(setup: RunSetup) -> Iterator[SettingChange]:
     """Yield every single change of a run that may make it smaller."""
     yield from _of_batches(setup)
     yield from _of_rollouts(setup)
@@ -104,10 +104,10 @@ def possible(setup: RunSetup) -> Iterator[Change]:
     if setup.config.engine.backend == "megatron":
         yield from _of_layout(setup)
     for times in (2, 4, 8, 16):
-        yield Change("gpus", {}, 20.0 * times, gpus=times)
+        yield SettingChange("gpus", {}, 20.0 * times, gpus=times)
 
 
-def _of_batches(setup: RunSetup) -> Iterator[Change]:
+def _of_batches(setup: RunSetup) -> Iterator[SettingChange]:
     micro = setup.config.trainer.microbatch
     key, size = "trainer.microbatch.max_tokens", micro.max_tokens
     if not micro.packing:
@@ -115,16 +115,16 @@ def _of_batches(setup: RunSetup) -> Iterator[Change]:
     smallest = setup.longest if micro.packing else 1
     price, halved = 1.0, size // 2
     while halved >= smallest:
-        yield Change("batch", {key: halved}, price)
+        yield SettingChange("batch", {key: halved}, price)
         price, halved = price + 0.5, halved // 2
     rows = setup.config.rollout.hf.batch_size
     if setup.config.rollout.backend == "hf":
         for number in (2, 4, 8, 16):
             if rows // number >= 8:
-                yield Change("rollout", {"rollout.hf.batch_size": rows // number}, 1.0 + 0.5 * number)
+                yield SettingChange("rollout", {"rollout.hf.batch_size": rows // number}, 1.0 + 0.5 * number)
 
 
-def _of_rollouts(setup: RunSetup) -> Iterator[Change]:
+def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
     """Yield servers in place of the embedded engine, or more ranks for a server, with room for half a device."""
     machine, rollout = setup.machine, setup.config.rollout
     weights = weight_bytes(setup.actor.hf, setup.rollout_itemsize)
@@ -138,51 +138,49 @@ def _of_rollouts(setup: RunSetup) -> Iterator[Change]:
         settings: dict[str, object] = {"rollout.backend": "sglang"}
         if fitting[0] != rollout.sglang.server.tp:
             settings["rollout.sglang.server.tp"] = fitting[0]
-        yield Change("rollout", settings, 2.5)
+        yield SettingChange("rollout", settings, 2.5)
     elif fitting[0] > rollout.sglang.server.tp:
-        yield Change("rollout", {"rollout.sglang.server.tp": fitting[0]}, 1.0)
+        yield SettingChange("rollout", {"rollout.sglang.server.tp": fitting[0]}, 1.0)
 
 
-def _of_training(setup: RunSetup) -> Iterator[Change]:
+def _of_training(setup: RunSetup) -> Iterator[SettingChange]:
     model, engine = setup.config.model, setup.config.engine
     if model.recompute == "none" and engine.backend == "megatron":
-        yield Change("recompute", {"model.recompute": "selective"}, 1.0)
+        yield SettingChange("recompute", {"model.recompute": "selective"}, 1.0)
     if model.recompute != "full":
-        yield Change("recompute", {"model.recompute": "full"}, 3.3)
+        yield SettingChange("recompute", {"model.recompute": "full"}, 3.3)
     elif model.recompute_layers:
-        yield Change("recompute", {"model.recompute_layers": 0}, 1.0)
+        yield SettingChange("recompute", {"model.recompute_layers": 0}, 1.0)
     if engine.backend == "fsdp":
         if not engine.fsdp.cpu_offload:
-            yield Change("offload", {"engine.fsdp.cpu_offload": True}, 12.0)
+            yield SettingChange("offload", {"engine.fsdp.cpu_offload": True}, 12.0)
         if engine.fsdp.shard_ranks:
-            yield Change("sharding", {"engine.fsdp.shard_ranks": 0}, 1.0)
+            yield SettingChange("sharding", {"engine.fsdp.shard_ranks": 0}, 1.0)
         return
     optimizer = engine.megatron.optimizer
     if not optimizer.distributed:
-        yield Change("sharding", {"engine.megatron.optimizer.distributed": True}, 0.5)
+        yield SettingChange("sharding", {"engine.megatron.optimizer.distributed": True}, 0.5)
     if not optimizer.cpu_offload and not optimizer.precision_aware:
-        yield Change("offload", {"engine.megatron.optimizer.cpu_offload": 1.0}, 12.0)
+        yield SettingChange("offload", {"engine.megatron.optimizer.cpu_offload": 1.0}, 12.0)
 
 
-def _of_layout(setup: RunSetup) -> Iterator[Change]:
+def _of_layout(setup: RunSetup) -> Iterator[SettingChange]:
     par, machine = setup.config.engine.megatron, setup.machine
     if par.tp > 1 and not par.sequence_parallel:
-        yield Change("tp", {"engine.megatron.sequence_parallel": True}, 0.1)
+        yield SettingChange("tp", {"engine.megatron.sequence_parallel": True}, 0.1)
     for times in (2, 4, 8):
         price = 2.0 * times
         if par.tp * times <= machine.gpus_per_node:
             settings: dict[str, object] = {"engine.megatron.tp": par.tp * times}
             if not par.sequence_parallel:
                 settings["engine.megatron.sequence_parallel"] = True
-            yield Change("tp", settings, price)
+            yield SettingChange("tp", settings, price)
         if not par.pipeline:
-            yield Change("pp", {"engine.megatron.pp": par.pp * times}, price + 0.5)
-        yield Change("cp", {"engine.megatron.cp": par.cp * times}, price + 0.7)
+            yield SettingChange("pp", {"engine.megatron.pp": par.pp * times}, price + 0.5)
+        yield SettingChange("cp", {"engine.megatron.cp": par.cp * times}, price + 0.7)
         if setup.actor.hf.moe is not None:
-            yield Change("ep", {"engine.megatron.ep": par.ep * times}, price - 0.5)
+            yield SettingChange("ep", {"engine.megatron.ep": par.ep * times}, price - 0.5)
 
 
 def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.plan.fsdp import transformers_parameters
 from mega_rl.plan.setup import RunSetup
+from mega_rl.plan.state.fsdp import transformers_parameters
 
 _FIRST_RESERVE = 64  # tokens (`mega_rl.rollout.embedded.kv_cache`)
 # Memory of a server that no release gives back: CUDA's context, graphs and workspaces (measured by nobody yet; SGLang
@@ -16,7 +16,7 @@ SERVER_RESIDUE = 3 * 10**9
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbeddedBytes:
     """Bytes of the embedded engine on one device."""
 
     weights: int
@@ -25,7 +25,7 @@ class Embedded:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerBytes:
     """Bytes of one SGLang server on each of its devices."""
 
     weights: int
@@ -48,7 +48,7 @@ def weight_bytes(hf: HFConfig, itemsize: int) -> int:
     return itemsize * sum(parameter.rows * parameter.width for parameter in transformers_parameters(hf, "lm"))
 
 
-def embedded(setup: RunSetup) -> Embedded:
+def embedded(setup: RunSetup) -> EmbeddedBytes:
     """Return the memory of the embedded engine, whose responses all reach the longest length.
 
     transformers' models keep whole heads of latent attention in their cache, not the latents.
@@ -61,7 +61,7 @@ def embedded(setup: RunSetup) -> Embedded:
         per_token = hf.num_layers * hf.num_heads * width * b
     room = cache_room(config.data.max_prompt_tokens, setup.longest)
     logits = rows * hf.vocab_size * (b + 3 * 4)  # of the last token; sampling works on float32
-    return Embedded(weight_bytes(hf, b), rows * room * per_token + logits, rows)
+    return EmbeddedBytes(weight_bytes(hf, b), rows * room * per_token + logits, rows)
 
 
 def rows_of_a_rank(setup: RunSetup) -> int:
@@ -78,7 +78,7 @@ def cache_room(prompt: int, longest: int) -> int:
     return room
 
 
-def server_of(setup: RunSetup) -> Server:
+def server_of(setup: RunSetup) -> ServerBytes:
     """Return the memory of a server on one of its devices, and its need of cache: one full sequence at least."""
     server, hf, b = setup.config.rollout.sglang.server, setup.actor.hf, setup.rollout_itemsize
     weights = weight_bytes(hf, b) // server.tp
@@ -88,7 +88,7 @@ def server_of(setup: RunSetup) -> Server:
         share = round(server.mem_fraction * setup.machine.gpu_memory)
         tokens = max(0, share - weights) // per_token
     tokens = tokens or setup.longest * wanted_sequences(setup)
-    return Server(weights, tokens * per_token, SERVER_RESIDUE, tokens // setup.longest)
+    return ServerBytes(weights, tokens * per_token, SERVER_RESIDUE, tokens // setup.longest)
 
 
 def wanted_sequences(setup: RunSetup) -> int:

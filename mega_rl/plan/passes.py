@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mega_rl.converters.plan.sharding import padded_vocab_size
-from mega_rl.plan.activations import FP32, LayerShape, Recompute, kept, saved
-from mega_rl.plan.fsdp import transformers_parameters
+from mega_rl.plan.activations import FP32, Kernel, LayerShape, Recompute, kept, saved
 from mega_rl.plan.setup import PlannedModel, RunSetup
+from mega_rl.plan.state.fsdp import transformers_parameters
 
 # A float32 temporary of the log-probs has this many elements at most, and three are alive at once.
 _CHUNK, _CHUNKS = 2**24, 3
@@ -97,13 +97,13 @@ def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByte
 def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool) -> LayerShape:
     """Return a layer of a model as it runs."""
     asked = setup.config.model.attn_implementation
-    kernel = "eager" if asked == "eager" and setup.spec != "te" else None
+    kernel: Kernel | None = "eager" if asked == "eager" and setup.spec != "te" else None
     padded = setup.spec != "te" and setup.config.trainer.microbatch.packing
     return LayerShape(
         model.hf,
         setup.layout,
         setup.spec,
-        kernel,  # type: ignore[arg-type]
+        kernel,
         moe,
         setup.itemsize,
         CLASS_PADDING if padded else 1.0,

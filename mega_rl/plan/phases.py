@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mega_rl.config.attention import Role
 from mega_rl.plan.generation import embedded, server_of
 from mega_rl.plan.passes import PassBytes, forward_pass, training_pass
 from mega_rl.plan.setup import RunSetup
-from mega_rl.plan.state_bytes import StateBytes
-from mega_rl.plan.states import state_of
+from mega_rl.plan.state.ranks import state_of
+from mega_rl.plan.state.sizes import StateBytes
 
 # CUDA's context, NCCL's channels and cuBLAS' workspaces, outside torch's allocator.
 CONTEXT = 2 * 10**9
@@ -17,7 +19,7 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class Phase:
+class MemoryPhase:
     """One part of a step, and what a device holds in it."""
 
     name: str
@@ -40,11 +42,11 @@ class RankMemory:
 
     rank: int
     pp_rank: int
-    states: dict[str, StateBytes]  # by role
-    phases: tuple[Phase, ...]
+    states: Mapping[Role, StateBytes]  # by role
+    phases: tuple[MemoryPhase, ...]
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> MemoryPhase:
         """Return the phase that needs most."""
         return max(self.phases, key=lambda phase: phase.needed)
 
@@ -62,44 +64,46 @@ def _memory_of(setup: RunSetup, pp_rank: int) -> RankMemory:
     rank = pp_rank * setup.layout.stage_size
     states = {role: state_of(setup, model, rank) for role, model in setup.models.items()}
     phases = [*_generation_phases(setup, states), *_trainer_phases(setup, states, pp_rank)]
-    return RankMemory(rank, pp_rank, dict(states), tuple(phases))
+    return RankMemory(rank, pp_rank, states, tuple(phases))
 
 
-def _trainer_phases(setup: RunSetup, states: dict[str, StateBytes], pp_rank: int) -> list[Phase]:
+def _trainer_phases(setup: RunSetup, states: Mapping[Role, StateBytes], pp_rank: int) -> list[MemoryPhase]:
     """Return the phases in which the trainer computes, with the state of all its models on the device."""
     resident = _resident(setup, states)
     phases = []
     passes = {role: forward_pass(setup, model, pp_rank) for role, model in setup.models.items()}
     role, widest = max(passes.items(), key=lambda entry: entry[1].total)
-    phases.append(Phase("computing log-probs and values", resident | _entries(widest)))
+    phases.append(MemoryPhase("computing log-probs and values", resident | _entries(widest)))
     for role, model in setup.models.items():
         if model.trainable:
-            phases.append(Phase(f"training the {role}", resident | _entries(training_pass(setup, model, pp_rank))))
-            phases.append(Phase(f"the optimizer step of the {role}", resident | {"gradients of main weights": states[role].step}))
+            training = _entries(training_pass(setup, model, pp_rank))
+            step = {"gradients of main weights": states[role].step}
+            phases.append(MemoryPhase(f"training the {role}", resident | training))
+            phases.append(MemoryPhase(f"the optimizer step of the {role}", resident | step))
     return phases
 
 
-def _generation_phases(setup: RunSetup, states: dict[str, StateBytes]) -> list[Phase]:
+def _generation_phases(setup: RunSetup, states: Mapping[Role, StateBytes]) -> list[MemoryPhase]:
     """Return the phases in which weights are sent and responses are generated."""
     resident, export = _resident(setup, states), {"export buckets": _export_buckets(setup)}
     if setup.config.rollout.backend == "hf":
         engine = embedded(setup)
         return [
-            Phase("sending weights", resident | export),
-            Phase("generating", resident | {"KV cache and logits": engine.cache}),
+            MemoryPhase("sending weights", resident | export),
+            MemoryPhase("generating", resident | {"KV cache and logits": engine.cache}),
         ]
     if not setup.colocated:
-        return [Phase("sending weights", resident | export)]
+        return [MemoryPhase("sending weights", resident | export)]
     server, policy = server_of(setup), states["actor"].weights
     weights = {"servers' weights": server.weights, "servers' residue": server.residue}
     return [
-        Phase("sending weights", {"policy's weights": policy} | export | weights),
-        Phase("generating", {**weights, "KV cache": server.cache}),
-        Phase("saving a checkpoint", resident | {"servers' weights": server.weights}),
+        MemoryPhase("sending weights", {"policy's weights": policy} | export | weights),
+        MemoryPhase("generating", {**weights, "KV cache": server.cache}),
+        MemoryPhase("saving a checkpoint", resident | {"servers' weights": server.weights}),
     ]
 
 
-def _resident(setup: RunSetup, states: dict[str, StateBytes]) -> dict[str, int]:
+def _resident(setup: RunSetup, states: Mapping[Role, StateBytes]) -> dict[str, int]:
     """Return what the trainer's models hold, and what generation leaves beside them."""
     entries = {
         "weights": sum(state.weights for state in states.values()),
@@ -136,9 +140,8 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
     return {name: size for name, size in entries.items() if size}
 
 
-def _saved(setup: RunSetup, states: dict[str, StateBytes]) -> int:
+def _saved(setup: RunSetup, states: Mapping[Role, StateBytes]) -> int:
     """Return the bytes of a checkpoint that one rank writes: its optimizer state and its share of the weights."""
     shares = setup.layout.dp * setup.layout.cp if setup.spec != "hf" else 1
     trained = {role for role, model in setup.models.items() if model.trainable}
     return sum(s.optimizer + s.host + s.weights // shares for role, s in states.items() if role in trained)
-

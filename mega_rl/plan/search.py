@@ -13,7 +13,7 @@ from mega_rl.plan.changes import changed, is_legal
 from mega_rl.plan.passes import num_microbatches, recompute_of
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.traffic import step_traffic
-from mega_rl.plan.verdict import Verdict, judge
+from mega_rl.plan.verdict import FitVerdict, judge
 
 _TOKENS = 1024  # step of the search for the largest micro-batch
 _MEGATRON = "engine.megatron"
@@ -26,7 +26,7 @@ class Candidate:
     settings: dict[str, object]
     layout: ParallelLayout
     recompute: str
-    verdict: Verdict
+    verdict: FitVerdict
     work: float  # of a step, against one without recomputation and pipeline bubbles
     sent: int  # bytes that the busiest end of the pipeline sends in a step
 
@@ -70,9 +70,7 @@ def nearby(setup: RunSetup) -> list[Candidate]:
     moves: list[dict[str, int]] = [{}]
     for name, size in sizes.items():
         moves += [{name: value} for value in (size // 2, size * 2) if value]
-        moves += [
-            {name: size * 2, other: sizes[other] // 2} for other in sizes if other != name and sizes[other] > 1
-        ]
+        moves += [{name: size * 2, other: sizes[other] // 2} for other in sizes if other != name and sizes[other] > 1]
     candidates = [_candidate(setup, {**sizes, **move}, setup.config.model.recompute) for move in moves]
     return [candidate for candidate in candidates if candidate is not None]
 
@@ -85,12 +83,12 @@ def search(setup: RunSetup, *, most: int = 10) -> list[Candidate]:
     """
     if setup.config.engine.backend != "megatron":
         raise ValueError("engine.backend=fsdp has no layouts to search: every rank holds a share of everything")
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for sizes, recompute in product(_sizes(setup), ("none", "selective", "full")):
         candidate = _candidate(setup, sizes, recompute)
         if candidate is not None and candidate.verdict.fits is not False:
-            found.append(candidate)
-    return sorted(found, key=lambda each: (round(each.work, 2), each.sent))[:most]
+            candidates.append(candidate)
+    return sorted(candidates, key=lambda each: (round(each.work, 2), each.sent))[:most]
 
 
 def _sizes(setup: RunSetup) -> Iterator[dict[str, int]]:
@@ -126,6 +124,8 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
     pp = new.layout.pp
     bubble = (pp - 1) / (num_microbatches(new) * new.layout.vpp)
     again = {"none": 0.0, "selective": 0.03, "full": 1 / 3}[recompute_of(new).mode]
-    sent = max(sum(each.nbytes for each in step_traffic(new, rank)) for rank in {0, pp - 1})
+    sent = 0
+    if verdict.fits is not False:
+        sent = max(sum(each.nbytes for each in step_traffic(new, rank)) for rank in {0, pp - 1})
     kept = {key: value for key, value in settings.items() if value != value_of(setup.config, key)}
     return Candidate(kept, new.layout, recompute, verdict, (1 + again) * (1 + bubble), sent)

@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Everything that a plan depends on."""
+    """Inputs of a plan."""
 
     config: Config
     checkpoints: Mapping[str, HFConfig]  # by config key, "model.path" among them
@@ -65,6 +65,7 @@ class RunSetup:
         if self.config.engine.backend == "fsdp":
             return ParallelLayout(world_size=world_size)
         par = self.config.engine.megatron
+        mixed = any(model.hf.moe is not None for model in self.models.values())
         return ParallelLayout(
             world_size=world_size,
             tp=par.tp,
@@ -73,7 +74,7 @@ class RunSetup:
             cp=par.cp,
             sequence_parallel=par.sequence_parallel,
             ep=par.ep,
-            etp=par.etp or par.tp,
+            etp=(par.etp or par.tp) if mixed else 1,
             pipeline=parse_pipeline(par.pipeline) if par.pipeline else None,
         )
 
@@ -131,9 +132,7 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
     if algorithm.advantage == "gae":
         models["critic"] = PlannedModel("critic", checkpoints.get("model.critic_path", actor), "value", trainable=True)
     if algorithm.kl.placement != "none":
-        models["reference"] = PlannedModel(
-            "reference", checkpoints.get("model.ref_path", actor), "lm", trainable=False
-        )
+        models["reference"] = PlannedModel("reference", checkpoints.get("model.ref_path", actor), "lm", trainable=False)
     if config.reward.source == "model":
         models["reward"] = PlannedModel("reward", checkpoints.get("reward.model.path", actor), "value", trainable=False)
     return models

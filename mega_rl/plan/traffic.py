@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mega_rl.plan.fsdp import shard_ranks, transformers_parameters
 from mega_rl.plan.generation import weight_bytes
 from mega_rl.plan.passes import num_microbatches, recompute_of, tokens_of_a_pass
 from mega_rl.plan.setup import PlannedModel, RunSetup
-from mega_rl.plan.states import chunk_buffers, training_of
+from mega_rl.plan.state.fsdp import shard_ranks, transformers_parameters
+from mega_rl.plan.state.ranks import chunk_buffers, training_of
 
 FP32 = 4
 
@@ -37,14 +37,14 @@ class Passes:
 
 def step_traffic(setup: RunSetup, pp_rank: int) -> list[Traffic]:
     """Return what the first rank of a pipeline stage sends in one trainer step when all responses are longest."""
-    found: list[Traffic] = []
+    traffic: list[Traffic] = []
     for model in setup.models.values():
         passes = _passes(setup, model)
-        found += _gradient_traffic(setup, model, pp_rank)
+        traffic += _gradient_traffic(setup, model, pp_rank)
         if setup.spec != "hf":
-            found += _layer_traffic(setup, model, passes, pp_rank)
+            traffic += _layer_traffic(setup, model, passes, pp_rank)
     merged: dict[tuple[str, str, int], int] = {}
-    for each in found:
+    for each in traffic:
         key = (each.use, each.collective, each.ranks)
         merged[key] = merged.get(key, 0) + each.nbytes
     return [Traffic(*key, nbytes) for key, nbytes in merged.items() if nbytes]
@@ -74,18 +74,18 @@ def _gradient_traffic(setup: RunSetup, model: PlannedModel, pp_rank: int) -> lis
     rank = pp_rank * layout.stage_size
     if not model.trainable or par.ddp.implementation != "ddp":
         return []
-    found = []
+    traffic = []
     for stage in range(layout.vpp):
         for buffer, place in chunk_buffers(setup.sharding(model), training_of(setup, model), rank, stage):
             gradient = buffer.numel * (FP32 if par.ddp.grad_reduce_in_fp32 else buffer.itemsize)
             sent = _share(gradient, place.size) * steps
             if not buffer.distributed:
-                found.append(Traffic("gradients", "all-reduce", place.size, 2 * sent))
+                traffic.append(Traffic("gradients", "all-reduce", place.size, 2 * sent))
                 continue
-            found.append(Traffic("gradients", "reduce-scatter", place.size, sent))
+            traffic.append(Traffic("gradients", "reduce-scatter", place.size, sent))
             weights = _share(buffer.numel * buffer.itemsize, place.size) * steps
-            found.append(Traffic("updated weights", "all-gather", place.size, weights))
-    return found
+            traffic.append(Traffic("updated weights", "all-gather", place.size, weights))
+    return traffic
 
 
 def _fsdp_traffic(setup: RunSetup, model: PlannedModel) -> list[Traffic]:
@@ -111,28 +111,28 @@ def _layer_traffic(setup: RunSetup, model: PlannedModel, passes: Passes, pp_rank
     again = recompute_of(setup).mode == "full"
     # A layer has two such points in a forward, two in a backward, and two more in a forward that runs again.
     points = len(numbers) * 2 * (passes.forward + passes.training * (3 if again else 2))
-    found = []
+    traffic = []
     if layout.tp > 1:
         ring = _share(hidden, layout.tp)
         if layout.sequence_parallel:
             # The backward gathers the input of column-parallel layers once more, for the weights' gradients.
             gathers = points + len(numbers) * 2 * passes.training
-            found.append(Traffic("tensor parallelism", "all-gather", layout.tp, ring * gathers))
-            found.append(Traffic("tensor parallelism", "reduce-scatter", layout.tp, ring * points))
+            traffic.append(Traffic("tensor parallelism", "all-gather", layout.tp, ring * gathers))
+            traffic.append(Traffic("tensor parallelism", "reduce-scatter", layout.tp, ring * points))
         else:
-            found.append(Traffic("tensor parallelism", "all-reduce", layout.tp, 2 * ring * points))
+            traffic.append(Traffic("tensor parallelism", "all-reduce", layout.tp, 2 * ring * points))
     if layout.cp > 1 and hf.mla is None:
         keys = tokens * 2 * max(hf.num_kv_heads // layout.tp, 1) * hf.head_dim * b * (layout.cp - 1)
-        found.append(Traffic("context parallelism", "gathers of keys and values", layout.cp, keys * points // 2))
+        traffic.append(Traffic("context parallelism", "gathers of keys and values", layout.cp, keys * points // 2))
     mixtures = sum(hf.is_moe(i) for i in numbers)
     if hf.moe is not None and layout.ep * layout.etp > 1:
         share = 1 / layout.tp if layout.sequence_parallel else 1.0
         routed = round(tokens * share * hf.moe.top_k * hf.hidden_size * b)
         sent = _share(routed, layout.ep) * points * mixtures // max(len(numbers), 1)
-        found.append(Traffic("experts", "all-to-all", layout.ep, sent))
+        traffic.append(Traffic("experts", "all-to-all", layout.ep, sent))
     if layout.pp > 1:
-        found += _pipeline_traffic(setup, passes, hidden, pp_rank)
-    return found
+        traffic += _pipeline_traffic(setup, passes, hidden, pp_rank)
+    return traffic
 
 
 def _pipeline_traffic(setup: RunSetup, passes: Passes, hidden: int, pp_rank: int) -> list[Traffic]:

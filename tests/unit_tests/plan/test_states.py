@@ -8,7 +8,7 @@ import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
-from mega_rl.plan.states import state_of
+from mega_rl.plan.state.ranks import state_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.states_on_ranks import CASES, PARTS, config_of, run_cases
@@ -57,4 +57,3 @@ def test_the_state_of_every_rank_is_exact(
     model = PlannedModel("actor", hf, case.get("head", "lm"), case.get("trainable", True))
     planned = [state_of(setup, model, rank) for rank in range(world_size)]
     assert [{part: getattr(state, part) for part in PARTS} for state in planned] == live[name]
-

@@ -123,13 +123,13 @@ def _rules(sharding: Sharding) -> Iterable[Rule]:
     return (part.rule for part in stage_parts(sharding, 0, 0))
 
 
-def _place(part: Part) -> tuple[int, int, int, int, bool]:
+def _place(part: Part) -> tuple[int, int, int, int, int]:
     """Return the sort key of a parameter: part of the model, layer, module, expert, bias behind weight."""
     name = part.rule.param
     where = next(i for i, prefix in enumerate(_IN_MODEL) if name.startswith(prefix))
     inside = next((i for i, module in enumerate(_IN_LAYER) if f".{module}" in name), -1)
     second = 2 * ("linear_fc2" in name and part.rule.per_expert) + name.endswith("bias")
-    return where, part.layer, inside, part.expert, second  # type: ignore[return-value]
+    return where, part.layer, inside, part.expert, second
 
 
 def _name(part: Part, sharding: Sharding) -> str:

@@ -9,11 +9,11 @@ from functools import lru_cache
 from mega_rl.config.schema import DdpConfig, MegatronOptimizerConfig
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
-from mega_rl.plan.buffers import Buffer, lay_out
-from mega_rl.plan.fsdp import Rows, fsdp_state, sharded_state
-from mega_rl.plan.parameters import Parameter, chunk_parameters
 from mega_rl.plan.setup import PlannedModel, RunSetup
-from mega_rl.plan.state_bytes import StateBytes
+from mega_rl.plan.state.buffers import Buffer, lay_out
+from mega_rl.plan.state.fsdp import Rows, fsdp_state, sharded_state
+from mega_rl.plan.state.parameters import Parameter, chunk_parameters
+from mega_rl.plan.state.sizes import StateBytes
 
 FP32 = 4
 _SMALLEST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements (megatron-core 0.16.1, DistributedDataParallel)

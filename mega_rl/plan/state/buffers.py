@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mega_rl.plan.parameters import Parameter
+from mega_rl.plan.state.parameters import Parameter
 
 _START, _END = 64, 128  # elements
 
@@ -78,9 +78,7 @@ def lay_out(
     )
 
 
-def _buffer(
-    parameters: Sequence[Parameter], *, ranks: int, distributed: bool, bucket_size: int | None
-) -> Buffer:
+def _buffer(parameters: Sequence[Parameter], *, ranks: int, distributed: bool, bucket_size: int | None) -> Buffer:
     end_multiple = math.lcm(ranks, _END) if distributed else 1
     spans: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []

@@ -15,7 +15,7 @@ from mega_rl.converters.plan.parameters import Part, stage_experts, stage_parts
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.setup import PlannedModel, RunSetup
-from mega_rl.plan.state_bytes import StateBytes
+from mega_rl.plan.state.sizes import StateBytes
 
 FP32 = 4
 
