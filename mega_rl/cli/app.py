@@ -16,8 +16,9 @@ from typing import Annotated
 import typer
 
 from mega_rl import __version__, progress
-from mega_rl.cli import checkpoint, convert, data, plot, quickstart, recipes, run_export, verify
+from mega_rl.cli import checkpoint, convert, data, plan, plot, quickstart, recipes, run_export, verify
 from mega_rl.cli.help import Commands
+from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError, UserErrors
@@ -112,6 +113,7 @@ def doctor() -> None:
         typer.echo(line)
 
 
+app.command()(plan.plan)
 app.command()(plot.plot)
 
 
@@ -159,8 +161,6 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
 
 def _in_words(error: typer.TyperException) -> str:
     """Return an error of the command line; a setting given as an option is shown as it should be."""
-    from mega_rl.config.keys import FIELDS
-
     option = re.search(r"--([a-z_]+(?:\.\w+)*)", str(error))
     if option and option[1] in FIELDS:
         return f"settings have no dashes: write {option[1]}=VALUE"

@@ -15,7 +15,9 @@ from typing import Annotated
 
 import typer
 
-from mega_rl.cli.convert_text import (
+from mega_rl.cli.help import Commands
+from mega_rl.cli.layout_options import LayoutOptions, with_layout
+from mega_rl.cli.text.convert import (
     copies_in_words,
     elements,
     is_main,
@@ -26,8 +28,6 @@ from mega_rl.cli.convert_text import (
     print_verification,
     progress_bar,
 )
-from mega_rl.cli.help import Commands
-from mega_rl.cli.layout_options import LayoutOptions, with_layout
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.errors import UserError, UserErrors

@@ -11,7 +11,7 @@ from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.maintenance import checkpoints_of
 from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
-from mega_rl.cli.convert_text import print_report, progress_bar
+from mega_rl.cli.text.convert import print_report, progress_bar
 from mega_rl.errors import UserError
 from mega_rl.hub.arguments import checkpoint as hub_checkpoint
 from mega_rl.hub.resolve import checkpoint_folder

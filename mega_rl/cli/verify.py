@@ -13,7 +13,7 @@ import typer
 
 from mega_rl import progress
 from mega_rl.cli.help import Commands
-from mega_rl.cli.verify_text import print_json, print_verdicts
+from mega_rl.cli.text.verify import print_json, print_verdicts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError

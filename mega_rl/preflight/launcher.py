@@ -16,6 +16,17 @@ def launched_world_size() -> int:
     return int(text)
 
 
+def ranks_of_this_host(world_size: int) -> int:
+    """Return the ranks on this host, by the launcher's LOCAL_WORLD_SIZE; all of up to eight without one."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else min(world_size, 8)
+
+
+def gpus_are_hidden() -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES shows this process no GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+
+
 def refuse_tasks_of_srun(environment: Mapping[str, str] | None = None) -> None:
     """Raise UserError in one of several tasks of a Slurm step in which no launcher has made ranks.
 

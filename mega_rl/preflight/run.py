@@ -11,12 +11,14 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.facts import facts_of
 from mega_rl.errors import UserErrors
 from mega_rl.hub.resolve import HubNames, fetch, hub_names, settings_of, with_fetched
-from mega_rl.preflight.checkpoints import check_pipeline, facts_of, read_checkpoints, weight_files
+from mega_rl.preflight.checkpoints import check_pipeline, read_checkpoints, weight_files
 from mega_rl.preflight.data import check_data
 from mega_rl.preflight.host import check_disk, check_folders, check_packages, check_servers
 from mega_rl.preflight.launcher import launched_world_size, refuse_tasks_of_srun
+from mega_rl.preflight.memory import check_memory
 from mega_rl.preflight.rewards import check_rewards
 from mega_rl.preflight.tokenizers import check_tokenizers
 
@@ -60,7 +62,8 @@ def _of_models(config: Config, checkpoints: Mapping[str, HFConfig], world_size: 
     models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
     problems = [*check(config, world_size=world_size, models=models), *check_tokenizers(config, checkpoints)]
     problems += [*check_pipeline(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]
-    return [*problems, *check_folders(config), *check_disk(config, checkpoints)]
+    problems += [*check_folders(config), *check_disk(config, checkpoints)]
+    return problems or [*check_memory(config, checkpoints, world_size)]
 
 
 def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.cli.verify_text import print_verdicts
+from mega_rl.cli.text.verify import print_verdicts
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import LayoutErrors, TensorError
 from mega_rl.verify.run import Verdict

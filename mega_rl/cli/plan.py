@@ -1,0 +1,43 @@
+"""`mega-rl plan`: memory, verdict, layouts and traffic of a run before it starts. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plan(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a packaged one.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as model.path=FOLDER."),
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", min=0, max=4096, help="Ranks of the run; default: the fewest its layout allows.")
+    ] = 0,
+    gpu_memory: Annotated[
+        str, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, as 80G; default: of the GPUs here.")
+    ] = "",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of one host.")] = 8,
+    layers: Annotated[
+        str, typer.Option("--layers", help="Whose layers engine.megatron.transformer_impl=auto is: auto, te or local.")
+    ] = "auto",
+    search: Annotated[
+        bool, typer.Option("--search", help="Propose layouts of these GPUs that fit, least work first.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes.")] = False,
+) -> None:
+    """Say whether a run fits its GPUs, from config.json and the recipe alone: memory of each phase, and what to change.
+
+    Nothing is started and no weight is read. Weights, gradients and optimizer state are exact; activations and caches
+    are those of the longest sequences.
+    """
+    from mega_rl.preflight.plan import PlanOptions, plan_lines
+
+    options = PlanOptions(gpus, gpus_per_node, gpu_memory, layers, search=search, as_json=as_json)
+    for line in plan_lines(recipe, overrides or [], options):
+        typer.echo(line)

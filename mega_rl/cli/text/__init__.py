@@ -1,0 +1,1 @@
+"""Lines that commands print."""

@@ -1,0 +1,190 @@
+"""Peaks of forward and backward passes over one micro-batch: activations in flight, logits, and temporaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from mega_rl.converters.plan.sharding import padded_vocab_size
+from mega_rl.plan.activations import FP32, Kernel, LayerShape, Recompute, kept, saved
+from mega_rl.plan.setup import PlannedModel, RunSetup
+from mega_rl.plan.state.fsdp import transformers_parameters
+
+# A float32 temporary of the log-probs has this many elements at most, and three are alive at once.
+_CHUNK, _CHUNKS = 2**24, 3
+# Slots per token where sequences are padded to powers of two: lengths spread evenly fill three quarters.
+CLASS_PADDING = 4 / 3
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes at the peak of a pass, beside the model's state."""
+
+    activations: int = 0  # that wait for their backward
+    logits: int = 0
+    working: int = 0  # of the layer or the head that computes
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def recompute_of(setup: RunSetup) -> Recompute:
+    """Return the settings of recomputation."""
+    model = setup.config.model
+    return Recompute(model.recompute, tuple(model.recompute_modules), model.recompute_layers)
+
+
+def tokens_of_a_pass(setup: RunSetup) -> int:
+    """Return the tokens of the largest micro-batch on one rank, padding included."""
+    micro, longest = setup.config.trainer.microbatch, setup.longest
+    if micro.packing:
+        tokens = min(micro.max_tokens, longest * rows_of_a_minibatch(setup))
+        tokens = max(tokens, longest)  # a sequence is never cut
+    else:
+        tokens = min(micro.size, rows_of_a_minibatch(setup)) * longest
+    return -(-tokens // setup.layout.cp)
+
+
+def rows_of_a_minibatch(setup: RunSetup) -> int:
+    """Return the sequences that one data-parallel rank has in a mini-batch."""
+    trainer = setup.config.trainer
+    return -(-trainer.minibatch_size * setup.config.rollout.n // setup.layout.dp)
+
+
+def num_microbatches(setup: RunSetup) -> int:
+    """Return the micro-batches of a mini-batch when every sequence is as long as it may be."""
+    per_pass = tokens_of_a_pass(setup) * setup.layout.cp
+    fits = max(1, per_pass // setup.longest)  # whole sequences in one micro-batch
+    return max(1, -(-rows_of_a_minibatch(setup) // fits))
+
+
+def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassBytes:
+    """Return the peak of forward and backward on one pipeline rank."""
+    tokens, layout = tokens_of_a_pass(setup), setup.layout
+    layers = _layers_of(setup, model, pp_rank)
+    activations = tokens * sum(_layer_bytes(setup, layers))
+    if layout.pp > 1:
+        activations *= _in_flight(setup, pp_rank)
+    recompute = recompute_of(setup)
+    backward = tokens * max((_backward_of(setup, shape, recompute) for shape in layers), default=0.0)
+    end, head = _head(setup, model, tokens) if pp_rank == layout.pp - 1 else (0, PassBytes())
+    if setup.spec == "hf":
+        backward += _gathered(setup, model)
+        head = PassBytes(logits=head.logits, working=head.working + _gathered(setup, model))
+    total = activations + end
+    if head.total >= backward:
+        return PassBytes(round(total), head.logits, head.working)
+    return PassBytes(round(total), 0, round(backward))
+
+
+def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassBytes:
+    """Return the peak of a pass without gradients: what one layer needs at once, or the logits."""
+    tokens, layout = tokens_of_a_pass(setup), setup.layout
+    layers = _layers_of(setup, model, pp_rank)
+    gathered = _gathered(setup, model) if setup.spec == "hf" else 0
+    # Of a layer's entries about half are alive at a time: what attention needs, or what the MLP needs.
+    working = tokens * max((sum(saved(shape).values()) / 2 for shape in layers), default=0.0) + gathered
+    if pp_rank < layout.pp - 1 or model.head == "value":
+        return PassBytes(working=round(working))
+    logits = _logits(setup, model, tokens)
+    temporaries = _temporaries(logits, setup.itemsize) + gathered
+    if logits + temporaries >= working:
+        return PassBytes(logits=logits, working=temporaries + tokens * model.hf.hidden_size * setup.itemsize)
+    return PassBytes(working=round(working))
+
+
+def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool) -> LayerShape:
+    """Return a layer of a model as it runs."""
+    asked = setup.config.model.attn_implementation
+    kernel: Kernel | None = "eager" if asked == "eager" and setup.spec != "te" else None
+    padded = setup.spec != "te" and setup.config.trainer.microbatch.packing
+    return LayerShape(
+        model.hf,
+        setup.layout,
+        setup.spec,
+        kernel,
+        moe,
+        setup.itemsize,
+        CLASS_PADDING if padded else 1.0,
+        setup.longest,
+    )
+
+
+def _layers_of(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[LayerShape]:
+    """Return the layers of all chunks of a pipeline rank."""
+    layout, hf = setup.layout, model.hf
+    numbers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, hf.num_layers, stage)]
+    shapes = {moe: shape_of(setup, model, moe=moe) for moe in {hf.is_moe(i) for i in numbers}}
+    return [shapes[hf.is_moe(i)] for i in numbers]
+
+
+def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> list[float]:
+    """Return the bytes per token that each layer of a rank keeps, first to last."""
+    recompute, vpp = recompute_of(setup), setup.layout.vpp
+    partly = recompute.mode == "full" and recompute.layers > 0
+    per_chunk = -(-len(layers) // vpp)
+    sizes: dict[tuple[int, bool], float] = {}
+    result = []
+    for number, shape in enumerate(layers):
+        whole = partly and number % per_chunk >= recompute.layers
+        key = (id(shape), whole)
+        if key not in sizes:
+            sizes[key] = sum(kept(shape, Recompute() if whole else recompute).values())
+        result.append(sizes[key])
+    return result
+
+
+def _in_flight(setup: RunSetup, pp_rank: int) -> float:
+    """Return the micro-batches, each over all chunks of the rank, whose activations are alive at once."""
+    layout, count = setup.layout, num_microbatches(setup)
+    if layout.vpp == 1:
+        return min(count, layout.pp - pp_rank)
+    warmup = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp
+    return min(count * layout.vpp, warmup + 1) / layout.vpp
+
+
+def _backward_of(setup: RunSetup, shape: LayerShape, recompute: Recompute) -> float:
+    """Return the bytes per token of a layer's backward: what is computed again, and gradients of its widest parts."""
+    again = sum(saved(shape).values()) - sum(kept(shape, recompute).values())
+    hf, b, tp = shape.hf, shape.itemsize, shape.layout.tp
+    if shape.moe and hf.moe is not None:
+        width = 3 * hf.moe.ffn_hidden_size * hf.moe.top_k * shape.share
+    else:
+        width = 3 * hf.ffn_hidden_size / tp
+    return max(again, 0.0) + (width + 2 * hf.hidden_size) * b
+
+
+def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, PassBytes]:
+    """Return (bytes kept around the head, peak of the head's backward) of the last stage."""
+    hf, b = model.hf, setup.itemsize
+    share = 1 / setup.layout.tp if setup.layout.sequence_parallel else 1.0
+    hidden = round(tokens * hf.hidden_size * b * share)
+    if model.head == "value":
+        fp32 = round(tokens * hf.hidden_size * FP32 * share)
+        return 2 * hidden, PassBytes(working=2 * fp32)
+    logits = _logits(setup, model, tokens)
+    weight = logits // max(tokens, 1) // b * hf.hidden_size * b  # the gradient of the head's weight
+    gathered = 2 * tokens * hf.hidden_size * b if setup.layout.sequence_parallel and setup.layout.tp > 1 else hidden
+    backward = max(weight + gathered, _temporaries(logits, b))
+    return 2 * hidden, PassBytes(logits=logits, working=backward)
+
+
+def _logits(setup: RunSetup, model: PlannedModel, tokens: int) -> int:
+    tp = setup.layout.tp
+    return tokens * (padded_vocab_size(model.hf.vocab_size, tp) // tp) * setup.itemsize
+
+
+def _temporaries(logits: int, itemsize: int) -> int:
+    return _CHUNKS * FP32 * min(logits // itemsize, _CHUNK)
+
+
+def _gathered(setup: RunSetup, model: PlannedModel) -> int:
+    """Return the bytes of FSDP2's units that are whole at once: two, their gradients, and these as they travel."""
+    sizes: dict[str, int] = {}
+    for parameter in transformers_parameters(model.hf, model.head):
+        unit = f"layer {parameter.layer}" if parameter.layer >= 0 else parameter.name
+        sizes[unit] = sizes.get(unit, 0) + parameter.rows * parameter.width
+    largest = max(sizes.values())
+    reduced = FP32 if setup.config.engine.fsdp.grad_reduce_in_fp32 else setup.itemsize
+    return largest * (2 * setup.itemsize + ((setup.itemsize + reduced) if model.trainable else 0))

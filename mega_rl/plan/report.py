@@ -1,0 +1,248 @@
+"""The plan of a run as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+from mega_rl.config.facts import divisors, listed
+from mega_rl.plan.changes import Proposal, cheapest
+from mega_rl.plan.generation import embedded, server_of, weight_bytes
+from mega_rl.plan.passes import num_microbatches, tokens_of_a_pass
+from mega_rl.plan.phases import CONTEXT, FRAGMENTATION, MemoryPhase, RankMemory, host_bytes, memory_of_stages
+from mega_rl.plan.search import Candidate, largest_batch, largest_rollout, nearby
+from mega_rl.plan.setup import RunSetup
+from mega_rl.plan.traffic import Traffic, optimizer_steps, step_traffic, sync_traffic
+from mega_rl.plan.verdict import FitVerdict, in_gb, judge
+
+_LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Contents of a plan."""
+
+    setup: RunSetup
+    memory: Sequence[RankMemory]
+    verdict: FitVerdict
+    proposal: Proposal | None
+    host: dict[str, int]
+    traffic: Sequence[Traffic]  # of the first rank of the fullest stage
+    sync: dict[str, int]
+    nearby: Sequence[Candidate] = field(default_factory=list)
+    search: Sequence[Candidate] | None = None  # None: not asked for
+
+
+def make_plan(setup: RunSetup, *, search: Sequence[Candidate] | None = None) -> MemoryPlan:
+    """Return the plan of a legal run."""
+    memory = memory_of_stages(setup)
+    verdict = judge(setup, memory)
+    return MemoryPlan(
+        setup,
+        memory,
+        verdict,
+        cheapest(setup) if verdict.fits is False else None,
+        host_bytes(setup, memory),
+        step_traffic(setup, verdict.memory.pp_rank),
+        sync_traffic(setup),
+        nearby(setup),
+        search,
+    )
+
+
+def as_text(plan: MemoryPlan) -> Iterator[str]:
+    """Yield the lines of a plan: the verdict first, then tables of memory, batches, layouts and traffic."""
+    yield _headline(plan.setup)
+    yield f"Verdict: {plan.verdict.sentence}"
+    if plan.verdict.fits is False:
+        yield f"Cheapest change: {advice(plan.setup, plan.proposal)}"
+    yield ""
+    yield f"Memory of rank {plan.verdict.memory.rank}, which is the fullest, in GB. Needed is more than the sum:"
+    yield f"{FRAGMENTATION:.0%} for fragmentation, and {CONTEXT / 1e9:.0f} GB for CUDA, NCCL and cuBLAS."
+    yield from table(["phase", "needed", *_columns(plan.verdict.memory.phases)], _phase_rows(plan.verdict.memory))
+    if len(plan.memory) > 1:
+        yield ""
+        yield "Pipeline stages, GB needed"
+        rows = [[f"{each.pp_rank}", gb(each.peak.needed), each.peak.name] for each in plan.memory]
+        yield from table(["stage", "needed", "while"], rows)
+    yield ""
+    yield from _state_lines(plan)
+    yield from _batch_lines(plan.setup)
+    yield from _candidate_lines("Layouts near by", plan.nearby)
+    if plan.search is not None:
+        yield from _candidate_lines("Layouts that fit, least work first", plan.search, empty="no layout fits")
+    yield from _traffic_lines(plan)
+
+
+def advice(setup: RunSetup, proposal: Proposal | None) -> str:
+    """Return the sentence that says how to make a run fit."""
+    if proposal is None:
+        return "none of the changes that were tried is enough; take more GPUs, or a smaller model or shorter sequences"
+    peak = proposal.verdict.phase
+    return f"{proposal.words(setup)}: {in_gb(peak.needed)} then, while {peak.name}"
+
+
+def as_json(plan: MemoryPlan) -> dict[str, object]:
+    """Return the plan as JSON's types; sizes are bytes."""
+    setup, phase = plan.setup, plan.verdict.phase
+    return {
+        "world_size": setup.machine.world_size,
+        "gpu_memory": setup.machine.gpu_memory,
+        "layout": str(setup.layout),
+        "layers": setup.spec,
+        "fits": plan.verdict.fits,
+        "verdict": plan.verdict.sentence,
+        "peak": {
+            "rank": plan.verdict.memory.rank,
+            "phase": phase.name,
+            "needed": phase.needed,
+        },
+        "cheapest_change": _proposal_json(plan.proposal),
+        "ranks": [
+            {
+                "rank": each.rank,
+                "pp_rank": each.pp_rank,
+                "state": {role: asdict(state) for role, state in each.states.items()},
+                "phases": {
+                    one.name: {"needed": one.needed, "total": one.total, "entries": one.entries} for one in each.phases
+                },
+            }
+            for each in plan.memory
+        ],
+        "host": plan.host,
+        "batch": {
+            "tokens_of_a_micro_batch": tokens_of_a_pass(setup),
+            "micro_batches": num_microbatches(setup),
+            "optimizer_steps": optimizer_steps(setup),
+        },
+        "nearby": [_candidate_json(each) for each in plan.nearby],
+        "search": None if plan.search is None else [_candidate_json(each) for each in plan.search],
+        "traffic": [asdict(each) for each in plan.traffic],
+        "weight_sync": plan.sync,
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: the first column to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if i == 0 or not _is_number(rows, i) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def gb(nbytes: float) -> str:
+    """Return gigabytes with two digits, "-" for nothing."""
+    return f"{nbytes / 1e9:,.2f}" if nbytes else "-"
+
+
+def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
+    return all(row[column][:1].isdigit() or row[column] in ("-", "") for row in rows)
+
+
+def _headline(setup: RunSetup) -> str:
+    hf, machine = setup.actor.hf, setup.machine
+    memory = "" if machine.gpu_memory is None else f" of {in_gb(machine.gpu_memory)}"
+    parameters = weight_bytes(hf, 1) / 1e9
+    return (
+        f"{setup.config.model.path}: {hf.family}, {hf.num_layers} layers, {parameters:,.2f} B parameters; "
+        f"{machine.world_size} GPU{'s' * (machine.world_size > 1)}{memory} on {machine.num_nodes} "
+        f"host{'s' * (machine.num_nodes > 1)}, {setup.layout}, {_LAYERS[setup.spec]}"
+    )
+
+
+def _columns(phases: Sequence[MemoryPhase]) -> list[str]:
+    names = dict.fromkeys(name for phase in phases for name, size in phase.entries.items() if size)
+    return list(names)
+
+
+def _phase_rows(memory: RankMemory) -> list[list[str]]:
+    columns = _columns(memory.phases)
+    return [
+        [phase.name, gb(phase.needed), *(gb(phase.entries.get(name, 0)) for name in columns)] for phase in memory.phases
+    ]
+
+
+def _state_lines(plan: MemoryPlan) -> Iterator[str]:
+    yield "State by model, GB"
+    yield from table(
+        ["model", "weights", "gradients", "optimizer", "on the host"],
+        [
+            [role, gb(state.weights), gb(state.gradients), gb(state.optimizer), gb(state.host)]
+            for role, state in plan.verdict.memory.states.items()
+        ],
+    )
+    if plan.host:
+        entries = ", ".join(f"{name} {in_gb(size)}" for name, size in plan.host.items())
+        yield f"Host memory of the fullest host: {in_gb(sum(plan.host.values()))} ({entries})"
+    yield ""
+
+
+def _batch_lines(setup: RunSetup) -> Iterator[str]:
+    trainer, dp = setup.config.trainer, setup.layout.dp
+    yield "Batches"
+    yield f"  micro-batch: {tokens_of_a_pass(setup):,} tokens on a rank, {num_microbatches(setup)} in a mini-batch"
+    if setup.machine.gpu_memory is not None:
+        largest = largest_batch(setup)
+        yield "  largest that fits: " + ("none" if largest is None else f"{largest[0]}={largest[1]}")
+    if setup.config.rollout.backend == "hf":
+        engine, fits = embedded(setup), largest_rollout(setup)
+        note = "" if fits is None else f"; largest rollout.hf.batch_size that fits: {fits}"
+        yield f"  generation: {engine.rows} sequences together on a rank{note}"
+    else:
+        server = server_of(setup)
+        yield f"  servers: cache of {server.sequences} sequences of full length, {in_gb(server.cache)} on a device"
+    yield f"  legal: trainer.prompts_per_step a multiple of {dp}; trainer.minibatch_size one of "
+    yield f"    {listed(divisors(trainer.prompts_per_step))}"
+    yield ""
+
+
+def _candidate_lines(title: str, candidates: Sequence[Candidate], *, empty: str = "") -> Iterator[str]:
+    if not candidates and not empty:
+        return
+    yield title
+    rows = [
+        [
+            str(each.layout),
+            each.recompute,
+            gb(each.verdict.phase.needed),
+            {True: "fits", False: "too large", None: ""}[each.verdict.fits],
+            f"{each.work:.2f}",
+            gb(each.sent),
+        ]
+        for each in candidates
+    ]
+    if rows:
+        yield from table(["layout", "recompute", "GB needed", "", "work", "GB sent"], rows)
+    else:
+        yield f"  {empty}"
+    yield ""
+
+
+def _traffic_lines(plan: MemoryPlan) -> Iterator[str]:
+    yield f"Sent by rank {plan.verdict.memory.rank} in a step, GB, when every response is as long as it may be"
+    rows = [[each.use, each.collective, f"{each.ranks}", gb(each.nbytes)] for each in plan.traffic]
+    yield from table(["use", "collective", "ranks", "GB"], rows)
+    entries = ", ".join(f"{name} {in_gb(size)}" for name, size in plan.sync.items())
+    yield f"Each weight sync: {entries}"
+
+
+def _proposal_json(proposal: Proposal | None) -> dict[str, object] | None:
+    if proposal is None:
+        return None
+    needed = proposal.verdict.phase.needed
+    return {"settings": dict(proposal.settings), "world_size": proposal.world_size, "needed": needed}
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, object]:
+    return {
+        "layout": str(candidate.layout),
+        "settings": candidate.settings,
+        "recompute": candidate.recompute,
+        "needed": candidate.verdict.phase.needed,
+        "fits": candidate.verdict.fits,
+        "work": candidate.work,
+        "sent": candidate.sent,
+    }

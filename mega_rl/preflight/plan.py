@@ -1,0 +1,46 @@
+"""The lines of `mega-rl plan`: a recipe on GPUs that are given or here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_rl.errors import UserError
+from mega_rl.plan.report import as_json, as_text, make_plan
+from mega_rl.plan.request import parse_bytes, read_setup
+from mega_rl.plan.search import search
+from mega_rl.plan.setup import Machine
+from mega_rl.preflight.memory import smallest_gpu
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of the command."""
+
+    gpus: int = 0  # 0: the fewest that the layout allows
+    gpus_per_node: int = 8
+    gpu_memory: str = ""  # as 80G; empty: of the GPUs here
+    layers: str = "auto"  # auto, te or local
+    search: bool = False
+    as_json: bool = False
+
+
+def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> Iterator[str]:
+    """Yield the plan of a recipe, as text or as JSON. Raises UserError and UserErrors."""
+    if options.layers not in ("auto", "te", "local"):
+        raise UserError(
+            f"--layers={options.layers!r}: legal: auto (Transformer Engine's where it is installed), te, local"
+        )
+    given = parse_bytes(options.gpu_memory, option="--gpu-memory") if options.gpu_memory else None
+    has_te = options.layers == "te"
+    if options.layers == "auto":
+        has_te = importlib.util.find_spec("transformer_engine") is not None
+    memory = smallest_gpu() if given is None else given
+    setup = read_setup(recipe, overrides, Machine(options.gpus, options.gpus_per_node, memory, has_te))
+    if options.search and setup.config.engine.backend != "megatron":
+        raise UserError("--search: engine.backend=fsdp has no layouts, every rank holds a share of everything")
+    plan = make_plan(setup, search=search(setup) if options.search else None)
+    yield from [json.dumps(as_json(plan), indent=2)] if options.as_json else as_text(plan)
