@@ -51,6 +51,7 @@ class How:
 APART: dict[str, str] = {
     "make setup": "part of every target",
     "make test": "by itself: the whole of CI",
+    "make test-full": "by itself: every case of every table, most of an hour",
     "make check": "by itself: the whole of CI",
     "make fmt": "part of nothing: changes files",
     "make site": "part of make check",

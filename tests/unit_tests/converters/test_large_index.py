@@ -20,8 +20,8 @@ from mega_rl.storage.safetensors_reader import FP8_BLOCK, SCALE_SUFFIX
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
 NUM_SHARDS = 163
-# Measured in a process of its own, so that nothing else counts. CPU time: the bound is about the program, and the
-# machine that runs the tests may be busy.
+# Measured in a process of its own, so that nothing else counts. CPU time, in units of a loop of plain Python beside it:
+# the bound is about the program, and the machine that runs the tests may be busy or slow.
 MEASURED = """
 import json, resource, sys, time
 from mega_rl.converters.hf.config import read_hf_config
@@ -33,7 +33,12 @@ from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.parallel.layout import ParallelLayout
 
-sizes = json.loads(sys.argv[2])
+def loop():
+    start = time.process_time()
+    sum(number * number for number in range(3_000_000))
+    return time.process_time() - start
+
+sizes, units = json.loads(sys.argv[2]), [loop()]
 layout = ParallelLayout(**sizes | {"pipeline": tuple(sizes["pipeline"]) if "pipeline" in sizes else None})
 before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
 hf = read_hf_config(sys.argv[1])
@@ -44,9 +49,11 @@ sharding = Sharding(hf, layout)
 prove_complete(sharding)
 ignored, absent = check_tensors(reader, hf, "lm")
 plan = build_plan(sharding, layout.coordinates(layout.world_size - 1))
+planned = time.process_time()
+units.append(loop())
 result = {
-    "open": opened - start,
-    "all": time.process_time() - start,
+    "open": (opened - start) / max(units),
+    "all": (planned - start) / max(units),
     "peak": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024,
     "tensors": len(reader.tensors),
     "params": len(plan),
@@ -92,12 +99,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["one rank", "tp8-pp2-ep64"],
 )
 def test_opening_planning_and_proving(checkpoint: Path, layout: dict[str, object]) -> None:
-    """Under 5 s, and memory for one description of each tensor: 4 KiB is above what a plan takes, below any weight."""
+    """In seconds, and memory for one description of each tensor: 4 KiB is above what a plan takes, below any weight.
+
+    A loop takes some 0.2 s; opening takes 5 loops and all 16. Comparing all pairs of tensors would take thousands.
+    """
     command = [sys.executable, "-c", MEASURED, str(checkpoint), json.dumps(layout)]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert found["tensors"] > 46_000
-    assert found["read"] == found["absent"] == 0
-    assert found["params"] > 500
-    assert found["open"] < 2.5
-    assert found["all"] < 5
-    assert found["peak"] < 4096 * found["tensors"]
+    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert measured["tensors"] > 46_000
+    assert measured["read"] == measured["absent"] == 0
+    assert measured["params"] > 500
+    assert measured["open"] < 15
+    assert measured["all"] < 40
+    assert measured["peak"] < 4096 * measured["tensors"]
