@@ -130,9 +130,9 @@ def _attention(shape: LayerShape) -> dict[str, float]:
     normed = hf.qk_norm or hf.qk_norm_joint
     entries = {
         "attention input": shape.hidden,
-        # Keys and values are views of the one product; the queries' heads are gathered into a copy.
+        # Keys and values are views of the one product; the queries of several groups are gathered into a copy.
         "query, key and value": q + 2 * kv if normed or shape.core == "packed" else 0.0,
-        "query before its norm": q if normed else 0.0,
+        "query before its norm": q if normed and hf.num_kv_heads > tp else 0.0,
         "rotary tables": _rotary(shape, hf.head_dim * hf.rope.percent),
         "context": q,
     }
@@ -140,11 +140,14 @@ def _attention(shape: LayerShape) -> dict[str, float]:
         entries["query, key and value"] = (q + kv) / b * (FP32 + b) if normed else 0.0
         entries["query before its norm"] = 0.0
         entries["rotary tables"] = 0.0  # one for all layers
+    elif hf.zero_centered_norm and normed:
+        entries["query, key and value"] = (q + kv) / b * FP32  # copies that the norm computes with
+        entries["query before its norm"] = 0.0
     elif hf.qk_norm_joint:
         entries["norms of queries and keys"] = (q + kv) / b * (FP32 + b)
     else:
         entries["norms of queries and keys"] = FP32 * (hf.num_heads + hf.num_kv_heads) / tp if normed else 0.0
-    return entries | _core_attention(shape, q=q, k=kv, v=kv, context=q, copied_value=shape.core != "packed")
+    return entries | _core_attention(shape, q=q, k=kv, v=kv, context=q)
 
 
 def _latent_attention(shape: LayerShape) -> dict[str, float]:
@@ -163,9 +166,7 @@ def _latent_attention(shape: LayerShape) -> dict[str, float]:
         "rotary tables": _rotary(shape, mla.qk_rope_head_dim, fused=False),
         "context": v,
     }
-    core = _core_attention(shape, q=q, k=q, v=v, context=v, copied_value=True)
-    up = heads * (mla.qk_nope_head_dim + mla.v_head_dim) * b  # the values are a view of this product
-    return entries | core | ({"values' product": up - v} if shape.core == "packed" else {})
+    return entries | _core_attention(shape, q=q, k=q, v=v, context=v)
 
 
 def _rotary(shape: LayerShape, width: float, *, fused: bool | None = None) -> float:
@@ -174,14 +175,12 @@ def _rotary(shape: LayerShape, width: float, *, fused: bool | None = None) -> fl
     return 0.0 if fused else 4 * width * shape.itemsize
 
 
-def _core_attention(
-    shape: LayerShape, *, q: float, k: float, v: float, context: float, copied_value: bool
-) -> dict[str, float]:
+def _core_attention(shape: LayerShape, *, q: float, k: float, v: float, context: float) -> dict[str, float]:
     """Return the entries of attention proper, from bytes per token of its inputs and its result."""
     heads, cp = shape.hf.num_heads / shape.layout.tp, shape.layout.cp
     statistics = heads * FP32
     if shape.core == "packed":
-        # The result is the next layer's input, and the values a view of the product they come from.
+        # The result is the next linear's input, and the values a view of the product, but for latent attention's.
         return {"keys and queries": q + k + (v if shape.hf.mla is not None else 0.0), "softmax": statistics}
     if shape.core == "eager":
         scores = heads * max(shape.seqlen, 1) * (FP32 + shape.itemsize)
@@ -198,8 +197,7 @@ def _drop_core_attention(shape: LayerShape, entries: dict[str, float]) -> None:
     entries["softmax"] = 0.0
     if hf.mla is not None:
         q = hf.num_heads * (hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim) * b / tp
-        up = hf.num_heads * (hf.mla.qk_nope_head_dim + hf.mla.v_head_dim) * b / tp
-        entries["keys and queries"], entries["values' product"] = 2 * q, up
+        entries["keys and queries"] = 2 * q + hf.num_heads * hf.mla.v_head_dim * b / tp
         return
     q, kv = hf.num_heads * hf.head_dim * b / tp, max(hf.num_kv_heads // tp, 1) * hf.head_dim * b
     entries["keys and queries"] = q + kv
@@ -212,13 +210,18 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
     return {
         "MLP input": shape.hidden,
         "MLP hidden": 2 * ffn,
-        "MLP activation": ffn * (1 if _activation_is_fused(shape) else 2),
+        "MLP activation": ffn * _results_of_the_gate(shape),
     }
 
 
-def _activation_is_fused(shape: LayerShape) -> bool:
-    """Return whether gate and product are one operation, which keeps its input alone."""
-    return shape.spec != "hf" and shape.hf.activation != "gelu_tanh"
+def _results_of_the_gate(shape: LayerShape) -> int:
+    """Return how many results of the gate's width are kept: the product, and unless one operation makes it two more.
+
+    Written out these are the activation of the gate and, in Megatron-Core, a copy of the other half.
+    """
+    if shape.spec == "hf":
+        return 2
+    return 3 if shape.hf.activation == "gelu_tanh" else 1
 
 
 def _mixture(shape: LayerShape) -> dict[str, float]:
@@ -237,9 +240,9 @@ def _mixture(shape: LayerShape) -> dict[str, float]:
         "router": (router + fp32_input) * shape.share,
         "expert input": moe.top_k * shape.hf.hidden_size * b * shape.share * shape.layout.etp,
         "expert hidden": 2 * hidden,
-        "expert activation": hidden * (1 if _activation_is_fused(shape) else 3) + FP32 * moe.top_k * shape.share,
+        "expert activation": hidden * _results_of_the_gate(shape) + FP32 * moe.top_k * shape.share,
     }
     if moe.shared_ffn_hidden_size:
         width = moe.shared_ffn_hidden_size * b / shape.layout.tp
-        entries["shared experts"] = width * (3 if _activation_is_fused(shape) else 4)
+        entries["shared experts"] = width * (2 + _results_of_the_gate(shape))
     return entries

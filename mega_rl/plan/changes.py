@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from heapq import heappop, heappush
 
 from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.needs import unmet
@@ -16,7 +16,7 @@ from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.verdict import FitVerdict, judge
 
 MOST_CHANGES = 4  # together
-_MOST_TRIED = 1500  # combinations
+_MOST_TRIED = 200  # combinations
 
 
 @dataclass(frozen=True)
@@ -67,33 +67,49 @@ def is_legal(setup: RunSetup) -> bool:
 
 
 def cheapest(setup: RunSetup) -> Proposal | None:
-    """Return the cheapest changes that make a run fit, None if those that are tried do not.
+    """Return the cheapest changes that let a run fit, None if those that are tried do not.
 
-    Tried are combinations of up to `MOST_CHANGES` kinds of changes, by the sum of their prices.
+    Changes are added one by one, those of the lowest price together first, and only where they lower the peak.
     """
     assert setup.machine.gpu_memory is not None, "nothing fits a memory that is not known"
     options = list(possible(setup))
-    together = [
-        chosen
-        for count in range(1, MOST_CHANGES + 1)
-        for chosen in combinations(options, count)
-        if len({change.kind for change in chosen}) == count
-    ]
-    together.sort(key=lambda chosen: sum(change.price for change in chosen))
-    tried = 0
-    for chosen in together:
-        settings = {key: value for change in chosen for key, value in change.settings.items()}
-        gpus = max(change.gpus for change in chosen)
-        new = changed(setup, settings, gpus=gpus)
-        if not is_legal(new):
-            continue
-        tried += 1
-        verdict = judge(new)
-        if verdict.fits:
-            return Proposal(settings, new.machine.world_size, verdict)
-        if tried == _MOST_TRIED:
-            break
+    # (price together, order, changes): what is tried next comes first
+    open_sets: list[tuple[float, int, tuple[SettingChange, ...]]] = [(0.0, 0, ())]
+    needed: dict[tuple[int, ...], int] = {(): judge(setup).phase.needed}
+    seen: set[frozenset[int]] = set()
+    while open_sets and len(seen) < _MOST_TRIED:
+        _, _, chosen = heappop(open_sets)
+        proposal = _proposal(setup, chosen)
+        if proposal.verdict.fits:
+            return proposal
+        for option in options:
+            extended = (*chosen, option)
+            key = frozenset(map(id, extended))
+            if key in seen or option.kind in {change.kind for change in chosen} or len(extended) > MOST_CHANGES:
+                continue
+            seen.add(key)
+            peak = _peak(setup, extended)
+            if peak is not None and peak < needed[tuple(map(id, chosen))]:
+                needed[tuple(map(id, extended))] = peak
+                heappush(open_sets, (sum(change.price for change in extended), len(seen), extended))
     return None
+
+
+def _together(setup: RunSetup, chosen: Sequence[SettingChange]) -> RunSetup:
+    settings = {key: value for change in chosen for key, value in change.settings.items()}
+    return changed(setup, settings, gpus=max((change.gpus for change in chosen), default=1))
+
+
+def _peak(setup: RunSetup, chosen: Sequence[SettingChange]) -> int | None:
+    """Return what the fullest phase needs after some changes; None where they are not legal."""
+    new = _together(setup, chosen)
+    return judge(new).phase.needed if is_legal(new) else None
+
+
+def _proposal(setup: RunSetup, chosen: Sequence[SettingChange]) -> Proposal:
+    new = _together(setup, chosen)
+    settings = {key: value for change in chosen for key, value in change.settings.items()}
+    return Proposal(settings, new.machine.world_size, judge(new))
 
 
 def possible(setup: RunSetup) -> Iterator[SettingChange]:

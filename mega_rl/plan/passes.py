@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
-from mega_rl.converters.plan.sharding import padded_vocab_size
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.plan.sharding import Head, padded_vocab_size
 from mega_rl.plan.activations import FP32, Kernel, LayerShape, Recompute, kept, saved
 from mega_rl.plan.setup import PlannedModel, RunSetup
 from mega_rl.plan.state.fsdp import transformers_parameters
@@ -67,7 +69,7 @@ def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByt
     if layout.pp > 1:
         activations *= _in_flight(setup, pp_rank)
     recompute = recompute_of(setup)
-    backward = tokens * max((_backward_of(setup, shape, recompute) for shape in layers), default=0.0)
+    backward = tokens * max((_backward_of(setup, shape, recompute) for shape in _kinds(layers)), default=0.0)
     end, head = _head(setup, model, tokens) if pp_rank == layout.pp - 1 else (0, PassBytes())
     if setup.spec == "hf":
         backward += _gathered(setup, model)
@@ -84,7 +86,7 @@ def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByte
     layers = _layers_of(setup, model, pp_rank)
     gathered = _gathered(setup, model) if setup.spec == "hf" else 0
     # Of a layer's entries about half are alive at a time: what attention needs, or what the MLP needs.
-    working = tokens * max((sum(saved(shape).values()) / 2 for shape in layers), default=0.0) + gathered
+    working = tokens * max((sum(saved(shape).values()) / 2 for shape in _kinds(layers)), default=0.0) + gathered
     if pp_rank < layout.pp - 1 or model.head == "value":
         return PassBytes(working=round(working))
     logits = _logits(setup, model, tokens)
@@ -117,6 +119,11 @@ def _layers_of(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[Layer
     numbers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, hf.num_layers, stage)]
     shapes = {moe: shape_of(setup, model, moe=moe) for moe in {hf.is_moe(i) for i in numbers}}
     return [shapes[hf.is_moe(i)] for i in numbers]
+
+
+def _kinds(layers: list[LayerShape]) -> list[LayerShape]:
+    """Return each kind of layer once."""
+    return list({shape.moe: shape for shape in layers}.values())
 
 
 def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> list[float]:
@@ -181,10 +188,16 @@ def _temporaries(logits: int, itemsize: int) -> int:
 
 def _gathered(setup: RunSetup, model: PlannedModel) -> int:
     """Return the bytes of FSDP2's units that are whole at once: two, their gradients, and these as they travel."""
-    sizes: dict[str, int] = {}
-    for parameter in transformers_parameters(model.hf, model.head):
-        unit = f"layer {parameter.layer}" if parameter.layer >= 0 else parameter.name
-        sizes[unit] = sizes.get(unit, 0) + parameter.rows * parameter.width
-    largest = max(sizes.values())
+    largest = _largest_unit(model.hf, model.head)
     reduced = FP32 if setup.config.engine.fsdp.grad_reduce_in_fp32 else setup.itemsize
     return largest * (2 * setup.itemsize + ((setup.itemsize + reduced) if model.trainable else 0))
+
+
+@lru_cache(maxsize=64)
+def _largest_unit(hf: HFConfig, head: Head) -> int:
+    """Return the elements of FSDP2's largest unit: a layer, the embedding or the head."""
+    sizes: dict[str, int] = {}
+    for parameter in transformers_parameters(hf, head):
+        unit = f"layer {parameter.layer}" if parameter.layer >= 0 else parameter.name
+        sizes[unit] = sizes.get(unit, 0) + parameter.rows * parameter.width
+    return max(sizes.values())

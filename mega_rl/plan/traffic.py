@@ -155,9 +155,15 @@ def sync_traffic(setup: RunSetup) -> dict[str, int]:
     gathered = round(model * (1 - 1 / pieces))
     sizes = {"model": model, "gathered by each rank": gathered}
     if config.rollout.backend == "sglang" and not setup.colocated:
-        servers = len(config.rollout.sglang.urls) or config.rollout.sglang.server.count * setup.machine.num_nodes
-        sizes["sent to all servers"] = model * servers
+        sizes["sent to all servers"] = model * num_servers(setup)
     return sizes
+
+
+def num_servers(setup: RunSetup) -> int:
+    """Return the servers of a run: those that are joined, or those that each host starts."""
+    sglang, machine = setup.config.rollout.sglang, setup.machine
+    per_host = sglang.server.count or max(1, machine.ranks_per_node // sglang.server.tp)
+    return len(sglang.urls) or per_host * machine.num_nodes
 
 
 def _share(nbytes: int, ranks: int) -> int:

@@ -60,10 +60,11 @@ def check_run(config: Config, *, world_size: int | None = None, reward_given: bo
 def _of_models(config: Config, checkpoints: Mapping[str, HFConfig], world_size: int) -> list[str]:
     """Return everything that is wrong but for weights and data."""
     models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
-    problems = [*check(config, world_size=world_size, models=models), *check_tokenizers(config, checkpoints)]
-    problems += [*check_pipeline(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]
-    problems += [*check_folders(config), *check_disk(config, checkpoints)]
-    return problems or [*check_memory(config, checkpoints, world_size)]
+    problems = [*check(config, world_size=world_size, models=models), *check_pipeline(config, checkpoints)]
+    if not problems:  # memory is that of legal settings
+        problems += check_memory(config, checkpoints, world_size)
+    problems += [*check_tokenizers(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]
+    return [*problems, *check_folders(config), *check_disk(config, checkpoints)]
 
 
 def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:

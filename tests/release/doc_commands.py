@@ -90,6 +90,9 @@ HOW: dict[str, How] = {
     f"mega-rl train --config {ONE} reward.function=rewards.py:short_and_right": How(
         f"mega-rl train --config {ONE} reward.function=rewards.py:short_and_right {SMALL} trainer.run_dir=runs/d"
     ),
+    "mega-rl plan gsm8k_qwen3_8b_8gpu --gpus 8 --gpu-memory 80G": How(
+        f"mega-rl plan gsm8k_qwen3_8b_8gpu engine.megatron.tp=2 {SMALL} --gpus 2 --gpu-memory 80G"
+    ),
     "mega-rl convert inspect HF_DIR --tp 2 --pp 2": How("mega-rl convert inspect models/dense --tp 2 --pp 2"),
     "mega-rl convert inspect HF_DIR --tp 2": How("mega-rl convert inspect models/dense --tp 2"),
     "mega-rl convert import HF_DIR OUT --tp 2 --pp 2": How(

@@ -55,14 +55,14 @@ def fsdp_state(setup: RunSetup, model: PlannedModel, rank: int) -> StateBytes:
 
 def sharded_state(parameters: Iterable[Rows], *, ranks: int, index: int) -> StateBytes:
     """Return the bytes of FP32 shards: weights and gradients in padded memory, moments of a rank's own rows."""
-    total = StateBytes()
+    weights = gradients = moments = 0
     for parameter in parameters:
-        padded = parameter.padded(ranks) * FP32
+        padded = parameter.padded(ranks)
+        weights += padded
         if parameter.trained:
-            total += StateBytes(padded, padded, 2 * parameter.held(ranks, index) * FP32)
-        else:
-            total += StateBytes(padded)
-    return total
+            gradients += padded
+            moments += 2 * parameter.held(ranks, index)
+    return StateBytes(weights * FP32, gradients * FP32, moments * FP32)
 
 
 def shard_ranks(config: Config, world_size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,13 @@ class StateBytes:
     step: int = 0  # more, from the preparation of gradients to the next mini-batch
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return StateBytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.host + other.host,
+            self.step + other.step,
+        )
 
     @property
     def device(self) -> int:

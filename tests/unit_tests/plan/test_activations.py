@@ -1,0 +1,107 @@
+"""Formula of activations against what autograd keeps in live engines, and the known sizes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.plan.activations import LayerShape, Recompute, activation_bytes, kept
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.plan.activations_on_ranks import CASES, run_cases
+from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, hf_config
+
+pytestmark = pytest.mark.timeout(300)  # the first test pays for both launches
+SIZES = {"hidden_size": 64, "intermediate_size": 320, "num_attention_heads": 8, "num_hidden_layers": 2}
+GQA = {"num_key_value_heads": 2, "head_dim": 16}
+TOKENS = 16384
+# Bytes per token outside the layers: ids, targets, sums of log-probs, places in length classes.
+OTHERS = 40
+TOLERANCE = 0.02
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints whose sizes are all different."""
+    root = tmp_path_factory.mktemp("models")
+    more = {
+        "deepseek_v3": {"num_key_value_heads": 8},
+        "gemma3_text": {**GQA, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    }
+    return {
+        family: write_tiny_checkpoint(root / family, family=family, tied=False, **{**SIZES, **more.get(family, GQA)})
+        for family in {family for _, family, _ in CASES.values()}
+    }
+
+
+@pytest.fixture(scope="module")
+def live(checkpoints: dict[str, Path]) -> dict[str, dict[str, float]]:
+    """Every case as rank 0 measured it."""
+    results: dict[str, dict[str, float]] = {}
+    for world_size in (1, 2):
+        cases = {
+            name: (str(checkpoints[family]), case) for name, (size, family, case) in CASES.items() if size == world_size
+        }
+        results |= run_ranks(world_size, run_cases, cases, timeout_s=200)[0]
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_formula_is_what_autograd_keeps(
+    name: str, live: dict[str, dict[str, float]], checkpoints: dict[str, Path]
+) -> None:
+    """All layers and the head, local layers, with the kernels of a GPU in place of a CPU's."""
+    world_size, family, case = CASES[name]
+    hf = read_hf_config(checkpoints[family])
+    layout = ParallelLayout(
+        world_size=world_size, **{"etp": case.get("layout", {}).get("tp", 1), **case.get("layout", {})}
+    )
+    planned = live[name]["tokens"] * sum(_per_token(hf, layout, case))
+    assert planned == pytest.approx(live[name]["bytes"] - OTHERS * live[name]["tokens"], rel=TOLERANCE)
+
+
+def _per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any]) -> list[float]:
+    """Bytes per token of every layer, and of final norm, head and logits."""
+    b = 4 if case.get("dtype") == "fp32" else 2
+    recompute = Recompute(case.get("recompute", "none"), case.get("recompute_modules", ["core_attn"]))
+    shape = LayerShape(hf, layout, itemsize=b)
+    layers = [sum(kept(replace(shape, moe=hf.is_moe(i)), recompute).values()) for i in range(hf.num_layers)]
+    final = hf.hidden_size * (4 if hf.zero_centered_norm else b) * shape.share + hf.hidden_size * b * shape.share
+    return [*layers, final, hf.vocab_size / layout.tp * b]
+
+
+def test_real_models_have_the_known_sizes() -> None:
+    """Counted on a simulated device before, final norm and head's input included: 0.96 and 2.64 GB a layer."""
+    for hf, layers, expected in ((QWEN3_0_6B, 2, 0.96), (QWEN3_8B, 4, 2.64)):
+        ends = 2 * hf.hidden_size * 2 * TOKENS
+        per_layer = activation_bytes(hf, ParallelLayout(), TOKENS) + ends / layers
+        assert round(per_layer / 1e9, 2) == expected
+
+
+def test_less_is_kept_the_more_is_recomputed() -> None:
+    modes = [Recompute(), Recompute("selective"), Recompute("selective", ("core_attn", "mlp")), Recompute("full")]
+    sizes = [activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS, recompute=mode) for mode in modes]
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+def test_parallelism_cuts_what_a_rank_keeps() -> None:
+    """Tensor parallelism leaves norms and their results whole unless sequence parallelism cuts them too."""
+    one = activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS)
+    tp = activation_bytes(QWEN3_8B, ParallelLayout(world_size=4, tp=4), TOKENS)
+    sp = activation_bytes(QWEN3_8B, ParallelLayout(world_size=4, tp=4, sequence_parallel=True), TOKENS)
+    assert one / 4 < sp < tp < one
+    te = activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS, spec="te")
+    assert te < one
+
+
+def test_padding_of_length_classes_counts_inside_attention_alone() -> None:
+    shape = LayerShape(hf_config(num_hidden_layers=2), ParallelLayout())
+    padded = kept(replace(shape, padding=2.0), Recompute())
+    plain = kept(shape, Recompute())
+    assert {name for name in plain if padded[name] != plain[name]} == {"keys and queries", "softmax"}

@@ -1,0 +1,296 @@
+"""The plan of whole runs: verdicts on recipes of the first release, changes, monotonic sizes, speed, and the search."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.config import packaged
+from mega_rl.config.keys import with_settings
+from mega_rl.config.loader import load
+from mega_rl.config.schema import Config
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.plan.changes import changed, cheapest, is_legal
+from mega_rl.plan.generation import cache_room, kv_bytes_per_token
+from mega_rl.plan.passes import num_microbatches, training_pass
+from mega_rl.plan.phases import memory_of_stages
+from mega_rl.plan.report import advice, as_json, as_text, make_plan
+from mega_rl.plan.request import parse_bytes, read_setup, smallest_world
+from mega_rl.plan.search import largest_batch, nearby, search
+from mega_rl.plan.setup import Machine, RunSetup
+from mega_rl.plan.traffic import step_traffic, sync_traffic
+from mega_rl.plan.verdict import judge
+from tests.unit_tests.plan.models import DEEPSEEK_V3, QWEN3_0_6B, QWEN3_8B, QWEN3_32B
+
+GB = 10**9
+MEGATRON = "engine.megatron"
+# Settings of three recipes that were written before anything was computed, with the embedded engine.
+OF_32B = {
+    f"{MEGATRON}.tp": 8,
+    f"{MEGATRON}.sequence_parallel": True,
+    f"{MEGATRON}.pp": 4,
+    f"{MEGATRON}.vpp": 2,
+    f"{MEGATRON}.overlap_p2p": True,
+    "model.recompute": "full",
+    "algorithm.advantage": "grpo",
+    "rollout.n": 16,
+    "rollout.max_new_tokens": 4096,
+    "trainer.prompts_per_step": 256,
+}
+OF_8B = {
+    f"{MEGATRON}.tp": 4,
+    f"{MEGATRON}.sequence_parallel": True,
+    "model.recompute": "selective",
+    "algorithm.kl.placement": "reward",
+    "rollout.n": 4,
+    "rollout.max_new_tokens": 2048,
+    "trainer.prompts_per_step": 256,
+}
+COMMON = {"data.max_prompt_tokens": 512, "trainer.microbatch.max_tokens": 16384, "trainer.minibatch_size": 64}
+RUNS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "32b": (QWEN3_32B, 64, OF_32B),
+    "8b": (QWEN3_8B, 8, OF_8B),
+    "8b fsdp": (
+        QWEN3_8B,
+        8,
+        {"engine.backend": "fsdp", "model.recompute": "full", "algorithm.advantage": "grpo", "rollout.n": 8},
+    ),
+    "0.6b": (QWEN3_0_6B, 1, {"algorithm.advantage": "grpo", "rollout.n": 8, "rollout.max_new_tokens": 1024}),
+}
+
+
+def run(name: str, memory: int | None = 80 * GB, **settings: Any) -> RunSetup:
+    """One of `RUNS`; settings with two underscores for a dot."""
+    hf, gpus, own = RUNS[name]
+    values = {key.replace("__", "."): value for key, value in settings.items()}
+    config = with_settings(Config(), {**COMMON, "model.path": "model", **own, **values})
+    setup = RunSetup(config, {"model.path": hf}, Machine(gpus, gpu_memory=memory))
+    assert is_legal(setup)
+    return setup
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [("32b", 165.8), ("8b", 165.0), ("0.6b", 86.2)],
+)
+def test_the_embedded_engine_does_not_fit_with_large_models(name: str, needed: float) -> None:
+    """A whole copy of the model and the cache of all rows on every GPU, beside the trainer's whole state."""
+    verdict = judge(run(name))
+    assert verdict.fits is False
+    assert verdict.phase.name == "generating"
+    assert verdict.phase.needed / 1e9 == pytest.approx(needed, abs=0.5)
+
+
+@pytest.mark.parametrize("name", ["32b", "8b", "8b fsdp", "0.6b"])
+def test_the_proposed_change_makes_the_run_fit(name: str) -> None:
+    setup = run(name)
+    proposal = cheapest(setup)
+    assert proposal is not None
+    new = changed(setup, proposal.settings)
+    assert new.machine.world_size == setup.machine.world_size
+    assert is_legal(new)
+    assert judge(new, memory_of_stages(new)).fits
+    words = advice(setup, proposal)
+    assert all(f"{key}=" in words for key in proposal.settings)
+
+
+def test_a_large_model_is_told_to_leave_the_embedded_engine() -> None:
+    setup = run("32b")
+    assert "rollout.backend=sglang (now hf)" in advice(setup, cheapest(setup))
+
+
+def test_a_run_that_cannot_fit_is_told_so() -> None:
+    setup = run("0.6b", memory=2 * GB)
+    assert cheapest(setup) is None
+    assert "none of the changes" in advice(setup, None)
+
+
+def test_nothing_is_judged_without_a_memory() -> None:
+    verdict = judge(run("8b", memory=None))
+    assert verdict.fits is None
+    assert "--gpu-memory" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "fewer"),
+    [
+        ({"trainer.microbatch.max_tokens": 8192}, "training the actor"),
+        ({"model.recompute": "full"}, "training the actor"),
+        ({f"{MEGATRON}.tp": 8}, "training the actor"),
+        ({f"{MEGATRON}.pp": 2}, "training the critic"),
+        ({f"{MEGATRON}.optimizer.cpu_offload": 1.0}, "the optimizer step of the actor"),
+        ({"rollout.hf.batch_size": 32}, "generating"),
+        ({"rollout.max_new_tokens": 1024}, "generating"),
+        ({"rollout.bucket_mib": 64}, "sending weights"),
+    ],
+)
+def test_what_saves_memory_saves_it(settings: dict[str, Any], fewer: str) -> None:
+    """Each of these makes its phase smaller, and no phase larger."""
+    setup = run("8b")
+    before = {phase.name: phase.needed for phase in memory_of_stages(setup)[0].phases}
+    after = {phase.name: phase.needed for phase in memory_of_stages(changed(setup, settings))[0].phases}
+    assert after[fewer] < before[fewer]
+    assert all(after[name] <= size * 1.001 for name, size in before.items())
+
+
+def test_frozen_weights_have_neither_gradient_nor_optimizer_state() -> None:
+    setup = run("8b")
+    state = memory_of_stages(setup)[0].states["actor"]
+    frozen = memory_of_stages(changed(setup, {"model.frozen": ["decoder.layers.0.*"]}))[0].states["actor"]
+    assert (frozen.gradients, frozen.optimizer) < (state.gradients, state.optimizer)
+    assert state.weights - frozen.weights < state.weights / 1000  # padding alone
+
+
+def test_colocated_servers_take_turns_with_the_trainer() -> None:
+    """While servers generate the trainer's state is on the host; while it trains servers keep what they cannot free."""
+    setup = run("8b", rollout__backend="sglang", rollout__sglang__placement="colocated")
+    phases = {phase.name: phase.entries for phase in memory_of_stages(setup)[0].phases}
+    assert "optimizer" not in phases["generating"]
+    assert phases["generating"]["servers' weights"] == 2 * 8_190_735_360
+    assert phases["training the actor"]["servers' residue"] > 0
+    assert "servers' weights" not in phases["training the actor"]
+    host = make_plan(setup).host
+    assert host["trainer while servers generate"] > 8 * 40 * GB
+
+
+def test_the_cache_of_the_embedded_engine_doubles() -> None:
+    """576 tokens of room after a prompt of 512, then twice as much and one whenever it is full."""
+    assert [cache_room(512, longest) for longest in (512, 576, 577, 1154, 2560)] == [576, 576, 1153, 2307, 4615]
+    assert kv_bytes_per_token(QWEN3_8B, 2) == 36 * 2 * 8 * 128 * 2
+    assert kv_bytes_per_token(QWEN3_8B, 2, tp=4) == 36 * 2 * 2 * 128 * 2
+
+
+def test_stages_hold_what_is_in_flight() -> None:
+    """Of four stages the first has four micro-batches in flight, the last one; it alone has logits."""
+    settings = {f"{MEGATRON}.pp": 4, f"{MEGATRON}.tp": 1, f"{MEGATRON}.sequence_parallel": False}
+    setup = changed(run("8b"), settings)
+    assert num_microbatches(setup) > 4
+    passes = [training_pass(setup, setup.actor, stage) for stage in range(4)]
+    assert passes[0].activations == pytest.approx(4 / 3 * passes[1].activations)
+    assert [each.logits > 0 for each in passes] == [False, False, False, True]
+
+
+def test_traffic_of_a_step() -> None:
+    """Gradients in FP32 and weights in bf16 over two replicas, four optimizer steps, of the actor and the critic."""
+    setup = run("8b")
+    traffic = {(each.use, each.collective, each.ranks): each.nbytes for each in step_traffic(setup, 0)}
+    states = memory_of_stages(setup)[0].states
+    gradients = states["actor"].gradients + states["critic"].gradients
+    assert traffic["gradients", "reduce-scatter", 2] == gradients // 2 * 4
+    assert traffic["updated weights", "all-gather", 2] == pytest.approx(gradients // 2 // 2 * 4, rel=1e-4)
+    assert ("tensor parallelism", "reduce-scatter", 4) in traffic
+    sync = sync_traffic(setup)
+    assert sync["model"] == 2 * 8_190_735_360
+    assert sync["gathered by each rank"] == pytest.approx(sync["model"] * 3 / 4)
+
+
+def test_the_largest_batch_is_the_largest() -> None:
+    setup = changed(run("8b"), {"rollout.backend": "sglang"})
+    largest = largest_batch(setup)
+    assert largest is not None
+    key, value = largest
+    assert judge(changed(setup, {key: value})).fits
+    assert not judge(changed(setup, {key: value + 1024})).fits
+
+
+def test_layouts_near_by_are_legal_and_judged() -> None:
+    setup = run("8b")
+    candidates = nearby(setup)
+    assert {str(each.layout) for each in candidates} >= {"tp4-dp2-sp", "tp2-dp4-sp", "tp8-dp1-sp"}
+    assert all(is_legal(changed(setup, each.settings)) for each in candidates)
+
+
+def test_the_search_proposes_what_fits() -> None:
+    setup = changed(run("8b"), {"rollout.backend": "sglang"})
+    candidates = search(setup, most=3)
+    assert 0 < len(candidates) <= 3
+    assert all(each.verdict.fits for each in candidates)
+    assert [round(each.work, 2) for each in candidates] == sorted(round(each.work, 2) for each in candidates)
+    with pytest.raises(ValueError, match="no layouts"):
+        search(run("8b fsdp"))
+
+
+def test_four_thousand_ranks_in_less_than_a_second() -> None:
+    """DeepSeek-V3: 16 stages of 256 ranks, 64 of which share the experts."""
+    settings = {
+        f"{MEGATRON}.tp": 8,
+        f"{MEGATRON}.sequence_parallel": True,
+        f"{MEGATRON}.pp": 16,
+        f"{MEGATRON}.pipeline": "E" + "|".join(["tttt"] * 15 + ["t"]) + "L",
+        f"{MEGATRON}.ep": 64,
+        f"{MEGATRON}.etp": 1,
+        "model.path": "model",
+        "model.recompute": "full",
+        "algorithm.advantage": "grpo",
+        "rollout.n": 16,
+        "rollout.backend": "sglang",
+        "trainer.prompts_per_step": 256,
+    }
+    config = with_settings(Config(), settings)
+    setup = RunSetup(config, {"model.path": parse_hf_config(DEEPSEEK_V3)}, Machine(4096, gpu_memory=80 * GB))
+    assert is_legal(setup)
+    start = time.process_time()
+    memory = memory_of_stages(setup)
+    verdict = judge(setup, memory)
+    traffic = step_traffic(setup, verdict.memory.pp_rank)
+    assert time.process_time() - start < 1.0
+    assert len(memory) == 16
+    assert {each.collective for each in traffic} >= {"all-to-all", "reduce-scatter", "send"}
+
+
+def test_text_and_json_say_the_same() -> None:
+    plan = make_plan(run("8b"))
+    text, record = "\n".join(as_text(plan)), as_json(plan)
+    assert str(record["verdict"]) in text
+    assert record["fits"] is False
+    assert isinstance(record["cheapest_change"], dict)
+    assert "Cheapest change: set " in text
+    for title in ("Memory of rank 0", "State by model", "Batches", "Layouts near by", "Sent by rank 0", "weight sync"):
+        assert title in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80G", 80 * GB), ("80GB", 80 * GB), ("79.5GiB", int(79.5 * 2**30)), ("141e9", 141 * GB)]
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text, option="--gpu-memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "80", "much", "-80G", "80X", "1e99"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--gpu-memory="):
+        parse_bytes(text, option="--gpu-memory")
+
+
+@pytest.mark.parametrize("name", packaged.names())
+def test_every_packaged_recipe_can_be_planned(name: str) -> None:
+    """Whatever it says: a plan of it is made without an error."""
+    config = load(name)
+    hf = QWEN3_32B if "32b" in name else QWEN3_8B if "8b" in name else QWEN3_0_6B
+    setup = RunSetup(config, {"model.path": hf}, Machine(smallest_world(config), gpu_memory=80 * GB))
+    assert list(as_text(make_plan(setup)))
+
+
+def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserErrors) as refusal:
+        read_setup(None, [f"model.path={tmp_path}", f"{MEGATRON}.vpp=2", "algorithm.advantage=grpo"], Machine(3))
+    assert len(refusal.value.problems) >= 3
+
+
+def test_a_world_is_as_large_as_the_layout_needs() -> None:
+    config = with_settings(Config(), {f"{MEGATRON}.tp": 2, f"{MEGATRON}.pp": 2, f"{MEGATRON}.ep": 4})
+    assert smallest_world(config) == 16
+    fsdp = with_settings(Config(), {"engine.backend": "fsdp", "engine.fsdp.shard_ranks": 4})
+    assert smallest_world(fsdp) == 4
+
+
+def test_transformer_engine_needs_less() -> None:
+    setup = run("8b")
+    te = replace(setup, machine=replace(setup.machine, has_te=True))
+    assert te.spec == "te"
+    assert training_pass(te, te.actor, 0).activations < training_pass(setup, setup.actor, 0).activations
