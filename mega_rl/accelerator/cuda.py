@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,6 +23,11 @@ class CudaAccelerator:
     backend: str = "nccl"
 
     @property
+    def model(self) -> str:
+        """Return the device's name."""
+        return torch.cuda.get_device_name(self.device)
+
+    @property
     def identity(self) -> str:
         """Return the device's UUID."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
@@ -33,6 +39,13 @@ class CudaAccelerator:
     def memory_allocated(self) -> int:
         """Return the bytes in live tensors on the device."""
         return torch.cuda.memory_allocated(self.device)
+
+    def take_peak_memory(self) -> Mapping[str, int]:
+        """Return the allocator's peaks since the last call."""
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        peaks = {"allocated": allocated, "reserved": torch.cuda.max_memory_reserved(self.device)}
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peaks
 
     def empty_cache(self) -> None:
         """Return cached blocks to the driver."""

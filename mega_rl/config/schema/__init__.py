@@ -40,6 +40,7 @@ from mega_rl.config.schema.training import (
     MicrobatchConfig,
     ModelConfig,
     OptimConfig,
+    ProfileConfig,
     TrainerConfig,
 )
 
@@ -63,6 +64,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "OptimConfig",
+    "ProfileConfig",
     "RewardConfig",
     "RewardHttpConfig",
     "RewardModelConfig",
