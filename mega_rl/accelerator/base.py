@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,11 @@ class Accelerator(Protocol):
         ...
 
     @property
+    def model(self) -> str:
+        """Return the name that the maker gives to devices of this kind; empty for a CPU."""
+        ...
+
+    @property
     def identity(self) -> str:
         """Return a name of `device` that no other device of any machine has; empty for a CPU, which ranks share."""
         ...
@@ -44,6 +50,10 @@ class Accelerator(Protocol):
 
     def device_count(self) -> int:
         """Return the number of this host's devices that this process sees; 0 on a CPU."""
+        ...
+
+    def take_peak_memory(self) -> Mapping[str, int]:
+        """Return the largest bytes "allocated" to tensors and "reserved" since the last call; none on a CPU."""
         ...
 
     def empty_cache(self) -> None:

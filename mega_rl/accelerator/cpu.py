@@ -19,6 +19,7 @@ import importlib.util
 import logging
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -53,6 +54,7 @@ class CpuAccelerator:
     name: str = "cpu"
     backend: str = "gloo"
     identity: str = ""
+    model: str = ""
 
     def synchronize(self) -> None:
         """Returns at once: CPU operators are synchronous."""
@@ -68,6 +70,10 @@ class CpuAccelerator:
     def device_count(self) -> int:
         """Return 0."""
         return 0
+
+    def take_peak_memory(self) -> Mapping[str, int]:
+        """Return nothing: the process's largest size cannot be reset."""
+        return {}
 
     def empty_cache(self) -> None:
         """Do nothing: a CPU has no cache of blocks."""

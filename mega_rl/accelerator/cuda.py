@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +21,11 @@ class CudaAccelerator:
     device: torch.device
     name: str = "cuda"
     backend: str = "nccl"
+
+    @property
+    def model(self) -> str:
+        """Return the device's name."""
+        return torch.cuda.get_device_name(self.device)
 
     @property
     def identity(self) -> str:
@@ -41,6 +47,13 @@ class CudaAccelerator:
     def device_count(self) -> int:
         """Return the number of visible devices."""
         return torch.cuda.device_count()
+
+    def take_peak_memory(self) -> Mapping[str, int]:
+        """Return the allocator's peaks since the last call."""
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        peaks = {"allocated": allocated, "reserved": torch.cuda.max_memory_reserved(self.device)}
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peaks
 
     def empty_cache(self) -> None:
         """Return cached blocks to the driver."""

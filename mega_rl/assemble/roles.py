@@ -23,9 +23,12 @@ from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
+from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.startup import RoleFacts
+from mega_rl.metrics.steps import WorkMeter
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Learner, TokenModel
+from mega_rl.workers.metered import MeteredLearner, MeteredModel
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
 
 
@@ -38,6 +41,7 @@ class Roles:
     reference: TokenModel
     kl: KLController
     engines: Mapping[Role, ModelEngine]  # of the roles that the run has, the actor's first
+    work: WorkMeter  # of this rank in all of them
 
     @property
     def actor_engine(self) -> ModelEngine:
@@ -52,9 +56,25 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups) -> Role
         for role, model in plan.models.items()
     }
     kl = build_kl(plan.config.algorithm.kl)
-    reference = ReferenceWorker(engines["reference"]) if "reference" in engines else AbsentWorker()
-    critic = _critic(plan.config, engines["critic"]) if "critic" in engines else AbsentWorker()
-    return Roles(_actor(plan.config, engines["actor"], kl), critic, reference, kl, engines)
+    meter = WorkMeter()
+    actor = _metered(_actor(plan.config, engines["actor"], kl), engines["actor"], meter)
+    critic: Learner = AbsentWorker()
+    if "critic" in engines:
+        critic = _metered(_critic(plan.config, engines["critic"]), engines["critic"], meter)
+    reference: TokenModel = AbsentWorker()
+    if "reference" in engines:
+        engine = engines["reference"]
+        reference = MeteredModel(ReferenceWorker(engine), _work(engine), meter, replica_size=engine.replica.size)
+    return Roles(actor, critic, reference, kl, engines, meter)
+
+
+def _metered(role: Learner, engine: ModelEngine, meter: WorkMeter) -> Learner:
+    """Return a role that trains, with its work counted."""
+    return MeteredLearner(role, _work(engine), meter, replica_size=engine.replica.size)
+
+
+def _work(engine: ModelEngine) -> ModelWork:
+    return ModelWork(engine.sharding.hf, head=engine.sharding.head)
 
 
 def _actor(config: Config, engine: ModelEngine, kl: KLController) -> Learner:

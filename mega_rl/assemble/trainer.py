@@ -26,8 +26,11 @@ from mega_rl.config.origins import as_record
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.schema import Config
 from mega_rl.data.prompts import PromptSampler, fingerprint
+from mega_rl.errors import UserError
+from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
 from mega_rl.metrics.startup import show_startup
+from mega_rl.metrics.steps import StepMeter, StepTraces
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
@@ -106,7 +109,7 @@ def build_trainer(
     parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, start)
     metrics = _open_records(parts)
     resources.push(partial(_close_metrics, metrics))
-    return _connect(parts, metrics, PhaseTimer(synchronize=accelerator.synchronize), stop_requested)
+    return _connect(parts, metrics, _step_meter(parts, accelerator), stop_requested)
 
 
 def _read_inputs(plan: RunPlan, reward_function: RewardFunction | None, *, is_writer: bool) -> _RunInputs:
@@ -159,8 +162,34 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
     return metrics
 
 
+def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
+    """Return the timer of steps, with the rate of computation, and traces where this rank is to write them.
+
+    Raises UserError for a history of a GPU's memory on a CPU.
+    """
+    trainer, rank = parts.plan.config.trainer, parts.world.rank
+    profile = trainer.profile
+    if profile.memory and accelerator.name != "cuda":
+        raise UserError(
+            "trainer.profile.memory=true: there is no GPU, whose allocator has the history; set it to false"
+        )
+    traces = None
+    if profile.steps and rank in profile.ranks:
+        traces = StepTraces(Path(trainer.run_dir) / "profile", steps=profile.steps, rank=rank, memory=profile.memory)
+    in_bf16 = parts.plan.config.model.dtype == "bf16"
+    return StepMeter(
+        PhaseTimer(synchronize=accelerator.synchronize),
+        parts.roles.work,
+        ranks=parts.world,
+        peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
+        peak_memory=accelerator.take_peak_memory,
+        traces=traces,
+        step=parts.start,
+    )
+
+
 def _connect(
-    parts: _LoadedRun, metrics: MetricsSink, timer: PhaseTimer, stop_requested: Callable[[], bool]
+    parts: _LoadedRun, metrics: MetricsSink, timer: StepMeter, stop_requested: Callable[[], bool]
 ) -> PPOTrainer:
     config, roles, rollouts, tokens = parts.plan.config, parts.roles, parts.rollouts, parts.inputs.tokens
     actor = roles.actor_engine

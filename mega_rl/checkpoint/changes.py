@@ -10,8 +10,8 @@ from mega_rl.config.keys import flattened
 # What a run writes, where, how long it waits, and where it runs: nothing of what it computes.
 _WITHOUT_EFFECT = (
     "checkpoint.", "metrics.", "engine.fsdp.", "trainer.run_dir", "trainer.timeout_s", "trainer.deterministic",
-    "trainer.device", "trainer.microbatch.", "trainer.val_interval", "model.path", "model.recompute",
-    "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
+    "trainer.device", "trainer.microbatch.", "trainer.profile.", "trainer.val_interval", "model.path",
+    "model.recompute", "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
     "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.mismatch.",
     "data.train_files", "data.val_files", "reward.http.", "reward.model.attn_implementation",
 )  # fmt: skip

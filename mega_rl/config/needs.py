@@ -162,6 +162,7 @@ _NEEDS = (
     ),
     _within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true", lambda batch: batch.packing),
     _within("trainer.microbatch", "size", "trainer.microbatch.packing=false", lambda batch: not batch.packing),
+    _within("trainer.profile", "ranks memory", "trainer.profile.steps", lambda profile: bool(profile.steps)),
     Need(
         ("optim.warmup_steps",),
         "trainer.steps above it",

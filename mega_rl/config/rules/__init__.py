@@ -23,7 +23,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     problems = [*parallel_rules.layout(config, world_size), *_batches(config, world_size)]
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
-    problems += [*rollout_rules.rollouts(config), *_reward(config)]
+    problems += [*rollout_rules.rollouts(config), *_reward(config), *_profile(config, world_size)]
     for key, facts in (models or {}).items():
         problems += [*parallel_rules.fits_model(config, key, facts), *_fits_model(config, key, facts)]
         problems += rollout_rules.fits_model(config, key, facts)
@@ -72,6 +72,18 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if 0 < algorithm.clip.dual <= 1:
         yield f"algorithm.clip.dual={algorithm.clip.dual:g}: legal: 0 (off) or above 1"
+
+
+def _profile(config: Config, world_size: int) -> Iterator[str]:
+    trainer = config.trainer
+    outside = [step for step in trainer.profile.steps if not 1 <= step <= trainer.steps]
+    if outside:
+        yield f"trainer.profile.steps={outside}: legal: 1 to trainer.steps={trainer.steps}"
+    absent = [rank for rank in trainer.profile.ranks if not 0 <= rank < world_size]
+    if absent and trainer.profile.steps:
+        yield f"trainer.profile.ranks={absent}: legal: 0 to {world_size - 1}, the ranks of the run"
+    if trainer.profile.memory and trainer.profile.steps and trainer.device == "cpu":
+        yield "trainer.profile.memory=true with trainer.device=cpu: the history is a GPU's; set it to false"
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -41,6 +41,7 @@ from mega_rl.config.schema.training import (
     MicrobatchConfig,
     ModelConfig,
     OptimConfig,
+    ProfileConfig,
     TrainerConfig,
 )
 
@@ -65,6 +66,7 @@ __all__ = [
     "ModelConfig",
     "MoeConfig",
     "OptimConfig",
+    "ProfileConfig",
     "RewardConfig",
     "RewardHttpConfig",
     "RewardModelConfig",

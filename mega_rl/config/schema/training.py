@@ -137,6 +137,20 @@ class MicrobatchConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Traces of chosen steps, and the rate that computation is measured by."""
+
+    steps: list[int] = setting(
+        [], "Steps, from 1 on, that torch's profiler traces from beginning to end, into profile/ of the run folder."
+    )
+    ranks: list[int] = setting([0], "Ranks that write traces.")
+    memory: bool = setting(False, "On GPUs, also write the allocator's history of each traced step.")
+    peak_tflops: float = setting(
+        0.0, "Rate that perf/mfu is a share of; 0 takes the device's in bf16, by its name.", unit="TFLOP/s", min=0.0
+    )
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The loop and its batches."""
 
@@ -159,3 +173,4 @@ class TrainerConfig:
     deterministic: bool = setting(False, "Only algorithms that give the same bits twice, where there are such.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)
     microbatch: MicrobatchConfig = dataclasses.field(default_factory=MicrobatchConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)

@@ -60,7 +60,8 @@ class FSDPEngine(EngineBase):
     def forward(self, batch: Rollout | Experience) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
         with torch.no_grad():
-            outputs = [self._token_outputs(micro) for micro in to_device(micros, self.device)]
+            on_device = zip(micros, to_device(micros, self.device), strict=True)
+            outputs = [self._token_outputs(micro, kept=_predicting(host, self.device)) for host, micro in on_device]
         results = [Finished(micro, out, None) for micro, out in zip(micros, outputs, strict=True)]
         return collect(results, batch, head=self.sharding.head)
 
@@ -73,7 +74,7 @@ class FSDPEngine(EngineBase):
         results = []
         for number, micro in enumerate(to_device(micros, self.device)):
             self._expect_backward(is_last=number == len(micros) - 1)
-            outputs = self._token_outputs(micro)
+            outputs = self._token_outputs(micro, kept=_predicting(micros[number], self.device))
             result = loss(outputs, micro.fields)
             result.loss.backward()
             results.append(finished(micros[number], outputs, result))
@@ -142,14 +143,12 @@ class FSDPEngine(EngineBase):
             module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch, recurse=False)
             module.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
 
-    def _token_outputs(self, micro: MicroBatch) -> TokenOutputs:
-        """Return outputs for `micro.targets`, shaped like them, on the device."""
+    def _token_outputs(self, micro: MicroBatch, *, kept: Tensor | None) -> TokenOutputs:
+        """Return outputs for `micro.targets`, shaped like them, on the device; `kept` is what `_predicting` returns."""
         arguments: dict[str, Any] = {"position_ids": micro.position_ids, "use_cache": False}
         arguments |= attention_arguments(self.attention, micro.cu_seqlens, micro.max_seqlen)
         if self.sharding.head == "value":
             return TokenOutputs(values=self.model(micro.tokens, **arguments).squeeze(-1).float())
-        # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
-        kept = _predicting(micro) if micro.packed else None
         if kept is not None:
             arguments["logits_to_keep"] = kept
         logits = self.model(micro.tokens, **arguments).logits.flatten(0, 1)
@@ -177,10 +176,16 @@ class FSDPEngine(EngineBase):
         return norm
 
 
-def _predicting(micro: MicroBatch) -> Tensor:
-    """Return [N] int64 flat positions whose output enters the loss; one at least: every rank needs a backward."""
+def _predicting(micro: MicroBatch, device: torch.device) -> Tensor | None:
+    """Return [N] int64 on the device, the flat positions that predict a token of the loss in a packed micro-batch.
+
+    One at least, for every rank needs a backward; None for padded ones, whose head reads all. `micro` is on the host: a
+    device that is asked for the number of positions keeps the host waiting.
+    """
+    if not micro.packed:
+        return None
     positions = micro.fields["loss_mask"].flatten().nonzero().flatten()
-    return positions if len(positions) else positions.new_zeros(1)
+    return (positions if len(positions) else positions.new_zeros(1)).to(device, non_blocking=True)
 
 
 def _placed(values: Tensor, kept: Tensor | None, micro: MicroBatch) -> Tensor:

@@ -55,10 +55,10 @@ def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
 def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:
     """Return the L2 norm of all gradients, squares summed in float64; `ranks` are all of them; collective."""
     total = torch.zeros((), dtype=torch.float64)
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and is_first_copy(parameter):
-            total += local(gradient).norm(dtype=torch.float32).double().cpu() ** 2
+    own = [local(p.grad) for p in parameters if p.grad is not None and is_first_copy(p)]
+    norms = [gradient.norm(dtype=torch.float32) for gradient in own if gradient.numel()]
+    if norms:  # added up where they are: a host that asked for each would wait for the device each time
+        total = torch.stack(norms).double().square().sum().cpu()
     return math.sqrt(float(ranks.sum(total)))
 
 

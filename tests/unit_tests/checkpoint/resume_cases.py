@@ -86,7 +86,7 @@ def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, An
         recording = RecordingRollout(trainer.rollout)
         trainer.rollout = recording
         first = weights_of(trainer)
-        counters = step_counters(trainer.actor.engine)
+        counters = step_counters(trainer.actor.model.engine)
         trainer.fit()
         return {
             "start": trainer.start,
@@ -94,7 +94,7 @@ def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, An
             "steps": weights,
             "tokens": recording.seen,  # of validations too
             "counters": counters,
-            "last counters": step_counters(trainer.actor.engine),
+            "last counters": step_counters(trainer.actor.model.engine),
         }
 
 

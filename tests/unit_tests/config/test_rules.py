@@ -422,6 +422,21 @@ def test_experts_with_biases_are_not_cut() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
+        ("profile.steps=[0,3,101]", "trainer.profile.steps=[0, 101]: legal: 1 to trainer.steps=100"),
+        ("profile.steps=[3] profile.ranks=[0,2]", "trainer.profile.ranks=[2]: legal: 0 to 1, the ranks of the run"),
+        (
+            "profile.steps=[3] profile.memory=true device=cpu",
+            "trainer.profile.memory=true with trainer.device=cpu: the history is a GPU's; set it to false",
+        ),
+    ],
+)
+def test_traces_are_of_steps_and_ranks_of_the_run(overrides: str, line: str) -> None:
+    assert broken(*(f"trainer.{text}" for text in overrides.split()), world_size=2) == [line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
         ("shared_expert_overlap=true", ".shared_expert_overlap has no effect: model.path has no shared experts; leave"),
         ("dispatcher=deepep", ".dispatcher=deepep with ep*etp=1: every rank has all experts whole, and no token"),
         (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -147,6 +149,7 @@ def run_all(rank: int, folder: str, families: list[str]) -> dict[str, Any]:
         "saved": saved_case(paths["mixtral"], Path(folder) / "saved"),
         "shares": shares_case(tiny),
         "mistakes": mistakes_case(tiny),
+        "waits": waits_case(tiny),
     }
     return found
 
@@ -269,6 +272,37 @@ def shares_case(checkpoint: Path) -> dict[str, Any]:
         report = load(engine.model, checkpoint, sharding=engine.sharding)
     weights = sum(count for name, count in held.items() if name.startswith("weights/"))
     return {"weights": weights, "all": sum(held.values()), "model": whole_model, "bytes read": report.bytes_read}
+
+
+def waits_case(checkpoint: Path) -> dict[str, int]:
+    """How often a step asks the device, for which the CPU stands, for positions of the loss and for norms."""
+    from mega_rl.engines.fsdp import engine as module
+
+    counts = {"positions": 0, "norms": 0, "micro-batches": 0}
+    to_device, gradient_norm, cpu = module.to_device, module.gradient_norm, torch.Tensor.cpu
+
+    class OnDevice(torch.Tensor):
+        def nonzero(self, **more: Any) -> Any:  # type: ignore[override]
+            counts["positions"] += 1
+            return super().nonzero(**more)
+
+    def marked(micros: Any, device: torch.device) -> Iterator[Any]:
+        for micro in to_device(micros, device):
+            counts["micro-batches"] += 1
+            yield dataclasses.replace(micro, fields={k: v.as_subclass(OnDevice) for k, v in micro.fields.items()})
+
+    def counted(self: torch.Tensor) -> torch.Tensor:
+        counts["norms"] += 1
+        return cpu(self)
+
+    def watched(*args: Any) -> float:
+        with patch.object(torch.Tensor, "cpu", counted):
+            return gradient_norm(*args)
+
+    patches = patch.object(module, "to_device", marked), patch.object(module, "gradient_norm", watched)
+    with engine_of(checkpoint) as engine, patches[0], patches[1]:
+        train(engine, seed=1)
+    return counts
 
 
 def mistakes_case(checkpoint: Path) -> dict[str, str]:

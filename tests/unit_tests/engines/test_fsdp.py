@@ -118,6 +118,13 @@ def test_ranks_share_weights_and_moments(ranks: list[dict[str, Any]]) -> None:
     assert max(found["weights"] for found in shares) < 0.51 * model
 
 
+def test_the_host_waits_once_for_all_norms_and_for_no_micro_batch(ranks: list[dict[str, Any]]) -> None:
+    """A number that is asked of a GPU keeps the host from queueing work for it."""
+    for waits in (rank["waits"] for rank in ranks):
+        assert waits["micro-batches"] > 0
+        assert (waits["positions"], waits["norms"]) == (0, 1)
+
+
 def test_mistakes(ranks: list[dict[str, Any]]) -> None:
     said = ranks[0]["mistakes"]
     assert "model.frozen=['decoder.*']: matches no parameter; they are named as model.embed_tokens" in said["pattern"]

@@ -175,9 +175,39 @@ def with_another_on_its_gpu(rank: int) -> str:
     return str(error.value)
 
 
+def devices_of_the_world(rank: int) -> list[Any]:
+    """The device that torch.distributed is given of a rank on a CPU, and of one on a GPU."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    from mega_rl.parallel import groups
+
+    given: list[Any] = []
+
+    def init_process_group(backend: str, **settings: Any) -> None:
+        given.append(settings["device_id"])
+        raise UserError("stopped")
+
+    groups._rendezvous = lambda timeout: (HashStore(), 0, 1)
+    groups.dist.init_process_group = init_process_group
+    for device in ("cpu", "cuda:3"):
+        with pytest.raises(UserError, match="stopped"):
+            groups.initialize(
+                ParallelLayout(),
+                accelerator=dataclasses.replace(accelerator, device=torch.device(device)),
+                timeout_s=5.0,
+            )
+    return given
+
+
 def test_ranks_on_the_same_gpu_are_refused_before_they_connect() -> None:
     (refusal,) = run_ranks(1, with_another_on_its_gpu, device="cpu")
     assert refusal.startswith("ranks 1 and 0 have the same CUDA device (GPU-a)")
+
+
+def test_nccl_is_told_the_gpu_of_its_rank() -> None:
+    (given,) = run_ranks(1, devices_of_the_world, device="cpu")
+    assert given == [None, torch.device("cuda:3")]
 
 
 def test_one_process_needs_no_torchrun() -> None:

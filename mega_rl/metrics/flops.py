@@ -1,0 +1,80 @@
+"""Floating-point operations of a model's passes, and what devices can do of them in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.sharding import Head
+
+# Dense bf16 matrix products, TFLOP/s, from NVIDIA's data sheets; the first name that is in a device's own.
+PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
+
+
+class ModelWork:
+    """Floating-point operations of one model by the lengths of its sequences; a product and its sum are two.
+
+    Matrix products count with every token: of a mixture's experts the share that a token goes to, and of the vocabulary
+    the output layer alone. Attention counts with the pairs of tokens that see each other, in sequences of their own, as
+    packing keeps them. Norms, activations and what recomputation runs again count nothing.
+    """
+
+    def __init__(self, hf: HFConfig, *, head: Head) -> None:
+        self._per_token = 2.0 * _elements(hf, head)
+        sizes = (hf.head_dim, hf.head_dim)  # of queries and keys, and of values
+        if hf.mla is not None:
+            sizes = (hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim, hf.mla.v_head_dim)
+        self._per_pair = 2.0 * hf.num_heads * sum(sizes)  # of one layer
+        windows = hf.window.layers if hf.window is not None else ()
+        self._windowed = sum(windows)
+        self._window = hf.window.size if hf.window is not None else 0
+        self._layers = hf.num_layers
+
+    def forward(self, lengths: Iterable[int], *, causal: bool = True) -> float:
+        """Return the operations of a forward; without `causal` every token sees all of its sequence."""
+        total = 0.0
+        for length in lengths:
+            seen = _pairs(length, length) if causal else float(length * length)
+            near = _pairs(length, self._window) if causal else seen
+            total += length * self._per_token
+            total += self._per_pair * ((self._layers - self._windowed) * seen + self._windowed * near)
+        return total
+
+    def update(self, lengths: Iterable[int]) -> float:
+        """Return the operations of a forward and a backward, in which each product has two others."""
+        return 3.0 * self.forward(lengths)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the operations in a second that a device of this name is made for, in bf16; None where it is not known."""
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def _elements(hf: HFConfig, head: Head) -> float:
+    """Return the elements of the matrices that a token meets on its way."""
+    total = float(hf.vocab_size * hf.hidden_size) if hf.tied and head == "lm" else 0.0
+    share = hf.moe.top_k / hf.moe.num_experts if hf.moe is not None else 1.0
+    for name, tensor in hf_tensors(hf, head=head).items():
+        if len(tensor.shape) > 1 and "embed_tokens" not in name and "bias" not in name:
+            total += prod(tensor.shape) * (share if ".experts." in name else 1.0)
+    return total
+
+
+def _pairs(length: int, window: int) -> float:
+    """Return the pairs of a token and one it sees, itself among them, in a sequence with a window."""
+    inside = min(length, window)
+    return inside * (inside + 1) / 2 + (length - inside) * float(window)

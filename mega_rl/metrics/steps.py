@@ -1,0 +1,104 @@
+"""Costs of a step on its devices: rate of computation, peak memory, and traces of chosen steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.protocols import Ranks
+from mega_rl.types import Metrics
+
+MODEL_PHASES = ("old_logprobs", "ref_logprobs", "values", "update_critic", "update_actor")
+PEAKS = {"allocated": "memory/peak_allocated_bytes", "reserved": "memory/peak_reserved_bytes"}
+
+
+@dataclass
+class WorkMeter:
+    """Floating-point operations that this rank's models have made, its share of a replica's; `take` begins anew."""
+
+    total: float = 0.0
+
+    def take(self) -> float:
+        """Return the operations since the last call."""
+        total, self.total = self.total, 0.0
+        return total
+
+
+class StepTraces:
+    """Traces of whole steps by torch's profiler, in Chrome's format, and histories of a GPU's memory."""
+
+    def __init__(self, folder: Path, *, steps: Collection[int], rank: int, memory: bool) -> None:
+        """steps: counted from 1. memory: also write a snapshot of the GPU's allocator with the step's history."""
+        self._folder, self._steps, self._rank, self._memory = folder, steps, rank, memory
+        self._profiler: torch.profiler.profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Start a trace where one of this step is wanted."""
+        if step not in self._steps:
+            return
+        if self._memory:
+            torch.cuda.memory._record_memory_history()
+        self._profiler = torch.profiler.profile()
+        self._profiler.start()
+
+    def end(self, step: int) -> None:
+        """Write what `begin` has started."""
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = self._folder / f"step_{step:06d}_rank{self._rank}"
+        self._profiler.export_chrome_trace(f"{stem}.json.gz")
+        self._profiler = None
+        if self._memory:
+            torch.cuda.memory._dump_snapshot(f"{stem}_memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@dataclass
+class StepMeter:
+    """A step's timer that also reports the models' rate of computation and the device's peak memory."""
+
+    timer: PhaseTimer
+    work: WorkMeter
+    ranks: Ranks  # all of the run
+    peak_flops: float | None  # of a device in a second; None where it is not known
+    peak_memory: Callable[[], Mapping[str, int]]  # bytes by name since the last call; none on a CPU
+    traces: StepTraces | None = None
+    step: int = 0  # steps done
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `PhaseTimer.phase` does."""
+        with self.timer.phase(name):
+            yield
+
+    def reset(self) -> None:
+        """Begin a step now."""
+        self.work.take()
+        self.peak_memory()
+        if self.traces is not None:
+            self.traces.begin(self.step + 1)
+        self.timer.reset()
+
+    def metrics(self) -> Metrics:
+        """Return the timer's metrics, rates and peaks, equal on all ranks but for times; ends the step; collective."""
+        record = self.timer.metrics()
+        self.step += 1
+        if self.traces is not None:
+            self.traces.end(self.step)
+        peaks = dict(self.peak_memory())
+        largest = self.ranks.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist() if peaks else []
+        record |= {PEAKS[name]: value for name, value in zip(peaks, largest, strict=True)}
+        seconds = sum(record.get(f"time/{name}_s", 0.0) for name in MODEL_PHASES)
+        done = float(self.ranks.sum(torch.tensor(self.work.take(), dtype=torch.float64))) / self.ranks.size
+        if seconds > 0.0 and done > 0.0:
+            record["perf/model_tflops"] = done / seconds / 1e12
+            if self.peak_flops:
+                record["perf/mfu"] = done / seconds / self.peak_flops
+        return record

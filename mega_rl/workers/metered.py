@@ -1,0 +1,37 @@
+"""Roles whose floating-point operations are counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mega_rl.metrics.flops import ModelWork
+from mega_rl.metrics.steps import WorkMeter
+from mega_rl.protocols import Inspect, Learner, TokenModel
+from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+
+
+@dataclass
+class MeteredModel:
+    """A model that evaluates, with a meter of this rank's share of it: a replica's ranks do a part each."""
+
+    model: TokenModel
+    work: ModelWork
+    meter: WorkMeter
+    replica_size: int  # ranks that hold one copy of the model between them
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        self.meter.total += self.work.forward(batch.lengths.tolist()) / self.replica_size
+        return self.model.evaluate(batch)
+
+
+@dataclass
+class MeteredLearner(MeteredModel):
+    """A role that trains, with a meter."""
+
+    model: Learner
+
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
+        metrics = self.model.update(minibatch, step=step, inspect=inspect)
+        if metrics:  # of a step that trains nothing there are none
+            self.meter.total += self.work.update(minibatch.lengths.tolist()) / self.replica_size
+        return metrics

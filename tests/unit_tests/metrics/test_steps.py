@@ -1,0 +1,110 @@
+"""What a step's meter reports, and the traces it writes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from mega_rl.metrics.steps import StepMeter, StepTraces, WorkMeter
+from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.types import TokenOutputs
+from mega_rl.workers.metered import MeteredLearner
+from mega_rl.workers.models import AbsentWorker
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def meter_of(clock: Clock, *, peak: float | None = 10e12, traces: StepTraces | None = None) -> StepMeter:
+    peaks: list[Mapping[str, int]] = [{"allocated": 7}, {"allocated": 5}]
+    return StepMeter(PhaseTimer(clock=clock), WorkMeter(), SingleRank(), peak, lambda: peaks.pop(0), traces)
+
+
+def run_step(meter: StepMeter, clock: Clock) -> dict[str, float]:
+    meter.reset()
+    for phase, seconds in {"generate": 5.0, "values": 1.0, "update_actor": 3.0}.items():
+        with meter.phase(phase):
+            clock.now += seconds
+    meter.work.total += 8e12
+    return dict(meter.metrics())
+
+
+def test_the_rate_is_of_the_phases_in_which_models_compute() -> None:
+    """8 TFLOP in 4 s, of a device that does 10 in a second; memory is this step's peak alone."""
+    clock = Clock()
+    record = run_step(meter_of(clock), clock)
+    assert (record["perf/model_tflops"], record["perf/mfu"]) == (2.0, 0.2)
+    assert record["memory/peak_allocated_bytes"] == 5
+    assert record["time/step_s"] == 9.0
+
+
+def test_no_share_of_a_peak_that_is_not_known() -> None:
+    clock = Clock()
+    record = run_step(meter_of(clock, peak=None), clock)
+    assert "perf/mfu" not in record
+    assert record["perf/model_tflops"] == 2.0
+
+
+def test_chosen_steps_are_traced(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = meter_of(clock, traces=StepTraces(tmp_path / "profile", steps=[2], rank=3, memory=False))
+    meter.peak_memory = dict
+    for _ in range(3):
+        meter.reset()
+        with meter.phase("values"):
+            torch.ones(3).cumsum(0)
+        meter.metrics()
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "step_000002_rank3.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert "aten::cumsum" in names
+
+
+class Learning(AbsentWorker):
+    """A role that trains from the second step on."""
+
+    def update(self, minibatch: object, *, step: int, inspect: object = None) -> dict[str, float]:
+        return {"actor/lr": 1.0} if step else {}
+
+
+class Work:
+    """One operation a token forward, three in an update."""
+
+    def forward(self, lengths: list[int]) -> float:
+        return float(sum(lengths))
+
+    def update(self, lengths: list[int]) -> float:
+        return 3.0 * sum(lengths)
+
+
+class Batch:
+    lengths = torch.tensor([4, 6])
+
+
+def test_a_rank_counts_its_share_of_what_its_replica_computes() -> None:
+    meter = WorkMeter()
+    learner = MeteredLearner(Learning(), Work(), meter, replica_size=2)  # type: ignore[arg-type]
+    assert isinstance(learner.evaluate(Batch()), TokenOutputs)  # type: ignore[arg-type]
+    assert meter.take() == 5.0
+    learner.update(Batch(), step=0)  # type: ignore[arg-type]
+    assert meter.take() == 0.0, "a step that trains nothing"
+    learner.update(Batch(), step=1)  # type: ignore[arg-type]
+    assert (meter.take(), meter.take()) == (15.0, 0.0)
+
+
+def test_nothing_is_reported_of_a_step_without_models() -> None:
+    clock = Clock()
+    meter = meter_of(clock)
+    meter.reset()
+    assert not {"perf/model_tflops", "perf/mfu"} & meter.metrics().keys()
