@@ -73,6 +73,11 @@ class SglangServerConfig:
         min=0.0,
         max=0.95,
     )
+    args: dict[str, object] = setting(
+        {},
+        "Further arguments of SGLang, by the names of its ServerArgs: {ep_size: 8, kv_cache_dtype: fp8_e5m2}. true "
+        "sets a flag. Arguments that a setting of mega_rl decides, or that no weight update can follow, are refused.",
+    )
 
 
 @dataclass(frozen=True)

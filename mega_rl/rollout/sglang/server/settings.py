@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mega_rl
@@ -37,6 +38,7 @@ class ServerSettings:
     base_gpu: int = 0  # CUDA: the first of `tp` devices, counted in CUDA_VISIBLE_DEVICES
     seed: int = 0  # of requests without a sampling seed
     start_timeout_s: float = 600.0  # from start() to the first token
+    args: Mapping[str, object] = field(default_factory=dict)  # further ones, by SGLang's names; see `command_line`
 
     def __post_init__(self) -> None:
         """Check the address. Raises UserError for one that opens the server to every network of the machine."""
@@ -85,7 +87,22 @@ def arguments(settings: ServerSettings, port: int) -> list[str]:
             given["--mem-fraction-static"] = settings.mem_fraction
         flags += ["--enable-memory-saver"] if settings.memory_saver else []
         flags += ["--enable-deterministic-inference"] if settings.deterministic else []
-    return [*(str(part) for pair in given.items() for part in pair), *flags]
+    return [*(str(part) for pair in given.items() for part in pair), *flags, *command_line(settings.args)]
+
+
+def command_line(args: Mapping[str, object]) -> list[str]:
+    """Return arguments of SGLang by the names of its ServerArgs as words of its command line.
+
+    True is a flag, a list several words, a mapping JSON.
+    """
+    words: list[str] = []
+    for name, value in args.items():
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
 
 
 def environment(settings: ServerSettings, *, scratch: Path, packages: Path | None) -> dict[str, str]:

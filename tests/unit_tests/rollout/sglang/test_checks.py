@@ -84,7 +84,7 @@ def test_what_is_sent_does_not_depend_on_the_layout(checkpoints: dict[str, Path]
         ({"dtype": "bfloat16"}, "dtype='bfloat16', rollouts are to be in float32"),
         ({"dtype": "auto"}, "dtype='auto'"),
         ({"tp_size": 1}, "tp_size=1, rollout.sglang.server.tp is 2"),
-        ({"dp_size": 2}, "dp_size=2 must be 1"),
+        ({"dp_size": 2}, "dp_size=2 must be 1 without enable_dp_attention"),
         ({"pp_size": 2}, "pp_size=2 must be 1"),
         ({"quantization": "fp8"}, "quantization='fp8' must be None"),
         ({"speculative_algorithm": "EAGLE"}, "the draft model would keep its old weights"),
