@@ -23,6 +23,7 @@ DECIDED = {
     "base_gpu_id": "rollout.sglang.placement",
     "enable_memory_saver": "rollout.sglang.placement",
     "enable_deterministic_inference": "trainer.deterministic",
+    "enable_return_routed_experts": "rollout.sglang.return_routing",
     "random_seed": "trainer.seed",
     "skip_tokenizer_init": "nothing: tokens travel as ids",
     "skip_server_warmup": "nothing: a start ends with a real generation",

@@ -136,6 +136,11 @@ class SglangConfig:
     partial_rollout: bool = setting(
         False, "Let a weight update interrupt responses, which go on under the new weights; tokens carry their version."
     )
+    return_routing: bool = setting(
+        False,
+        "Servers report the experts that they gave each token, and the trainer's passes route it the same way; needs "
+        "engine.megatron.moe.routing_replay.",
+    )
     server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
     sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)
 

@@ -76,6 +76,16 @@ def test_arguments_reach_the_command_line() -> None:
     ]  # fmt: skip
 
 
+def test_experts_are_reported_where_they_are_replayed() -> None:
+    (line,) = check(load(None, [SGLANG, "rollout.sglang.return_routing=true"]), world_size=1)
+    assert "has no effect: it needs engine.backend=megatron with engine.megatron.moe.routing_replay=true" in line
+    replayed = ["engine.megatron.moe.routing_replay=true", "algorithm.old_logprobs=recompute"]
+    assert check(load(None, [SGLANG, "rollout.sglang.return_routing=true", *replayed]), world_size=1) == []
+    plain = ServerSettings(Path("m"), device="cuda")
+    assert "--enable-return-routed-experts" in arguments(replace(plain, return_routing=True), 1)
+    assert "--enable-return-routed-experts" not in arguments(plain, 1)
+
+
 @needs_sglang
 def test_names_are_those_of_the_installed_sglang() -> None:
     installation = find_sglang()

@@ -38,6 +38,7 @@ class ServerSettings:
     base_gpu: int = 0  # CUDA: the first of `tp` devices, counted in CUDA_VISIBLE_DEVICES
     seed: int = 0  # of requests without a sampling seed
     start_timeout_s: float = 600.0  # from start() to the first token
+    return_routing: bool = False  # requests may ask for the experts of their tokens
     args: Mapping[str, object] = field(default_factory=dict)  # further ones, by SGLang's names; see `command_line`
 
     def __post_init__(self) -> None:
@@ -74,7 +75,7 @@ def arguments(settings: ServerSettings, port: int) -> list[str]:
         "--tp-size": settings.tp,
         "--random-seed": settings.seed,
     }
-    flags = ["--skip-tokenizer-init"]
+    flags = ["--skip-tokenizer-init", *(["--enable-return-routed-experts"] if settings.return_routing else [])]
     if settings.device == "cpu":
         given["--attention-backend"] = "torch_native"
         given["--max-total-tokens"] = settings.max_total_tokens or _CPU_TOKENS

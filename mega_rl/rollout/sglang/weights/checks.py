@@ -65,6 +65,7 @@ class ExpectedServer:
     sent: tuple[SentTensor, ...]
     dtype: str  # of the server's weights: "float32"
     tp: int | None = None  # of a server that the run started; None: any
+    routing: bool = False  # it has to report the experts of tokens
 
 
 def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ...]:
@@ -112,6 +113,11 @@ def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list
         problems.append(
             f"dp_size={server.get('dp_size')!r} must be 1 without enable_dp_attention: weights reach one data-parallel "
             "replica only; start several servers instead"
+        )
+    if expected.routing and server.get("enable_return_routed_experts") is not True:
+        problems.append(
+            "does not report experts, and rollout.sglang.return_routing=true asks for them; start it with "
+            "--enable-return-routed-experts"
         )
     for name, (allowed, why) in _SETTINGS.items():
         if server.get(name) not in allowed:
