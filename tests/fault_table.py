@@ -204,7 +204,7 @@ ROLLOUT = (
     _fault(
         "rollout",
         "probes not compared",
-        "if not bool((difference[row] <= self.limit).all()):",
+        "if self.limits.exceeded(difference[row]):",
         "if False:",
         "rollout/sglang/test_sync.py -k probe",
     ),

@@ -29,7 +29,7 @@ from mega_rl.rollout.sglang.generation.engine import (
     SglangRolloutSettings,
 )
 from mega_rl.rollout.sglang.generation.results import Progress
-from mega_rl.rollout.sglang.generation.samples import Sampling
+from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.types import Prompt
@@ -85,7 +85,7 @@ def build_rollouts(
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
     connection = resources.enter_context(connect(plan, servers, actor=actor, world=world, colocated=colocated))
-    engine = _sglang_engine(config, world, connection)
+    engine = _sglang_engine(plan, world, connection)
     worker = BackgroundRolloutWorker(
         engine=engine,
         data_parallel=actor.data_parallel,
@@ -126,10 +126,10 @@ def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine
     )
 
 
-def _sglang_engine(config: Config, world: GroupRanks, connection: Connection) -> SglangRolloutEngine:
+def _sglang_engine(plan: RunPlan, world: GroupRanks, connection: Connection) -> SglangRolloutEngine:
     """The servers as this rank's rollout engine."""
-    rollout, sglang = config.rollout, config.rollout.sglang
-    path = Path(config.model.path)
+    rollout, sglang = plan.config.rollout, plan.config.rollout.sglang
+    path, moe = Path(plan.config.model.path), plan.models["actor"].hf.moe
     hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     return SglangRolloutEngine(
         connection.fleet,
@@ -149,6 +149,7 @@ def _sglang_engine(config: Config, world: GroupRanks, connection: Connection) ->
             concurrency=connection.concurrency,
             restarts=sglang.restarts,
             failed=FailedSamples(mask=sglang.failed_samples == "mask", max_share=sglang.max_failed_share),
+            routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
             token_versions=sglang.partial_rollout,
         ),
         progress=_ShownSamples(),

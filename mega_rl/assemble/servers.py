@@ -132,6 +132,8 @@ def _settings(plan: RunPlan, accelerator: Accelerator, *, mem_fraction: float) -
             base_gpu=base_gpu,
             seed=config.trainer.seed,
             start_timeout_s=sglang.start_timeout_s,
+            return_routing=sglang.return_routing,
+            args=sglang.server.args,
         )
 
     return settings

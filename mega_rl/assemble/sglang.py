@@ -182,6 +182,7 @@ def _weight_sync(
             sent=sent_tensors(actor.sharding, dtype),
             dtype=name_of(dtype),
             tp=None if rollout.sglang.urls else rollout.sglang.server.tp,
+            routing=rollout.sglang.return_routing,
         ),
         probe=probe if sync.probe_tokens else None,
         verify_interval=rollout.verify_interval,

@@ -215,6 +215,11 @@ _NEEDS = (
         "rollout.sglang.failed_samples=mask",
         lambda sglang: sglang.failed_samples == "mask",
     ),
+    Need(
+        ("rollout.sglang.return_routing",),
+        "engine.backend=megatron with engine.megatron.moe.routing_replay=true, which replays what servers report",
+        lambda config: config.engine.backend == "megatron" and config.engine.megatron.moe.routing_replay,
+    ),
     Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
     _within(
         "rollout.sglang.sync",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 
+from mega_rl.config.rules.servers import KEY
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server.installation import require_sglang
+from mega_rl.rollout.sglang.server.installation import Installation, argument_names, require_sglang
 from mega_rl.storage.disk import free_bytes
 
 
@@ -67,11 +69,22 @@ def check_servers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
         )
     try:
         if not sglang.urls:
-            require_sglang(device="" if config.trainer.device == "auto" else config.trainer.device)
+            installation = require_sglang(device="" if config.trainer.device == "auto" else config.trainer.device)
+            yield from _unknown_arguments(sglang.server.args, installation)
         elif sglang.keys_file:
             Keys.read(Path(sglang.keys_file))
     except UserError as error:
         yield f"rollout.sglang.keys_file: {error}" if sglang.urls else str(error)
+
+
+def _unknown_arguments(args: Mapping[str, object], installation: Installation) -> Iterator[str]:
+    names = argument_names(installation) if args else None
+    for name in args.keys() - names if names else ():
+        close = get_close_matches(name, names or (), n=1)
+        yield (
+            f"{KEY}.{name}: SGLang {installation.version} has no such argument"
+            + (f"; did you mean {close[0]}?" if close else "; its ServerArgs lists them")
+        )
 
 
 def check_folders(config: Config) -> Iterator[str]:

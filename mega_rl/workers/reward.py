@@ -1,4 +1,4 @@
-"""Reward role over texts: responses are decoded, scored once per replica, and the scores broadcast to its ranks."""
+"""Reward role over texts: the ranks of a replica share its responses, score each once, and exchange the scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.agreement import all_failures
 from mega_rl.protocols import Ranks
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.reward_calls import plan_call
@@ -35,8 +35,8 @@ class TextScorer(Protocol):
 class RewardWorker:
     """Reward role of one replica.
 
-    The scorer works on rank 0 of the replica and the scores are broadcast: one that is slow, random or a service sees
-    each response once, and all ranks of a replica train on the same numbers.
+    Each rank of the replica scores its share of the rows, every size-th one, and all get the sum: a scorer that is
+    slow, random or a service sees each response once, and all ranks of a replica train on the same numbers.
     """
 
     def __init__(
@@ -58,21 +58,23 @@ class RewardWorker:
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. The text that is scored is the
         response without the stop token that ended it (where `finished`). Failed samples are not scored: 0.
-        Raises RewardError on every rank of the run, naming prompt, response and cause.
+        Raises RewardError on every rank of the run, naming prompt, response and cause of the lowest rank's.
         """
         device = rollout.tokens.device
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         failure: RewardError | None = None
-        if self._replica.rank == 0:
-            rows = answered(rollout)
-            try:
-                row_scores = self._scorer.score_texts(texts(rollout, rows, prompts, self._decode))
-            except RewardError as error:
-                failure = error
-            else:
-                scores[rows] = torch.tensor(row_scores, dtype=torch.float32)
-        raise_together(failure, self._everyone, error=RewardError)
-        return self._replica.broadcast(scores.to(device))
+        # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
+        rows = answered(rollout)[self._replica.rank :: self._replica.size]
+        try:
+            row_scores = self._scorer.score_texts(texts(rollout, rows, prompts, self._decode))
+        except RewardError as error:
+            failure = error
+        else:
+            scores[rows] = torch.tensor(row_scores, dtype=torch.float32)
+        messages, _ = all_failures(None if failure is None else str(failure), self._everyone, most=1)
+        for rank, message in messages.items():
+            raise failure if failure is not None and rank == self._everyone.rank else RewardError(message)
+        return self._replica.sum(scores.to(device))
 
 
 class FunctionRewards:

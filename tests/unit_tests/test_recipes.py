@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from mega_rl.assemble.plan import RunPlan, engine_settings, roles_of
+from mega_rl.assemble.servers import device_share
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
+from mega_rl.config.schema import Config
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserErrors
 from mega_rl.preflight import host, preflight
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
+DEVICE = 80 * 10**9
 RECIPES = Path(__file__).parents[2] / "mega_rl" / "recipes"
 REAL_MODELS = [
     ("gsm8k_qwen3_0.6b_1gpu", "0.6b", 1),
@@ -37,6 +46,48 @@ def test_recipe_holds_for_its_model_and_world(name: str, size: str, world_size: 
     config = preflight(recipe, world_size=world_size)
     assert str(world_size) + "gpu" in name
     assert config.model.path in recipe.read_text()
+
+
+@pytest.mark.parametrize(("name", "size", "world_size"), REAL_MODELS)
+def test_recipe_fits_devices_of_80_gb(name: str, size: str, world_size: int) -> None:
+    """Weights, gradients, optimizer and rollouts, with a quarter of the device for activations and all the rest."""
+    config = load(RECIPES / f"{name}.yaml", [])
+    hf = parse_hf_config(qwen3_config(size))
+    plan = RunPlan(config, engine_settings(config), {"actor": cast(Any, SimpleNamespace(hf=hf))}, torch.bfloat16)
+    share = device_share(plan, total=DEVICE, world_size=world_size)
+    trainer = trainer_bytes(config, policy_parameters(plan, world_size), world_size)
+    assert trainer < 0.75 * DEVICE
+    if config.rollout.backend == "hf":
+        rows = min(config.rollout.hf.batch_size, config.trainer.prompts_per_step * config.rollout.n // world_size)
+        assert trainer + share.weights + 1.5 * rows * sequence_bytes(config, hf) < 0.75 * DEVICE
+        return
+    # With SGLang the trainer has left, and the cache holds at least eight whole sequences of each server.
+    cache = share.fraction(0.0) * DEVICE - share.weights
+    assert cache * config.rollout.sglang.server.tp > 8 * sequence_bytes(config, hf)
+
+
+def policy_parameters(plan: RunPlan, world_size: int) -> float:
+    """Number of parameters of the policy on the rank that has most."""
+    buckets = 2 * (plan.config.rollout.bucket_mib << 20)
+    size = 4 if plan.config.engine.backend == "fsdp" else 2
+    return (device_share(plan, total=DEVICE, world_size=world_size).policy - buckets) / size
+
+
+def trainer_bytes(config: Config, parameters: float, world_size: int) -> float:
+    """Static bytes of all roles on a rank: bf16 weights, FP32 gradients, FP32 main parameters and two moments."""
+    roles = roles_of(config)
+    trained = sum(role in ("actor", "critic") for role in roles)
+    if config.engine.backend == "fsdp":  # all of it FP32, in shards
+        return parameters * (16 * trained + 4 * (len(roles) - trained))
+    megatron = config.engine.megatron
+    replicas = world_size // (megatron.tp * megatron.pp)
+    return parameters * (trained * (2 + 4 + 12 / replicas) + 2 * (len(roles) - trained))
+
+
+def sequence_bytes(config: Config, hf: HFConfig) -> int:
+    """Bytes of the bf16 keys and values of one sequence at full length."""
+    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return 2 * 2 * hf.num_layers * hf.dims["kv"] * tokens
 
 
 def test_the_64_gpu_recipe_needs_its_layout() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from mega_rl.config.facts import ModelFacts, divisors, listed
+from mega_rl.config.rules.servers import server_arguments
 from mega_rl.config.schema import Config
 
 
@@ -21,6 +22,7 @@ def rollouts(config: Config) -> Iterator[str]:
     if config.rollout.backend != "sglang":
         return
     yield from _addresses(config)
+    yield from server_arguments(config)
     if sglang.sync.timeout_s >= trainer.timeout_s:
         yield (
             f"rollout.sglang.sync.timeout_s={sglang.sync.timeout_s:g} must be below "

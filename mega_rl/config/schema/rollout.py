@@ -73,6 +73,11 @@ class SglangServerConfig:
         min=0.0,
         max=0.95,
     )
+    args: dict[str, object] = setting(
+        {},
+        "Further arguments of SGLang, by the names of its ServerArgs: {ep_size: 8, kv_cache_dtype: fp8_e5m2}. true "
+        "sets a flag. Arguments that a setting of mega_rl decides, or that no weight update can follow, are refused.",
+    )
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,11 @@ class SglangConfig:
     )
     partial_rollout: bool = setting(
         False, "Let a weight update interrupt responses, which go on under the new weights; tokens carry their version."
+    )
+    return_routing: bool = setting(
+        False,
+        "Servers report the experts that they gave each token, and the trainer's passes route it the same way; needs "
+        "engine.megatron.moe.routing_replay.",
     )
     server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
     sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)

@@ -77,16 +77,22 @@ def test_what_the_function_sees() -> None:
     assert scores.tolist() == [0.5, 1.0, 1.5]
 
 
-def test_the_function_runs_once_and_all_ranks_get_its_scores() -> None:
-    calls = []
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_share_the_responses_and_all_get_every_score(size: int) -> None:
+    """Each response is scored once, on as many ranks as there are responses for; the order of rows stays."""
+    calls: list[tuple[int, str]] = []
+    together = threading.Barrier(min(size, 3))
 
     def function(prompt: str, response: str, answer: str) -> float:
-        calls.append(threading.get_ident())
-        return float(len(calls))
+        calls.append((threading.get_ident(), response))
+        if size >= 3:
+            together.wait(timeout=20)  # no rank waits for another's scores
+        return float(len(response))
 
-    results = score_on(3, function)
-    assert len(calls) == 3
-    assert all(isinstance(result, Tensor) and result.tolist() == [1.0, 2.0, 3.0] for result in results)
+    results = score_on(size, function)
+    assert sorted(response for _, response in calls) == ["", "50,51", "52,53,54"]
+    assert len({rank for rank, _ in calls}) == min(size, 3)
+    assert all(isinstance(result, Tensor) and result.tolist() == [5.0, 8.0, 0.0] for result in results)
 
 
 @pytest.mark.parametrize("value", [1, True, torch.tensor(2.0).numpy()[()]], ids=["int", "bool", "numpy"])
@@ -127,8 +133,8 @@ def test_a_function_that_raises_is_an_error_on_every_rank() -> None:
         assert "raised KeyError: 'é" in str(result)
         assert f"(at {__file__}:" in str(result)
         assert "prompt 17: '1+1='" in str(result)
-    assert isinstance(results[0], RewardError)
-    assert isinstance(results[0].__cause__, KeyError)
+    assert isinstance(results[1], RewardError)
+    assert isinstance(results[1].__cause__, KeyError)  # of the rank that scored the response
 
 
 def test_a_failure_on_one_replica_is_an_error_on_all() -> None:

@@ -19,7 +19,7 @@ from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
 from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
 from mega_rl.rollout.sglang.generation.rows import rollout_of
-from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
 from mega_rl.types import Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class SglangRolloutSettings:
     concurrency: int  # requests of this rank in flight at all servers together; the others wait their turn
     restarts: int  # times that servers are brought back for one generation
     failed: FailedSamples
+    routed: RoutedLayers | None = None  # samples for training report the experts of their tokens
     token_versions: bool = False  # responses may go on under later weights, and tokens carry their version
 
 
@@ -152,7 +153,9 @@ class SglangRolloutEngine:
             for prompt, index in zip(prompts, prompt_index, strict=True)
             for number in range(n)
         ]
-        sampled = Sampled(prompts, requests, replace(self._settings.sampling, greedy=greedy))
+        return_routing = self._settings.routed is not None and not greedy
+        sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
+        sampled = Sampled(prompts, requests, sampling)
         sampled.unserved = {request.key: Sample() for request in requests}
         deadline = time.monotonic() + self.deadline_s(len(requests))
         while sampled.unserved:
@@ -189,6 +192,7 @@ class SglangRolloutEngine:
             weight_version=self._version(),
             with_failed=any_failed,
             with_token_versions=self._settings.token_versions and not sampled.sampling.greedy,
+            routed=self._settings.routed if sampled.sampling.return_routing else None,
         )
 
     def _ask_again(self, sampled: Sampled) -> None:

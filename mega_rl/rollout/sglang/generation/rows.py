@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mega_rl.rollout.sglang.generation.samples import Key, Sample, SampleRequest
+from mega_rl.errors import RunError
+from mega_rl.rollout.sglang.generation.samples import Key, RoutedLayers, Sample, SampleRequest
 from mega_rl.types import Rollout
 
 
@@ -18,11 +19,14 @@ def rollout_of(
     weight_version: int,
     with_failed: bool,
     with_token_versions: bool,
+    routed: RoutedLayers | None = None,
 ) -> Rollout:
     """Return one row per request, in their order: prompt and response, right-padded with 0, on the host.
 
     A request without a sample is a row without a response. A row's version is its oldest token's; `weight_version`
-    where it has none.
+    where it has none. routed: samples carry the experts of their tokens; None: they do not.
+
+    Raises RunError for a sample whose experts are not those of `routed`.
     """
     answers = [samples.get(request.key, Sample()) for request in requests]
     lengths = [len(request.prompt) + len(answer.token_ids) for request, answer in zip(requests, answers, strict=True)]
@@ -51,7 +55,31 @@ def rollout_of(
         weight_version=_integers(versions),
         token_versions=rows(0, [answer.versions for answer in answers], torch.int64) if with_token_versions else None,
         failed=_integers([request.key not in samples for request in requests]).bool() if with_failed else None,
+        routing=None if routed is None else _routing(answers, routed, width=width),
     )
+
+
+def _routing(answers: Sequence[Sample], routed: RoutedLayers, *, width: int) -> Tensor:
+    """Return [B, width, L, K] int16, the experts of each token in each of L mixtures; -1 where no server knows them.
+
+    Unknown are padding, the last token of a response, which was never an input, and rows without a response.
+    """
+    mixtures = [layer for layer, mixed in enumerate(routed.mixtures) if mixed]
+    table = torch.full((len(answers), width, len(mixtures), routed.top_k), -1, dtype=torch.int16)
+    of_token = len(routed.mixtures) * routed.top_k
+    for row, answer in zip(table, answers, strict=True):
+        if not answer.token_ids:
+            continue
+        experts = torch.frombuffer(bytearray(answer.routing), dtype=torch.int32) if answer.routing else torch.zeros(0)
+        if not len(experts) or len(experts) % of_token or len(experts) > width * of_token:
+            raise RunError(
+                f"a server reported {len(experts)} experts for a response of {len(answer.token_ids)} tokens, and the "
+                f"model has {len(routed.mixtures)} layers with {routed.top_k} experts of each token: it serves another "
+                "model, or its routed experts have another form; set rollout.sglang.return_routing=false"
+            )
+        experts = experts.view(-1, len(routed.mixtures), routed.top_k)
+        row[: len(experts)] = experts[:, mixtures].to(torch.int16)
+    return table
 
 
 def _integers(values: Sequence[int]) -> Tensor:

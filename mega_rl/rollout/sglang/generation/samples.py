@@ -22,6 +22,14 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class RoutedLayers:
+    """Layers in which a server routes tokens to experts."""
+
+    mixtures: tuple[bool, ...]  # of each layer whether it is a mixture; the others report nothing of use
+    top_k: int  # experts of a token
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One sample of one prompt."""
 

@@ -7,6 +7,7 @@ is a CUDA build, and transformers in the trainer's process must not find it.
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import sys
@@ -42,6 +43,26 @@ def find_sglang(prefix: Path | None = None) -> Installation | None:
         return None
     distributions = importlib.metadata.distributions(name="sglang", path=[str(folder)])
     return Installation(next((one.version for one in distributions), "unknown"), folder)
+
+
+def argument_names(installation: Installation) -> frozenset[str] | None:
+    """Return the names of all arguments of this SGLang, read from its source; None where that is not as in 0.5.20."""
+    package = installation.folder / "sglang" if installation.folder else _package_folder()
+    files = sorted(package.glob("srt/arg_groups/fields/*.py")) if package else []
+    names = {
+        entry.target.id
+        for file in files
+        for node in ast.parse(file.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+        for entry in node.body
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+    }
+    return frozenset(names) or None
+
+
+def _package_folder() -> Path | None:
+    spec = importlib.util.find_spec("sglang")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:

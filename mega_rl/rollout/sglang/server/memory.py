@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import merge_failures
+from mega_rl.parallel.agreement import merge_failures, raise_together
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.ask_all import each
 from mega_rl.rollout.sglang.http.control import Control
@@ -66,7 +66,12 @@ class ServersMemory:
         failed = merge_failures(own, self._ranks)
         if not failed:
             return
-        self._pool.stop(list(failed))
+        failure: RunError | None = None
+        try:
+            self._pool.stop(list(failed))
+        except RunError as error:  # a process that SIGKILL does not end keeps its memory
+            failure = error
+        raise_together(failure, self._ranks, error=RunError)
         self._stopped |= failed.keys()
         reasons = "; ".join(failed.values())
         if len(self._stopped) == len(self._pool.endpoints):

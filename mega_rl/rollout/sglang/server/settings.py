@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mega_rl
@@ -38,6 +39,8 @@ class ServerSettings:
     base_gpu: int = 0  # CUDA: the first of `tp` devices, counted in CUDA_VISIBLE_DEVICES
     seed: int = 0  # of requests without a sampling seed
     start_timeout_s: float = 600.0  # from start() to the first token
+    return_routing: bool = False  # requests may ask for the experts of their tokens
+    args: Mapping[str, object] = field(default_factory=dict)  # further ones, by SGLang's names; see `command_line`
 
     def __post_init__(self) -> None:
         """Check the address. Raises UserError for one that opens the server to every network of the machine."""
@@ -73,7 +76,7 @@ def arguments(settings: ServerSettings, port: int) -> list[str]:
         "--tp-size": settings.tp,
         "--random-seed": settings.seed,
     }
-    flags = ["--skip-tokenizer-init"]
+    flags = ["--skip-tokenizer-init", *(["--enable-return-routed-experts"] if settings.return_routing else [])]
     if settings.device == "cpu":
         given["--attention-backend"] = "torch_native"
         given["--max-total-tokens"] = settings.max_total_tokens or _CPU_TOKENS
@@ -86,7 +89,22 @@ def arguments(settings: ServerSettings, port: int) -> list[str]:
             given["--mem-fraction-static"] = settings.mem_fraction
         flags += ["--enable-memory-saver"] if settings.memory_saver else []
         flags += ["--enable-deterministic-inference"] if settings.deterministic else []
-    return [*(str(part) for pair in given.items() for part in pair), *flags]
+    return [*(str(part) for pair in given.items() for part in pair), *flags, *command_line(settings.args)]
+
+
+def command_line(args: Mapping[str, object]) -> list[str]:
+    """Return arguments of SGLang by the names of its ServerArgs as words of its command line.
+
+    True is a flag, a list several words, a mapping JSON.
+    """
+    words: list[str] = []
+    for name, value in args.items():
+        words.append("--" + name.replace("_", "-"))
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
 
 
 def environment(settings: ServerSettings, *, scratch: Path, packages: Path | None) -> dict[str, str]:

@@ -26,7 +26,6 @@ from mega_rl.storage.safetensors_reader import CheckpointReader
 
 # Setting of a server -> the only values with which weights can be sent to it, and what else it would need.
 _SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
-    "dp_size": ((1, None), "weights reach one data-parallel replica only; start several servers instead"),
     "pp_size": ((1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
     "quantization": ((None, "", "unquant"), "weights are sent unquantised"),
     "speculative_algorithm": ((None, ""), "the draft model would keep its old weights"),
@@ -66,6 +65,7 @@ class ExpectedServer:
     sent: tuple[SentTensor, ...]
     dtype: str  # of the server's weights: "float32"
     tp: int | None = None  # of a server that the run started; None: any
+    routing: bool = False  # it has to report the experts of tokens
 
 
 def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ...]:
@@ -109,6 +109,16 @@ def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list
     problems = []
     if server.get("version") != SGLANG_VERSION:
         problems.append(f"runs SGLang {server.get('version')!r}; its endpoints are known for {SGLANG_VERSION} only")
+    if server.get("dp_size") not in (1, None) and server.get("enable_dp_attention") is not True:
+        problems.append(
+            f"dp_size={server.get('dp_size')!r} must be 1 without enable_dp_attention: weights reach one data-parallel "
+            "replica only; start several servers instead"
+        )
+    if expected.routing and server.get("enable_return_routed_experts") is not True:
+        problems.append(
+            "does not report experts, and rollout.sglang.return_routing=true asks for them; start it with "
+            "--enable-return-routed-experts"
+        )
     for name, (allowed, why) in _SETTINGS.items():
         if server.get(name) not in allowed:
             problems.append(f"{name}={server.get(name)!r} must be {allowed[0]!r}: {why}")

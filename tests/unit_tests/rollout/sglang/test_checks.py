@@ -84,7 +84,7 @@ def test_what_is_sent_does_not_depend_on_the_layout(checkpoints: dict[str, Path]
         ({"dtype": "bfloat16"}, "dtype='bfloat16', rollouts are to be in float32"),
         ({"dtype": "auto"}, "dtype='auto'"),
         ({"tp_size": 1}, "tp_size=1, rollout.sglang.server.tp is 2"),
-        ({"dp_size": 2}, "dp_size=2 must be 1"),
+        ({"dp_size": 2}, "dp_size=2 must be 1 without enable_dp_attention"),
         ({"pp_size": 2}, "pp_size=2 must be 1"),
         ({"quantization": "fp8"}, "quantization='fp8' must be None"),
         ({"speculative_algorithm": "EAGLE"}, "the draft model would keep its old weights"),
@@ -96,6 +96,20 @@ def test_a_setting_that_does_not_fit_is_named(checkpoints: dict[str, Path], chan
     path = checkpoints["qwen3"]
     (problem,) = mismatches(model_info(path), {**SERVER, **changes}, expected_for(path))
     assert found in problem
+
+
+def test_a_server_that_is_asked_for_experts_reports_them(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["qwen3_moe"]
+    expected = replace(expected_for(path), routing=True)
+    (problem,) = mismatches(model_info(path), SERVER, expected)
+    assert "does not report experts, and rollout.sglang.return_routing=true asks for them" in problem
+    assert mismatches(model_info(path), {**SERVER, "enable_return_routed_experts": True}, expected) == []
+
+
+def test_servers_with_data_parallel_attention_are_one_replica(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["qwen3"]
+    server = {**SERVER, "dp_size": 2, "enable_dp_attention": True}
+    assert mismatches(model_info(path), server, expected_for(path)) == []
 
 
 def test_the_short_name_of_a_dtype_is_the_dtype(checkpoints: dict[str, Path]) -> None:

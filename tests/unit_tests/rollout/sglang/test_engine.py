@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from mega_rl.rollout.sglang.generation.engine import (
     sampling_seed,
 )
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
-from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
 from mega_rl.types import Prompt
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
@@ -140,6 +141,28 @@ def test_greedy_is_asked_for() -> None:
     engine, _ = engine_over(fleet)
     generate(engine, greedy=True)
     assert fleet.asked[0][2].greedy
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_samples_that_train_are_asked_for_their_experts(greedy: bool) -> None:
+    def answer(requests: Sequence[SampleRequest], _: Any) -> Any:
+        result = served(requests)
+        for request in requests:
+            sample = result.samples[request.key]
+            inputs = len(request.prompt) + len(sample.token_ids) - 1
+            experts = torch.full((inputs, 2, 1), 3, dtype=torch.int32)
+            result.samples[request.key] = replace(sample, routing=experts.numpy().tobytes())
+        return result
+
+    fleet = ScriptedFleet(answer)
+    engine, _ = engine_over(fleet, routed=RoutedLayers((False, True), top_k=1))
+    rows = generate(engine, greedy=greedy)
+    assert [sampling.return_routing for _, _, sampling in fleet.asked] == [not greedy]
+    assert (rows.routing is None) == greedy
+    if not greedy:
+        assert rows.routing.shape == (*rows.tokens.shape, 1, 1)
+        known = rows.routing[..., 0, 0] == 3
+        assert torch.equal(known.sum(1), rows.lengths - 1)
 
 
 def test_lost_servers_are_brought_back_before_what_they_owe_is_asked_for_again() -> None:

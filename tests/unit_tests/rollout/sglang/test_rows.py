@@ -1,9 +1,14 @@
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.generation.rows import rollout_of
-from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest
+from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sample, SampleRequest
 
 REQUESTS = [
     SampleRequest((4, 0), (7, 8, 9), seed=1),
@@ -42,6 +47,42 @@ def test_fields_that_a_run_does_not_ask_for_are_absent() -> None:
     rows = rollout_of(REQUESTS, SAMPLES, weight_version=4, with_failed=False, with_token_versions=False)
     assert rows.failed is None
     assert rows.token_versions is None
+
+
+def routing_of(tokens: int, *, layers: int = 3, top_k: int = 2) -> tuple[Tensor, bytes]:
+    """Experts [tokens - 1, layers, top_k] and how a server sends them."""
+    experts = torch.arange((tokens - 1) * layers * top_k, dtype=torch.int32).view(tokens - 1, layers, top_k)
+    return experts, experts.numpy().tobytes()
+
+
+def test_experts_go_with_their_tokens_and_mixtures() -> None:
+    """The dense first layer is left out; padding, last tokens and failed rows are unknown."""
+    (long, long_bytes), (short, short_bytes) = routing_of(4), routing_of(3)
+    samples = {
+        (4, 0): replace(SAMPLES[4, 0], routing=long_bytes),
+        (6, 0): replace(SAMPLES[6, 0], routing=short_bytes),
+    }
+    rows = rollout_of(
+        REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
+        routed=RoutedLayers((False, True, True), top_k=2),
+    )  # fmt: skip
+    assert rows.routing is not None
+    assert (rows.routing.dtype, rows.routing.shape) == (torch.int16, (3, 4, 2, 2))
+    assert torch.equal(rows.routing[0, :3], long[:, 1:].short())
+    assert torch.equal(rows.routing[2, :2], short[:, 1:].short())
+    assert (rows.routing[0, 3:] == -1).all()
+    assert (rows.routing[1] == -1).all()
+    assert (rows.routing[2, 2:] == -1).all()
+
+
+@pytest.mark.parametrize("experts", [b"", routing_of(4, layers=4)[1], routing_of(9)[1]])
+def test_experts_of_another_model_are_an_error(experts: bytes) -> None:
+    samples = {key: replace(sample, routing=experts) for key, sample in SAMPLES.items()}
+    with pytest.raises(RunError, match=r"the model has 3 layers with 2 experts of each token: .*return_routing=false"):
+        rollout_of(
+            REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
+            routed=RoutedLayers((False, True, True), top_k=2),
+        )  # fmt: skip
 
 
 def test_no_requests_are_no_rows() -> None:

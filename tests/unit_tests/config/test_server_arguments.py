@@ -1,0 +1,97 @@
+"""Arguments of SGLang that a run passes through, and those that it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mega_rl.config.loader import load
+from mega_rl.config.rules import check
+from mega_rl.config.rules.servers import DECIDED, KEY, REFUSED
+from mega_rl.preflight.host import check_servers
+from mega_rl.rollout.sglang.server.installation import argument_names, find_sglang
+from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments
+from tests.helpers.sglang import needs_sglang
+
+SGLANG = "rollout.backend=sglang"
+
+
+def problems(*args: str, tp: int = 8) -> list[str]:
+    given = [f"{KEY}.{arg}" for arg in args]
+    return check(load(None, [SGLANG, f"rollout.sglang.server.tp={tp}", *given]), world_size=1)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("ep_size=8",),
+        ("enable_dp_attention=true", "dp_size=4", "ep_size=8", "moe_a2a_backend=deepep"),
+        ("kv_cache_dtype=fp8_e5m2", "chunked_prefill_size=4096", "cuda_graph_max_bs=64"),
+    ],
+)
+def test_these_run(args: tuple[str, ...]) -> None:
+    assert problems(*args) == []
+
+
+@pytest.mark.parametrize(
+    ("arg", "words"),
+    [
+        ("tp_size=2", f"{KEY}.tp_size: decided by rollout.sglang.server.tp; leave it out"),
+        ("mem_fraction_static=0.5", "decided by rollout.sglang.server.mem_fraction"),
+        ("nnodes=2", "not supported: the ranks of a server meet at a file and are processes of one host"),
+        ("pp_size=2", "not supported: weights are sent to each tensor-parallel rank"),
+        ("quantization=fp8", "not supported: weights are sent unquantised"),
+        ("speculative_algorithm=EAGLE", "not supported: the draft model would keep its old weights"),
+        ("disaggregation_transfer_backend=nixl", "prefill and decode of one response"),
+        ("trust_remote_code=true", "not supported: code of a checkpoint"),
+        ("disable_radix_cache=false", "an argument is on SGLang's command line or is not"),
+        (
+            "ep_size=3",
+            "ep_size=3 does not divide rollout.sglang.server.tp=8, whose ranks it is about; legal: 1, 2, 4, 8",
+        ),
+        ("dp_size=2", "dp_size=2 without enable_dp_attention: weights reach one data-parallel replica only"),
+        ("enable_dp_attention=true", "enable_dp_attention has no effect with dp_size=1"),
+    ],
+)
+def test_these_are_refused_with_the_reason(arg: str, words: str) -> None:
+    (line,) = problems(arg)
+    assert words in line
+
+
+def test_joined_servers_have_the_arguments_of_whoever_started_them() -> None:
+    joined = ["rollout.sglang.urls=[http://127.0.0.1:1]", "rollout.sglang.keys_file=k"]
+    (line,) = check(load(None, [SGLANG, *joined, f"{KEY}.page_size=16"]), world_size=1)
+    assert "has no effect: it needs servers that the run starts" in line
+
+
+def test_arguments_reach_the_command_line() -> None:
+    plain = ServerSettings(Path("m"), device="cuda")
+    args = {"ep_size": 8, "enable_dp_attention": True, "cuda_graph_bs": [1, 2], "json_model_override_args": {"a": 1}}
+    added = arguments(replace(plain, args=args), 1)[len(arguments(plain, 1)) :]
+    assert added == [
+        "--ep-size", "8", "--enable-dp-attention", "--cuda-graph-bs", "1", "2",
+        "--json-model-override-args", '{"a": 1}',
+    ]  # fmt: skip
+
+
+def test_experts_are_reported_where_they_are_replayed() -> None:
+    (line,) = check(load(None, [SGLANG, "rollout.sglang.return_routing=true"]), world_size=1)
+    assert "has no effect: it needs engine.backend=megatron with engine.megatron.moe.routing_replay=true" in line
+    replayed = ["engine.megatron.moe.routing_replay=true", "algorithm.old_logprobs=recompute"]
+    assert check(load(None, [SGLANG, "rollout.sglang.return_routing=true", *replayed]), world_size=1) == []
+    plain = ServerSettings(Path("m"), device="cuda")
+    assert "--enable-return-routed-experts" in arguments(replace(plain, return_routing=True), 1)
+    assert "--enable-return-routed-experts" not in arguments(plain, 1)
+
+
+@needs_sglang
+def test_names_are_those_of_the_installed_sglang() -> None:
+    installation = find_sglang()
+    assert installation is not None
+    names = argument_names(installation)
+    assert names is not None
+    assert (DECIDED.keys() | REFUSED.keys()) - names == {"config"}
+    (line,) = check_servers(load(None, [SGLANG, "trainer.device=cpu", f"{KEY}.ep_sizes=2"]), {})
+    assert line == f"{KEY}.ep_sizes: SGLang 0.5.20 has no such argument; did you mean ep_size?"
