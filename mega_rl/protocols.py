@@ -57,8 +57,17 @@ class LossOutput:
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
 
 
-# (outputs of the model on a micro-batch, the batch's per-token fields in the same shape) -> loss
-TokenLoss = Callable[[TokenOutputs, Mapping[str, Tensor]], LossOutput]
+class TokenLoss(Protocol):
+    """A loss of the tokens of a micro-batch."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Return whether the loss reads the entropy, which costs a third of the work on logits."""
+        ...
+
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], /) -> LossOutput:
+        """Return the loss from the model's outputs and the batch's per-token fields, all of one shape."""
+        ...
 
 
 # (a mini-batch, the model's outputs on its tokens) -> metrics; raises to stop an update before any weight changes
@@ -79,7 +88,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, batch: Rollout | Experience) -> TokenOutputs:
-        """Return log-probs and entropy (head "lm") or values ("value") of every response token; collective.
+        """Return log-probs (head "lm") or values ("value") of every response token; collective.
 
         [B, S] float32 on the host, equal on all ranks of the replica, 0 off the loss mask. `batch` holds this
         data-parallel rank's rows, on the host, equal on all ranks of the replica.
@@ -94,8 +103,8 @@ class Engine(Protocol):
         The loss is the sum of `loss` over micro-batches and data-parallel ranks, so the result depends neither on how
         rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
         clipping), `lr` and `num_microbatches`, equal on all ranks, and what the engine measures besides. `inspect`
-        gets the mini-batch and the outputs that `forward` would return for it, before any weight changes; its metrics
-        are added.
+        gets the mini-batch and the outputs that `forward` would return for it, and the entropy where the loss needs
+        it, before any weight changes; its metrics are added.
 
         Raises:
             NonFiniteGradientError: on all ranks alike, before any weight changes.

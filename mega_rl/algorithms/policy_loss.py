@@ -54,7 +54,8 @@ def ppo_policy_loss(
     elsewhere, even a NaN, touches neither loss nor gradient. entropy may be None when entropy_coef is 0.
 
     sums, besides those of `clipped_objective`: actor/loss, actor/policy_loss and actor/kl_loss, weighted as the loss;
-    token means of actor/entropy with entropy and of actor/ref_kl with a reference. maxima: actor/ratio_max.
+    token means of actor/entropy and of actor/ref_kl with a reference. maxima: actor/ratio_max. Without `entropy` the
+    metric is the mean of -logprob, whose expectation over tokens that this policy samples is the entropy.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; KL in the loss: Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
     assert entropy is not None or settings.entropy_coef == 0.0, "an entropy bonus needs the entropy"
@@ -64,11 +65,12 @@ def ppo_policy_loss(
     token_loss, sums = clipped_objective(log_ratio, advantages, token_weights=token_weights, settings=settings)
     loss = (loss_weights * token_loss).sum()
     sums["actor/policy_loss"] = loss.detach()
-    if entropy is not None:
+    if entropy is None:
+        sums["actor/entropy"] = -(token_weights * logprobs).sum().detach()
+    else:
         entropy = torch.where(active, entropy, 0.0)
         sums["actor/entropy"] = (token_weights * entropy).sum().detach()
-        if settings.entropy_coef > 0.0:
-            loss = loss - settings.entropy_coef * (loss_weights * entropy).sum()
+        loss = loss - settings.entropy_coef * (loss_weights * entropy).sum()
     if kl is not None:
         divergence = kl.estimator(logprobs, torch.where(active, kl.ref_logprobs, 0.0))
         kl_loss = kl.coef * (loss_weights * divergence).sum()

@@ -29,7 +29,8 @@ class MicroBatch:
     tokens: Tensor  # [1, T] or [b, S] int64
     position_ids: Tensor  # like tokens, int64, from 0 in every sequence
     targets: Tensor  # like tokens, int64: the token that position i predicts; 0 at sequence ends and on padding
-    cu_seqlens: Tensor | None  # [num_sequences + 1] int32, where packed sequences begin, zeros counted; None if padded
+    # [num_sequences + 1] int32 on the host, where packed sequences begin, zeros counted; None if padded
+    cu_seqlens: Tensor | None
     max_seqlen: int  # longest sequence, its zeros and a trailing dummy included
     rows: tuple[int, ...]  # rows of the batch, in order
     lengths: tuple[int, ...]  # their lengths, in tokens, without zeros
@@ -74,7 +75,7 @@ def pack(
         sequence_lengths.append(size - total)
     device = batch.tokens.device
     starts = torch.tensor([0, *sequence_lengths], dtype=torch.int64).cumsum(0)
-    cu_seqlens = starts.to(torch.int32).to(device)
+    cu_seqlens = starts.to(torch.int32)
     cells = _cells(rows, lengths, starts[: len(lengths)], device=device)
     places = _cells(range(len(sequence_lengths)), sequence_lengths, starts[:-1], device=device)
     return MicroBatch(
@@ -145,7 +146,7 @@ def _starts(micro: MicroBatch) -> tuple[Tensor, int]:
     """([rows] int64 flat position of each row's first token, columns) in the whole micro-batch, on the host."""
     if micro.cu_seqlens is None:
         return torch.arange(len(micro.rows), dtype=torch.int64) * micro.max_seqlen, micro.max_seqlen
-    bounds = micro.cu_seqlens.to("cpu", torch.int64)
+    bounds = micro.cu_seqlens.to(torch.int64)
     return bounds[: len(micro.rows)], int(bounds[-1])
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl import progress
+from mega_rl.accelerator.transfer import send
 from mega_rl.data.balancing import minimum_microbatches, plan_microbatches
 from mega_rl.data.packing import MicroBatch, pack, pad
 from mega_rl.data.zigzag import cut
@@ -71,14 +72,16 @@ def token_fields(batch: Rollout | Experience) -> list[str]:
 
 
 def to_device(micros: list[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """Yield the micro-batches one after the other on `device`, and report them as progress."""
+    """Yield the micro-batches one after the other on `device`, and report them as progress.
+
+    What the host reads of them stays on the host: where sequences begin, and the columns that a rank holds.
+    """
     for number, micro in enumerate(micros):
         progress.report(number, len(micros), unit="micro-batches")
         yield replace(
             micro,
-            tokens=micro.tokens.to(device),
-            position_ids=micro.position_ids.to(device),
-            targets=micro.targets.to(device),
-            cu_seqlens=None if micro.cu_seqlens is None else micro.cu_seqlens.to(device),
-            fields={name: value.to(device) for name, value in micro.fields.items()},
+            tokens=send(micro.tokens, device),
+            position_ids=send(micro.position_ids, device),
+            targets=send(micro.targets, device),
+            fields={name: send(value, device) for name, value in micro.fields.items()},
         )

@@ -96,5 +96,5 @@ def chosen_parts(**parts: bool) -> list[str]:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return each storage of `tensors` that has memory, by its address."""
-    return {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+    """Return each storage of `tensors` that has memory, by its identity."""
+    return {s._cdata: s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}

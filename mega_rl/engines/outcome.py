@@ -16,7 +16,6 @@ from mega_rl.protocols import LossOutput, Ranks
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 STEPS = "optimizer_steps"  # the number of an engine's state
-_OUTPUTS: Mapping[Head, tuple[str, ...]] = {"lm": ("logprobs", "entropy"), "value": ("values",)}
 
 
 class NonFiniteGradientError(RunError):
@@ -48,13 +47,15 @@ def collect(
     batch: Rollout | Experience,
     *,
     head: Head,
+    with_entropy: bool,
     combine: Callable[[Tensor], Tensor] = lambda full: full,
 ) -> TokenOutputs:
     """Return the outputs of all micro-batches, [B, S] float32 on the host, 0 off the loss mask.
 
-    `combine` makes a replica's outputs [n, B, S] from those of this rank, where a replica has several ranks.
+    `with_entropy`: a policy's micro-batches have it beside the log-probs. `combine` makes a replica's outputs [n, B, S]
+    from those of this rank, where a replica has several ranks.
     """
-    names = _OUTPUTS[head]
+    names = ["values"] if head == "value" else ["logprobs", "entropy"][: 1 + with_entropy]
     full = torch.zeros(len(names), *batch.tokens.shape)
     for result in results:
         for out, name in zip(full, names, strict=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,120 +17,118 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.models.attention_kernels import KERNELS
-from mega_rl.models.context_parallel import Attend, SharedSequences, attend_shared, shared_sequences
+from mega_rl.accelerator.transfer import send
+from mega_rl.models import varlen
+from mega_rl.models.attention_kernels import KERNELS, Kernel, sdpa_attention
+from mega_rl.models.context_parallel import SharedSequences, attend_shared, shared_sequences
+from mega_rl.models.length_classes import LengthClasses, attend_by_length
+from mega_rl.models.rope import ONE_ROW, TokenPositions
 
-SMALLEST_CLASS = 16  # tokens; shorter sequences share one length class
+HOST = torch.device("cpu")
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
-    """`PackedSeqParams` plus the index maps between the packed order and padded length classes.
+class PackedSequences(TokenPositions):
+    """Attention parameters of a packed micro-batch that one rank holds whole; `cu_seqlens_*` are on the host.
 
-    torch's kernels of every device know no variable lengths, so sequences of similar length are attended together as
-    one padded batch. Classes are powers of two, so less than half of a class is padding, and every layer and pass of a
-    micro-batch reuses these maps.
-
-    `classes[i]` is [n_i, m_i] int64: packed position of each padded slot (slots past a sequence's end repeat its last
-    token). `slots` is [T] int64: where each packed position lies in the concatenation of the flattened classes.
-    `filled` is [sum n_i*m_i] bool: slots that hold a token rather than padding.
+    Every layer and pass of a micro-batch uses the same ones.
     """
 
-    classes: list[Tensor] = field(default_factory=list)
-    slots: Tensor | None = None
-    filled: Tensor | None = None
+    device: torch.device = HOST
+    _bounds: Tensor | None = None
+    _classes: LengthClasses | None = None
+
+    @property
+    def bounds(self) -> Tensor:
+        """`cu_seqlens` on the device."""
+        if self._bounds is None:
+            self._bounds = send(self.cu_seqlens_q, self.device)
+        return self._bounds
+
+    @property
+    def classes(self) -> LengthClasses:
+        """Index maps of the sequences, padded in classes of similar length."""
+        if self._classes is None:
+            self._classes = LengthClasses.of(self.cu_seqlens_q, self.device)
+        return self._classes
 
 
 def packed_sequences(
-    cu_seqlens: Tensor, max_seqlen: int, *, cp_rank: int = 0, cp_size: int = 1
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    positions: Tensor | None = None,
+    device: torch.device | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
 ) -> PackedSequences | SharedSequences:
-    """Attention parameters of a packed micro-batch whose sequences end at `cu_seqlens` ([n+1] int32, from 0 to T).
+    """Attention parameters of a packed micro-batch whose sequences end at `cu_seqlens` ([n+1] int32 on the host).
 
-    With context parallelism `cu_seqlens` speaks of whole sequences, of which rank `cp_rank` holds its two chunks.
+    `positions` [T / cp] int64, on `device`, turn queries and keys; None where nothing asks for rotary angles. With
+    context parallelism `cu_seqlens` speaks of whole sequences, of which rank `cp_rank` holds its two chunks.
     """
+    device = device or HOST
     if cp_size > 1:
-        return shared_sequences(cu_seqlens, max_seqlen, cp_rank=cp_rank, cp_size=cp_size)
-    device = cu_seqlens.device
-    bounds = cu_seqlens.to("cpu", torch.int64)
-    starts, lengths = bounds[:-1], bounds.diff()
-    rounded = torch.clamp(2 ** torch.ceil(torch.log2(lengths.clamp(min=1).double())).long(), min=SMALLEST_CLASS)
-    classes, slots, filled = [], torch.empty(int(bounds[-1]), dtype=torch.int64), []
-    offset = 0
-    for size in rounded.unique().tolist():
-        members = (rounded == size).nonzero().flatten()
-        longest = int(lengths[members].max())
-        ramp = torch.arange(longest)
-        inside = ramp < lengths[members, None]  # [n, m]
-        position = starts[members, None] + torch.minimum(ramp, (lengths[members, None] - 1).clamp(min=0))
-        slot = offset + torch.arange(inside.numel()).view_as(inside)
-        slots[position[inside]] = slot[inside]
-        classes.append(position.to(device))
-        filled.append(inside.flatten())
-        offset += inside.numel()
+        return shared_sequences(
+            cu_seqlens, max_seqlen, positions=positions, device=device, cp_rank=cp_rank, cp_size=cp_size
+        )
     return PackedSequences(
-        qkv_format="thd",
+        qkv_format=ONE_ROW,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
-        classes=classes,
-        slots=slots.to(device),
-        filled=torch.cat(filled).to(device),
+        positions=positions,
+        device=device,
     )
 
 
-class _ToClasses(torch.autograd.Function):
-    """[T, ...] packed -> [slots, ...] padded; both directions are gathers.
+def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_size: int = 1) -> TokenPositions:
+    """Attention parameters as Transformer Engine's layers take them, on the device of `positions`.
 
-    The gradient of a padding slot is exactly zero: no real query sees a later slot, and the padding queries' outputs
-    are dropped. So the backward needs to read the real slots only.
+    Of context-parallel slices every boundary is that of the whole sequences, padding included.
     """
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, packed: Tensor, index: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return packed.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad.index_select(0, slots), None, None
-
-
-class _ToPacked(torch.autograd.Function):
-    """[slots, ...] padded -> [T, ...] packed; the inverse of `_ToClasses` on the real slots."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, padded: Tensor, index: Tensor, slots: Tensor, filled: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(index, filled)
-        return padded.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        index, filled = ctx.saved_tensors  # type: ignore[attr-defined]
-        shape = [filled.numel()] + [1] * (grad.dim() - 1)
-        return grad.index_select(0, index) * filled.view(shape), None, None, None
+    bounds = send(cu_seqlens, positions.device)
+    padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
+    return TokenPositions(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        positions=positions,
+        **padded,
+    )
 
 
-def attend_packed(attend: Attend, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+def attend_packed(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """[T, heads, E]: context of packed query [T, heads, D] in keys [T, groups, D] and values [T, groups, E].
 
-    Tokens attend within their own sequence: `attend` is given one length class after the other, each a batch.
+    Tokens attend within their own sequence: by torch's kernel for variable lengths where "sdpa" is asked for and that
+    kernel can run (`varlen.fits`), else by `kernel` in classes of similar length. Arguments as in `Kernel`.
     """
-    assert sequences.slots is not None
-    assert sequences.filled is not None
-    classes = sequences.classes
-    index = classes[0].flatten() if len(classes) == 1 else torch.cat([c.flatten() for c in classes])
-    padded = [_ToClasses.apply(x, index, sequences.slots) for x in (query, key, value)]
-    contexts, offset = [], 0
-    for shape in (c.shape for c in classes):
-        q, k, v = (x[offset : offset + shape.numel()].unflatten(0, shape).transpose(1, 2) for x in padded)
-        contexts.append(attend(q, k, v).transpose(1, 2).flatten(0, 1))
-        offset += shape.numel()
-    context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
-    return _ToPacked.apply(context, index, sequences.slots, sequences.filled)
+    if kernel is sdpa_attention and varlen.fits(query, value, sinks):
+        return varlen.attend_varlen(
+            query,
+            key,
+            value,
+            cu_seqlens=sequences.bounds,
+            max_seqlen=sequences.max_seqlen_q,
+            scale=scale,
+            window=window,
+        )
+    attend = partial(kernel, scale=scale, window=window, sinks=sinks)
+    return attend_by_length(attend, query, key, value, sequences.classes)
 
 
 class CoreAttention(MegatronModule):
@@ -198,13 +197,16 @@ class CoreAttention(MegatronModule):
 
         Padded: query [S, B, heads, D], key [S, B, groups, D], value [S, B, groups, E] -> [S, B, heads*E]; rows are
         right-padded, so the causal mask alone keeps padding out of every real token's context.
-        Packed: query [T, heads, D], key [T, groups, D], value [T, groups, E] -> [T, heads*E], `packed_seq_params` a
-        `PackedSequences`; tokens attend within their own sequence.
+        Packed: query [T, heads, D], key [T, groups, D], value [T, groups, E], or with a dimension of 1 behind T ->
+        [T, 1, heads*E]; tokens attend within their own sequence.
         """
         assert attention_bias is None
+        if packed_seq_params is None:
+            return self._attend_rows(query, key, value)
+        query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         if self.cp_group is not None:
-            assert packed_seq_params is None or isinstance(packed_seq_params, SharedSequences)
-            return attend_shared(
+            assert isinstance(packed_seq_params, SharedSequences)
+            context = attend_shared(
                 self._attend,
                 query,
                 key,
@@ -213,11 +215,20 @@ class CoreAttention(MegatronModule):
                 window=self.window,
                 sequences=packed_seq_params,
             )
-        if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        assert isinstance(packed_seq_params, PackedSequences)
-        return attend_packed(self._attend, query, key, value, packed_seq_params).flatten(1)
+        else:
+            assert isinstance(packed_seq_params, PackedSequences)
+            attend = partial(attend_packed, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
+            context = attend(self.kernel, query, key, value, packed_seq_params).flatten(1)
+        return context.unsqueeze(1)
+
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[S, B, heads*E]: context in a padded batch; shapes as in `forward`."""
+        if self.cp_group is not None:
+            return attend_shared(
+                self._attend, query, key, value, group=self.cp_group, window=self.window, sequences=None
+            )
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The kernel with what is this layer's; shapes as in `mega_rl.models.attention_kernels`."""

@@ -33,7 +33,8 @@ from mega_rl.errors import UserError
 from mega_rl.models.attention_choice import TE, Attention
 from mega_rl.models.heads import ValueHead
 from mega_rl.models.moe import ExpertRowParallelLinear, use_own_dispatchers
-from mega_rl.models.rope import set_llama3_frequencies
+from mega_rl.models.rope import PackedRotary, set_llama3_frequencies
+from mega_rl.models.self_attention import LatentAttention
 from mega_rl.models.specs import decoder_spec, mtp_spec
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
@@ -227,12 +228,22 @@ def build_chunks(
             chunk.embedding.register_forward_hook(_scale(hf.embedding_scale))
         if hf.rope.kind == "llama3":
             set_llama3_frequencies(chunk, hf)
+        order_angles(chunk)
         mark_tensor_parallel(chunk)
         unmark_whole_weights(chunk)
         mark_experts(chunk, layout, always=experts_apart)
         use_own_dispatchers(chunk, groups.collection)
         chunks.append(chunk.to(device=device))
     return chunks
+
+
+def order_angles(chunk: GPTModel) -> None:
+    """Give the rotary embeddings of a chunk, one for all layers or one in each latent attention, positions to go by."""
+    for module in chunk.modules():
+        if isinstance(module, LatentAttention):
+            module.rotary_pos_emb = PackedRotary(module.rotary_pos_emb, heads_only=True)
+    if hasattr(chunk, "rotary_pos_emb"):
+        chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
 
 
 def _scale(factor: float) -> Callable[[torch.nn.Module, Any, Tensor], Tensor]:

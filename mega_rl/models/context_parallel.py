@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mega_rl.accelerator.transfer import send
 from mega_rl.data.zigzag import held_positions
+from mega_rl.models.rope import ONE_ROW, TokenPositions
 
 # (query [n, heads, c, D], key [n, groups, m, D], value [n, groups, m, E]) -> [n, heads, c, E]: the queries are the last
 # c of m tokens.
@@ -29,8 +30,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
-class SharedSequences(PackedSeqParams):
-    """`PackedSeqParams` of whole sequences that a context-parallel group shares, plus the index maps of its slices.
+class SharedSequences(TokenPositions):
+    """Parameters of whole sequences that a context-parallel group shares, plus the index maps of its slices.
 
     Sequences of one length are attended together, so tokens are put in the order of lengths. `pieces[i]` is (number of
     sequences, tokens in one of their chunks). `sorted_queries` and `sorted_keys` are the places, in this rank's slice
@@ -44,15 +45,21 @@ class SharedSequences(PackedSeqParams):
     from_sorted_keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
 
-def shared_sequences(cu_seqlens: Tensor, max_seqlen: int, *, cp_rank: int, cp_size: int) -> SharedSequences:
+def shared_sequences(
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    positions: Tensor | None,
+    device: torch.device,
+    cp_rank: int,
+    cp_size: int,
+) -> SharedSequences:
     """Attention parameters of a packed micro-batch whose sequences, multiples of 2 * cp, end at `cu_seqlens`.
 
-    Every boundary ([n+1] int32, from 0 to T) is that of the whole, as Megatron-Core's rotary embedding and Transformer
-    Engine want it; the padding at the end of a sequence is part of it, which causality keeps away from its tokens.
+    Every boundary ([n+1] int32 on the host, from 0 to T) is that of the whole; the padding at the end of a sequence is
+    part of it, which causality keeps away from its tokens. `positions` [T / cp] int64, on `device`, as the index maps.
     """
-    device = cu_seqlens.device
-    bounds = cu_seqlens.to("cpu", torch.int64)
-    lengths = bounds.diff()
+    lengths = cu_seqlens.to(torch.int64).diff()
     order = lengths.argsort(stable=True)
     places = torch.cat([held_positions(lengths.tolist(), cp_rank=r, cp_size=cp_size) for r in range(cp_size)])
     from_keys = places.argsort()  # where each token of the whole is in the slices one after another
@@ -60,18 +67,17 @@ def shared_sequences(cu_seqlens: Tensor, max_seqlen: int, *, cp_rank: int, cp_si
     sorted_queries = _sorted_tokens(lengths // cp_size, order)
     sizes, counts = (x.tolist() for x in lengths.unique(return_counts=True))
     return SharedSequences(
-        qkv_format="thd",
+        qkv_format=ONE_ROW,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens,
-        cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
+        positions=positions,
         pieces=tuple((count, size // (2 * cp_size)) for count, size in zip(counts, sizes, strict=True)),
-        sorted_queries=sorted_queries.to(device),
-        from_sorted_queries=sorted_queries.argsort().to(device),
-        sorted_keys=sorted_keys.to(device),
-        from_sorted_keys=sorted_keys.argsort().to(device),
+        sorted_queries=send(sorted_queries, device),
+        from_sorted_queries=send(sorted_queries.argsort(), device),
+        sorted_keys=send(sorted_keys, device),
+        from_sorted_keys=send(sorted_keys.argsort(), device),
     )
 
 
@@ -142,7 +148,7 @@ def _row_order(held: int, cp_size: int, device: torch.device) -> tuple[Tensor, T
     """Places of a row's tokens in the ranks' slices of `held` tokens one after another, and the inverse."""
     length = held * cp_size
     places = torch.cat([held_positions([length], cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)])
-    return places.argsort().to(device), places.to(device)
+    return send(places.argsort(), device), send(places, device)
 
 
 class _Permute(torch.autograd.Function):

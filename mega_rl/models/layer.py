@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from mega_rl.models.norm import RMSNorm
+from mega_rl.models.rope import PackedRotary
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 BuildBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]
@@ -39,9 +40,9 @@ class DecoderLayer(TransformerLayer):
             self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.self_attn_bda: BuildBiasDropoutAdd = _normed(self.post_self_attn_layernorm, get_bias_dropout_add)
             self.mlp_bda: BuildBiasDropoutAdd = _normed(self.post_mlp_layernorm, get_bias_dropout_add)
-        self.rotary_pos_emb: RotaryEmbedding | None = None
+        self.rotary_pos_emb: PackedRotary | None = None
         if rope_theta is not None:
-            self.rotary_pos_emb = RotaryEmbedding(
+            rotary = RotaryEmbedding(
                 config.kv_channels,
                 rotary_percent=1.0,
                 rotary_interleaved=config.rotary_interleaved,
@@ -49,15 +50,15 @@ class DecoderLayer(TransformerLayer):
                 use_cpu_initialization=config.use_cpu_initialization,
                 cp_group=self.pg_collection.cp,
             )
+            self.rotary_pos_emb = PackedRotary(rotary)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return (hidden states [S, B, H], context); the layer's own rotary embedding replaces `rotary_pos_emb`."""
         if self.rotary_pos_emb is not None:
-            packed = kwargs.get("packed_seq_params") is not None
-            length = kwargs["rotary_pos_emb"].size(0)
-            if not packed:  # then upstream has cut the model's for this context-parallel rank
-                length *= self.pg_collection.cp.size()
-            kwargs["rotary_pos_emb"] = self.rotary_pos_emb(length, packed_seq=packed)
+            packed = kwargs.get("packed_seq_params")
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden, self.config, packed)
+            kwargs["rotary_pos_emb"] = self.rotary_pos_emb(length)
         return super().forward(*args, **kwargs)
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from mega_rl.accelerator.transfer import send
 from mega_rl.config.schema import MoeConfig
 from mega_rl.converters.architecture import Moe
 from mega_rl.data.packing import MicroBatch, token_places
@@ -172,12 +173,12 @@ class Routing:
         if self._routing is not None:
             chosen = torch.full((len(places), len(mixtures), self.moe.top_k), -1, dtype=torch.int16)
             chosen[real] = self._routing[:, mixtures][places[real]]
-            chosen = chosen.to(device)
+            chosen = send(chosen, device)
             replay = {mixture: chosen[:, i] for i, mixture in enumerate(mixtures)}
         return RoutedTokens(
-            real=real.to(device),
-            sequence=torch.where(real, number[row.clamp(max=len(number) - 1)], 0).to(device),
-            lengths=torch.tensor(micro.lengths or (1,), dtype=torch.float32, device=device),
+            real=send(real, device),
+            sequence=send(torch.where(real, number[row.clamp(max=len(number) - 1)], 0), device),
+            lengths=send(torch.tensor(micro.lengths or (1,), dtype=torch.float32), device),
             training=self._training,
             balance_weight=self._weight,
             replay=replay,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ def warm_start(
             for step in range(steps):
                 chosen = [order[(step * batch_size + i) % len(order)] for i in range(batch_size)]
                 batch = own_share(supervised_batch([demonstrations[i] for i in chosen]), engine)
-                metrics = engine.train_minibatch(batch, supervised_loss, lr=lr * learning_rate_factor(step, steps))
+                metrics = engine.train_minibatch(batch, SupervisedLoss(), lr=lr * learning_rate_factor(step, steps))
                 rounds.advance()
                 _log_loss(step, steps, metrics["sft/loss"])
         with progress.phase(f"saving {output}"):
@@ -71,10 +73,15 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def supervised_loss(outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
-    """Return the mean negative log-likelihood of the response tokens."""
-    assert outputs.logprobs is not None
-    return nll_loss(outputs.logprobs, loss_weights=fields["loss_weights"])
+@dataclass(frozen=True)
+class SupervisedLoss:
+    """The mean negative log-likelihood of the response tokens."""
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+        assert outputs.logprobs is not None
+        return nll_loss(outputs.logprobs, loss_weights=fields["loss_weights"])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:

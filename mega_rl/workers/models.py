@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,9 +32,12 @@ class PolicyLoss:
     on_policy: bool = False
     tis_cap: float = 0.0
 
+    @property
+    def needs_entropy(self) -> bool:
+        return self.settings.entropy_coef > 0.0
+
     def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
         assert outputs.logprobs is not None
-        assert outputs.entropy is not None
         old_logprobs = outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"]
         advantages, metrics = self._correct(old_logprobs, fields)
         loss = ppo_policy_loss(
@@ -69,6 +73,7 @@ class ValueLoss:
     """The clipped squared error of the critic (see `algorithms.value_loss`)."""
 
     value_clip: float
+    needs_entropy: ClassVar[bool] = False
 
     def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
         assert outputs.values is not None

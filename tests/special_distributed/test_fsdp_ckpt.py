@@ -65,7 +65,7 @@ def step(engine: Any, rows: Experience) -> dict[str, Tensor]:
     from tests.unit_tests.distributed.engine_cases import losses
 
     metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2)
-    outputs = engine.forward(rows)
+    outputs = engine.forward(rows, with_entropy=True)
     assert outputs.logprobs.any()
     found = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
     return {**found, "logprobs": outputs.logprobs, "entropy": outputs.entropy}

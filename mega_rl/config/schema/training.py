@@ -104,7 +104,11 @@ class AlgorithmConfig:
         True, "Divide group-centred rewards by their standard deviation (false: Dr. GRPO)."
     )
     whiten_advantages: bool = setting(True, "Whiten GAE advantages over the global batch.")
-    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", min=0.0)
+    entropy_coef: float = setting(
+        0.0,
+        "Weight of the entropy bonus; at 0 no entropy is computed, and its metric is the sampled tokens' mean -log p.",
+        min=0.0,
+    )
     loss_aggregation: str = setting(
         "token-mean",
         "How token losses become one number.",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from mega_rl.accelerator.transfer import send
 from mega_rl.errors import RunError
 from mega_rl.models.attention import PackedSequences, attend_packed, packed_sequences
 from mega_rl.models.attention_kernels import KERNELS
@@ -31,17 +32,21 @@ def attention_name(choice: str) -> str:
     return {**{kernel: f"mega_rl_{kernel}" for kernel in KERNELS}, "flash_attention_2": "flash_attention_2"}[choice]
 
 
-def attention_arguments(choice: str, cu_seqlens: Tensor | None, max_seqlen: int) -> dict[str, Any]:
+def attention_arguments(
+    choice: str, cu_seqlens: Tensor | None, max_seqlen: int, *, device: torch.device
+) -> dict[str, Any]:
     """Return the arguments that a model with attention `choice` needs in each forward besides its tokens.
 
-    cu_seqlens: [n+1] int32, where packed sequences begin, from 0 to T, on the model's device; None if padded.
-    max_seqlen: tokens of the longest sequence.
+    cu_seqlens: [n+1] int32 on the host, where packed sequences begin, from 0 to T; None if padded.
+    max_seqlen: tokens of the longest sequence. device: of the model.
     """
     if choice != "flash_attention_2":
-        return {"sequences": None if cu_seqlens is None else packed_sequences(cu_seqlens, max_seqlen)}
+        packed = None if cu_seqlens is None else packed_sequences(cu_seqlens, max_seqlen, device=device)
+        return {"sequences": packed}
     arguments: dict[str, Any] = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     if cu_seqlens is not None:
-        arguments |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        bounds = send(cu_seqlens, device)
+        arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         arguments |= {"max_length_q": max_seqlen, "max_length_k": max_seqlen}
     return arguments
 
@@ -81,17 +86,14 @@ def _attention(
             f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which attn_implementation={kernel} "
             "of engine.backend=fsdp does not compute; use engine.backend=megatron"
         )
-    attend = partial(
-        KERNELS[kernel],
-        scale=1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling,
-        # Qwen2-MoE leaves its windows to the mask.
-        window=getattr(module, "sliding_window", None) if sliding_window is None else sliding_window,
-        sinks=None,
-    )
+    scale = 1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling
+    # Qwen2-MoE leaves its windows to the mask.
+    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     if sequences is None:
-        return attend(query, key, value).transpose(1, 2), None
+        return KERNELS[kernel](query, key, value, scale=scale, window=window, sinks=None).transpose(1, 2), None
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return attend_packed(attend, query, key, value, sequences).unsqueeze(0), None
+    attend = partial(attend_packed, KERNELS[kernel], scale=scale, window=window, sinks=None)
+    return attend(query, key, value, sequences).unsqueeze(0), None
 
 
 for _kernel in KERNELS:

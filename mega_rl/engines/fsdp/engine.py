@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mega_rl.accelerator.transfer import send
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import EngineBase
@@ -57,13 +58,14 @@ class FSDPEngine(EngineBase):
         super().__post_init__()
         self.replica = SingleRank()
 
-    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+    def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
         with torch.no_grad():
-            on_device = zip(micros, to_device(micros, self.device), strict=True)
-            outputs = [self._token_outputs(micro, kept=_predicting(host, self.device)) for host, micro in on_device]
-        results = [Finished(micro, out, None) for micro, out in zip(micros, outputs, strict=True)]
-        return collect(results, batch, head=self.sharding.head)
+            results = [
+                Finished(micro, self._token_outputs(micro, there, with_entropy=with_entropy), None)
+                for micro, there in zip(micros, to_device(micros, self.device), strict=True)
+            ]
+        return collect(results, batch, head=self.sharding.head, with_entropy=with_entropy)
 
     def train_minibatch(
         self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
@@ -71,16 +73,19 @@ class FSDPEngine(EngineBase):
         assert self.optimizer is not None, f"engine {self.name} is frozen"
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
         self.optimizer.zero_grad()
-        results = []
-        for number, micro in enumerate(to_device(micros, self.device)):
-            self._expect_backward(is_last=number == len(micros) - 1)
-            outputs = self._token_outputs(micro, kept=_predicting(micros[number], self.device))
-            result = loss(outputs, micro.fields)
+        results: list[Finished] = []
+        for micro, there in zip(micros, to_device(micros, self.device), strict=True):
+            self._expect_backward(is_last=len(results) == len(micros) - 1)
+            outputs = self._token_outputs(micro, there, with_entropy=loss.needs_entropy)
+            result = loss(outputs, there.fields)
             result.loss.backward()
-            results.append(finished(micros[number], outputs, result))
+            results.append(finished(micro, outputs, result))
         metrics = reduce_losses(results, self.data_parallel)
         if inspect is not None:
-            metrics |= inspect(minibatch, collect(results, minibatch, head=self.sharding.head))
+            metrics |= inspect(
+                minibatch,
+                collect(results, minibatch, head=self.sharding.head, with_entropy=loss.needs_entropy),
+            )
         metrics["grad_norm"] = self._apply_gradients(lr)
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
@@ -143,25 +148,28 @@ class FSDPEngine(EngineBase):
             module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch, recurse=False)
             module.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
 
-    def _token_outputs(self, micro: MicroBatch, *, kept: Tensor | None) -> TokenOutputs:
-        """Return outputs for `micro.targets`, shaped like them, on the device; `kept` is what `_predicting` returns."""
-        arguments: dict[str, Any] = {"position_ids": micro.position_ids, "use_cache": False}
-        arguments |= attention_arguments(self.attention, micro.cu_seqlens, micro.max_seqlen)
+    def _token_outputs(self, micro: MicroBatch, there: MicroBatch, *, with_entropy: bool) -> TokenOutputs:
+        """Return outputs for `micro.targets`, shaped like them, on the device, where `there` is the micro-batch."""
+        arguments: dict[str, Any] = {"position_ids": there.position_ids, "use_cache": False}
+        arguments |= attention_arguments(self.attention, micro.cu_seqlens, micro.max_seqlen, device=self.device)
         if self.sharding.head == "value":
-            return TokenOutputs(values=self.model(micro.tokens, **arguments).squeeze(-1).float())
+            return TokenOutputs(values=self.model(there.tokens, **arguments).squeeze(-1).float())
+        # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
+        kept = send(_predicting(micro), self.device) if micro.packed else None
         if kept is not None:
             arguments["logits_to_keep"] = kept
-        logits = self.model(micro.tokens, **arguments).logits.flatten(0, 1)
-        targets = micro.targets.flatten()
+        logits = self.model(there.tokens, **arguments).logits.flatten(0, 1)
+        targets = there.targets.flatten()
         logprobs, entropy = vocab_parallel_logprobs_entropy(
             logits,
             targets if kept is None else targets[kept],
             group=None,
             vocab_size=self.sharding.hf.vocab_size,
             temperature=self.temperature,
+            with_entropy=with_entropy,
         )
-        assert entropy is not None
-        return TokenOutputs(logprobs=_placed(logprobs, kept, micro), entropy=_placed(entropy, kept, micro))
+        placed = None if entropy is None else _placed(entropy, kept, micro)
+        return TokenOutputs(logprobs=_placed(logprobs, kept, micro), entropy=placed)
 
     def _apply_gradients(self, lr: float) -> float:
         """Clip by the global norm and step; returns the norm before clipping."""
@@ -176,16 +184,13 @@ class FSDPEngine(EngineBase):
         return norm
 
 
-def _predicting(micro: MicroBatch, device: torch.device) -> Tensor | None:
-    """Return [N] int64 on the device, the flat positions that predict a token of the loss in a packed micro-batch.
+def _predicting(micro: MicroBatch) -> Tensor:
+    """Return [N] int64 flat positions whose output enters the loss, on the host where the micro-batch is.
 
-    One at least, for every rank needs a backward; None for padded ones, whose head reads all. `micro` is on the host: a
-    device that is asked for the number of positions keeps the host waiting.
+    One at least: every rank needs a backward.
     """
-    if not micro.packed:
-        return None
     positions = micro.fields["loss_mask"].flatten().nonzero().flatten()
-    return (positions if len(positions) else positions.new_zeros(1)).to(device, non_blocking=True)
+    return positions if len(positions) else positions.new_zeros(1)
 
 
 def _placed(values: Tensor, kept: Tensor | None, micro: MicroBatch) -> Tensor:

@@ -54,10 +54,11 @@ def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
 
 def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:
     """Return the L2 norm of all gradients, squares summed in float64; `ranks` are all of them; collective."""
+    own = (local(p.grad) for p in parameters if p.grad is not None and is_first_copy(p))
+    gradients = [gradient for gradient in own if gradient.numel()]
     total = torch.zeros((), dtype=torch.float64)
-    own = [local(p.grad) for p in parameters if p.grad is not None and is_first_copy(p)]
-    norms = [gradient.norm(dtype=torch.float32) for gradient in own if gradient.numel()]
-    if norms:  # added up where they are: a host that asked for each would wait for the device each time
+    if gradients:  # in one list of kernels and one copy, not one of each for every parameter
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)
         total = torch.stack(norms).double().square().sum().cpu()
     return math.sqrt(float(ranks.sum(total)))
 

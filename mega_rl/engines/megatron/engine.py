@@ -69,13 +69,14 @@ class MegatronEngine(EngineBase):
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
         self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.temperature, self.routing)
 
-    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+    def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
         if self.routing is not None:
             self.routing.begin(micros, width=batch.tokens.size(1), routing=batch.routing, training=False)
         with torch.no_grad():
-            results = self._schedule.run(self.chunks, micros, loss=None)
-        outputs = collect(results, batch, head=self.sharding.head, combine=self._combine)
+            results = self._schedule.run(self.chunks, micros, loss=None, with_entropy=with_entropy)
+        head = self.sharding.head
+        outputs = collect(results, batch, head=head, with_entropy=with_entropy, combine=self._combine)
         if self.routing is None:
             return outputs
         return replace(outputs, routing=self.routing.finish_forward(len(batch.tokens)))
@@ -97,10 +98,12 @@ class MegatronEngine(EngineBase):
                 sequences=int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens)))),
                 averaged=not self.config.calculate_per_token_loss,
             )
-        results = self._schedule.run(self.chunks, micros, loss=loss)
+        results = self._schedule.run(self.chunks, micros, loss=loss, with_entropy=loss.needs_entropy)
         metrics = self._reduce(results) | _rounding_error(self.chunks, GroupRanks(self.groups.world), self.device)
         if inspect is not None:
-            metrics |= inspect(minibatch, collect(results, minibatch, head=self.sharding.head, combine=self._combine))
+            head, with_entropy = self.sharding.head, loss.needs_entropy
+            outputs = collect(results, minibatch, head=head, with_entropy=with_entropy, combine=self._combine)
+            metrics |= inspect(minibatch, outputs)
         if self.routing is not None:
             metrics |= self.routing.finish_training()
         metrics["grad_norm"] = self._apply_gradients(self.optimizer, lr)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -17,12 +18,15 @@ from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.data.packing import MicroBatch
 from mega_rl.engines.microbatches import to_device
 from mega_rl.engines.outcome import Finished, finished
-from mega_rl.models.attention import packed_sequences
+from mega_rl.models.attention import packed_sequences, te_sequences
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
 from mega_rl.protocols import TokenLoss
 from mega_rl.types import TokenOutputs
+
+# (a micro-batch, the last stage's output) -> (loss, unused token count, result)
+Finish = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Finished]]
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,25 @@ class Schedule:
     routing: Routing | None  # of a mixture of experts
 
     def run(
-        self, chunks: Sequence[torch.nn.Module], micros: list[MicroBatch], *, loss: TokenLoss | None
+        self,
+        chunks: Sequence[torch.nn.Module],
+        micros: list[MicroBatch],
+        *,
+        loss: TokenLoss | None,
+        with_entropy: bool,
     ) -> list[Finished]:
         """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
 
-        With a loss: forward and backward, gradients finalised. Without: forward only.
+        With a loss: forward and backward, gradients finalised. Without: forward only. `with_entropy`: a policy's
+        outputs have the entropy, too.
         """
         layout = self.groups.layout
         # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
         scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
+        finish = partial(self._finish_microbatch, loss, scale, with_entropy)
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
         results: list[Finished] = schedule(
-            forward_step_func=partial(self._forward_step, chunks, loss, scale),
+            forward_step_func=partial(self._forward_step, chunks, finish),
             data_iterator=[to_device(micros, self.device) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(micros),
@@ -64,8 +75,7 @@ class Schedule:
     def _forward_step(
         self,
         chunks: Sequence[torch.nn.Module],
-        loss: TokenLoss | None,
-        scale: int,
+        finish: Finish,
         micros: Iterator[MicroBatch],
         model: torch.nn.Module,
     ) -> tuple[Tensor, Any]:
@@ -73,25 +83,37 @@ class Schedule:
         micro = next(micros)
         if self.routing is not None:
             self.routing.expect(next(i for i, chunk in enumerate(chunks) if chunk is model), self.device)
-        packed = None
-        if micro.cu_seqlens is not None:
-            at, layout = self.groups.coordinates, self.groups.layout
-            packed = packed_sequences(micro.cu_seqlens, micro.max_seqlen, cp_rank=at.cp_rank, cp_size=layout.cp)
-        output = model(micro.tokens, micro.position_ids, None, packed_seq_params=packed)
-        return output, partial(self._finish_microbatch, loss, scale, micro)
+        output = model(micro.tokens, micro.position_ids, None, packed_seq_params=self._sequences(micro))
+        return output, partial(finish, micro)
+
+    def _sequences(self, micro: MicroBatch) -> PackedSeqParams | None:
+        """Return the attention parameters of a packed micro-batch; None of a padded one."""
+        if micro.cu_seqlens is None:
+            return None
+        positions, cp_size = micro.position_ids.flatten(), self.groups.layout.cp
+        if self.sharding.spec == "te":
+            return te_sequences(micro.cu_seqlens, micro.max_seqlen, positions=positions, cp_size=cp_size)
+        return packed_sequences(
+            micro.cu_seqlens,
+            micro.max_seqlen,
+            positions=positions,
+            device=self.device,
+            cp_rank=self.groups.coordinates.cp_rank,
+            cp_size=cp_size,
+        )
 
     def _finish_microbatch(
-        self, loss: TokenLoss | None, scale: int, micro: MicroBatch, output: Tensor
+        self, loss: TokenLoss | None, scale: int, with_entropy: bool, micro: MicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Finished]:
         """Return (loss, unused token count, result) of the last stage's output, as the schedule wants it."""
         no_count = torch.zeros([], dtype=torch.int, device=output.device)
-        outputs = self._token_outputs(output, micro)
+        outputs = self._token_outputs(output, micro, with_entropy=with_entropy)
         if loss is None:
             return output.new_zeros([]), no_count, Finished(micro, outputs, None)
         result = loss(outputs, micro.fields)
         return result.loss * scale, no_count, finished(micro, outputs, result)
 
-    def _token_outputs(self, output: Tensor, micro: MicroBatch) -> TokenOutputs:
+    def _token_outputs(self, output: Tensor, micro: MicroBatch, *, with_entropy: bool) -> TokenOutputs:
         """Return outputs for `micro.targets`, shaped like them, from the head's output [b, S, V/tp] or [b, S, 1]."""
         if self.sharding.head == "value":
             return TokenOutputs(values=output.squeeze(-1).float())
@@ -102,6 +124,6 @@ class Schedule:
             group=self.groups.tp,
             vocab_size=self.sharding.hf.vocab_size,
             temperature=self.temperature,
+            with_entropy=with_entropy,
         )
-        assert entropy is not None
-        return TokenOutputs(logprobs=logprobs.view(shape), entropy=entropy.view(shape))
+        return TokenOutputs(logprobs=logprobs.view(shape), entropy=None if entropy is None else entropy.view(shape))

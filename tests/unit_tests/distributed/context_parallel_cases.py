@@ -85,7 +85,7 @@ def run_model(path: Path, parallel: dict[str, Any], **model: Any) -> dict[str, A
         result["start"] = exported(engine)
         for form, lr in (("packed", 0.0), ("padded", OPTIM.lr)):
             engine.batching = dataclasses.replace(engine.batching, packing=form == "packed", micro_batch_size=5)
-            outputs = engine.forward(batch)
+            outputs = engine.forward(batch, with_entropy=True)
             seen: list[torch.Tensor] = []
 
             def inspect(minibatch: Experience, said: Any, seen: list[torch.Tensor] = seen) -> dict[str, float]:

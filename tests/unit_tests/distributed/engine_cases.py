@@ -49,7 +49,7 @@ def run_case(
     with running_engine(replaced(config, "optim", clip_grad=0.0), head=head) as engine:
         _fill_value_head(engine)
         rows = own_rows(batch, engine)
-        outputs = engine.forward(rows)
+        outputs = engine.forward(rows, with_entropy=True)
         name = "values" if head == "value" else "logprobs"
         result["outputs"] = whole(getattr(outputs, name), engine)
         if head == "lm":

@@ -24,7 +24,7 @@ def no_groups(chunk: Any) -> None:
 
 def upstream_llama3(chunk: Any) -> None:
     """Megatron-Core's llama3 scaling has another original context length built in than this model has."""
-    rotary = chunk.rotary_pos_emb
+    rotary = chunk.rotary_pos_emb.rotary
     size = 2 * rotary.inv_freq.numel()
     plain = 1.0 / 1e4 ** (torch.arange(0, size, 2).float() / size)
     rotary.inv_freq = rotary._apply_scaling(plain, factor=8.0)

@@ -61,7 +61,7 @@ def _packed(
     bounds = torch.tensor([0, *rounded]).cumsum(0).to(torch.int32)
     local = [_spread(x, lengths, rounded, PADDING)[held].requires_grad_() for x in given]
     sequences = packed_sequences(bounds, max(rounded), cp_rank=rank, cp_size=size)
-    context = module(*local, None, packed_seq_params=sequences)
+    context = module(*local, None, packed_seq_params=sequences).squeeze(1)
     inside = _spread(torch.ones(sum(lengths)), lengths, rounded, 0.0)[held].bool()
     return _compared(
         module,
@@ -128,7 +128,7 @@ def leaks(collection: Any, variant: Variant, *, poison: float) -> list[str]:
 
     def everything(tensors: Sequence[Tensor]) -> list[Tensor]:
         *local, grad = (x.detach()[held].requires_grad_(i < 3) for i, x in enumerate(tensors))
-        context = module(*local, None, packed_seq_params=sequences)
+        context = module(*local, None, packed_seq_params=sequences).squeeze(1)
         return [context.detach(), *torch.autograd.grad(context, local, grad)]
 
     before = everything(inputs(lengths, variant))

@@ -195,7 +195,8 @@ def inspect_update(engine: Any, state: Callable[[Any], dict[str, torch.Tensor]])
     from mega_rl.errors import RunError
 
     rows = own_rows(random_experience(), engine)
-    expected, before = engine.forward(rows), state(engine)
+    expected, before = engine.forward(rows, with_entropy=True), state(engine)
+    assert engine.forward(rows).entropy is None, "nobody has asked for the entropy"
     seen: list[float] = []
 
     def stop(minibatch: Any, outputs: Any) -> dict[str, float]:

@@ -19,6 +19,7 @@ from mega_rl.errors import RunError
 from tests.helpers.attention_probe import AttentionProbe
 from tests.helpers.models import write_tiny_checkpoint
 
+CPU = torch.device("cpu")
 LENGTHS = (1, 20, 7, 33)  # in three length classes
 KERNELS = ("eager", "sdpa")
 # Four layers' sums of up to 64 float32 terms in another order; logits are about 2.
@@ -99,7 +100,7 @@ def test_every_family_as_transformers_computes_it(
             ]
             for form, bounds in forms:
                 with AttentionProbe() as probe:
-                    logits = form(found, attention.attention_arguments(kernel, bounds, max(LENGTHS)))
+                    logits = form(found, attention.attention_arguments(kernel, bounds, max(LENGTHS), device=CPU))
                 assert float((logits - expected).abs().max()) <= TOLERANCE, (kernel, form.__name__)
                 classes = 1 if bounds is None else 3
                 assert probe.ran == {kernel: classes * len(found.model.layers)}, form.__name__
@@ -113,7 +114,9 @@ def test_gradients(tmp_path: Path, attention: Any, family: str, kernel: str) -> 
     weights = torch.randn(sum(LENGTHS), 50, generator=torch.Generator().manual_seed(1))
     plain, ours = model(path, "eager"), model(path, attention.attention_name(kernel))
     (alone(plain) * weights).sum().backward()
-    (packed(ours, attention.attention_arguments(kernel, cu_seqlens(), max(LENGTHS))) * weights).sum().backward()
+    (
+        packed(ours, attention.attention_arguments(kernel, cu_seqlens(), max(LENGTHS), device=CPU)) * weights
+    ).sum().backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in ours.named_parameters():
         one, other = parameter.grad, expected[name]
@@ -139,7 +142,12 @@ def test_no_mask_of_all_pairs_is_made(tmp_path: Path, attention: Any) -> None:
     bounds = 8 * torch.arange(65, dtype=torch.int32)
     tokens, positions = torch.full((1, 512), 3), torch.arange(8).repeat(64)[None]
     with torch.no_grad(), Sizes():
-        found(tokens, position_ids=positions, use_cache=False, **attention.attention_arguments("sdpa", bounds, 8))
+        found(
+            tokens,
+            position_ids=positions,
+            use_cache=False,
+            **attention.attention_arguments("sdpa", bounds, 8, device=CPU),
+        )
     assert 0 < largest < 512 * 512
 
 
@@ -198,12 +206,12 @@ def test_a_model_that_loses_the_sequences_is_an_error(tmp_path: Path, attention:
 def test_flash_attention_is_told_of_packed_sequences(attention: Any) -> None:
     """In the words of transformers' own function, which takes nothing else of a packed row."""
     bounds = cu_seqlens()
-    found = attention.attention_arguments("flash_attention_2", bounds, 33)
+    found = attention.attention_arguments("flash_attention_2", bounds, 33, device=CPU)
     assert found.pop("deterministic") is False
     lengths: Sequence[Any] = [found[f"max_length_{side}"] for side in "qk"]
     assert lengths == [33, 33]
     assert all(found[f"cu_seq_lens_{side}"] is bounds for side in "qk")
-    assert attention.attention_arguments("flash_attention_2", None, 33) == {"deterministic": False}
+    assert attention.attention_arguments("flash_attention_2", None, 33, device=CPU) == {"deterministic": False}
     assert attention.attention_name("flash_attention_2") == "flash_attention_2"
     with pytest.raises(KeyError):
         attention.attention_name("flex_attention")

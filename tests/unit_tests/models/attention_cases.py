@@ -139,7 +139,7 @@ def packed(module: Any, lengths: Sequence[int], query: Tensor, key: Tensor, valu
 
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     context: Tensor = module(query, key, value, None, packed_seq_params=packed_sequences(bounds, max(lengths)))
-    return context
+    return context.squeeze(1)
 
 
 def padded(module: Any, lengths: Sequence[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -46,6 +46,9 @@ def nothing(outputs: Any, fields: Any) -> LossOutput:
     return LossOutput(loss=0.0 * outputs.logprobs.sum())
 
 
+nothing.needs_entropy = False  # type: ignore[attr-defined]
+
+
 def idle(checkpoint: str, layout: str, *, dispatcher: str = "alltoall") -> dict[str, Any]:
     """Two updates with overlapped reduction on three rows of one micro-batch each: some ranks have none."""
     config = config_of(Path(checkpoint), layout, dispatcher=dispatcher)

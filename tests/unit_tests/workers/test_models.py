@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,18 @@ def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
     found = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS)
     assert same(found, direct_policy_loss(kl_coef))
     assert ("actor/ref_kl" in found.sums) == (kl_coef is not None)
+
+
+def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
+    """Without a bonus the metric is the sampled tokens' mean -log p, and the loss is what it is with an entropy."""
+    loss = policy_loss(None)
+    assert loss.needs_entropy
+    assert not ValueLoss(value_clip=0.2).needs_entropy
+    free = replace(loss, settings=replace(SETTINGS, entropy_coef=0.0))
+    assert not free.needs_entropy
+    found = free(TokenOutputs(logprobs=LOGPROBS), FIELDS)
+    assert float(found.sums["actor/entropy"]) == pytest.approx(-float((BATCH.token_weights * LOGPROBS).sum()))
+    assert torch.equal(found.loss, free(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS).loss)
 
 
 def test_the_policy_loss_follows_the_coefficient() -> None:

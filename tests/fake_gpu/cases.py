@@ -1,0 +1,176 @@
+"""Engines on the fake device: models, layouts, and the passes that are watched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, MicrobatchConfig, ModelConfig, TrainerConfig
+from tests.fake_gpu.device import use_device_kernels
+from tests.fake_gpu.watch import DeviceTensors, Phase, Watch
+
+DENSE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+SMALL = {**DENSE, "vocab_size": 2048, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "intermediate_size": 512}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": DENSE,
+    "8b": {
+        **DENSE,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
+    "0.6b, 2 layers": {**DENSE, "vocab_size": 2048},
+    "0.6b, 4 layers": {**DENSE, "vocab_size": 2048, "num_hidden_layers": 4},
+    "dense": SMALL,
+    "moe": {
+        **SMALL,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mla": {
+        **SMALL,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+        "attention_bias": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine of one rank of a layout, and the batch that it gets."""
+
+    model: str
+    world: int = 1
+    rank: int = 0
+    layout: dict[str, Any] = field(default_factory=dict)
+    recompute: str = "none"
+    tokens: int = 1024  # of a micro-batch
+    length: int = 256
+    micros: int = 2
+    head: str = "lm"
+    entropy_coef: float = 0.0
+
+
+@dataclass
+class Run:
+    """An engine with the device that it is on."""
+
+    engine: Any
+    watch: Watch
+    case: Case
+
+    def batch(self) -> Any:
+        """Return rows that make `micros` full micro-batches of sequences of several lengths."""
+        from mega_rl.types import Experience
+
+        case = self.case
+        rows = case.tokens // case.length * case.micros
+        lengths = torch.full((rows,), case.length)
+        prompt = torch.full((rows,), case.length // 4)
+        tokens = torch.arange(rows * case.length).remainder(1000).view(rows, case.length)
+        weights = torch.full((rows, case.length), 1e-4)
+        return Experience.from_rows(
+            tokens, prompt_lengths=prompt, lengths=lengths, loss_weights=weights, token_weights=weights
+        )
+
+    def loss(self) -> Any:
+        """Return the loss of the actor, as a run has it, or of the critic."""
+        from mega_rl.algorithms.kl import k3
+        from mega_rl.algorithms.policy_loss import PolicyLossSettings
+        from mega_rl.workers.models import PolicyLoss, ValueLoss
+
+        if self.case.head == "value":
+            return ValueLoss(value_clip=0.2)
+        settings = PolicyLossSettings(clip_low=0.2, clip_high=0.28, entropy_coef=self.case.entropy_coef)
+        return PolicyLoss(settings, kl=None, kl_estimator=k3, on_policy=True)
+
+
+@contextlib.contextmanager
+def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
+    """Yield the engine of a case on the fake device; weights are as memory leaves them."""
+    from mega_rl.accelerator import prepare
+    from mega_rl.assemble import build_actor
+    from mega_rl.assemble.run import layout_of
+    from mega_rl.engines.megatron import build
+    from mega_rl.parallel import groups as process_groups
+
+    local = (
+        case.tokens
+        // config_size(case, "cp")
+        // (config_size(case, "tp") if case.layout.get("sequence_parallel") else 1)
+    )
+    watch.answers["_communicate_shapes"] = lambda: [local, 1, MODELS[case.model]["hidden_size"]]
+    (folder / "config.json").write_text(json.dumps(MODELS[case.model]))
+    config = Config(
+        engine=EngineConfig(megatron=MegatronConfig(**case.layout, transformer_impl="local")),
+        model=ModelConfig(path=str(folder), dtype="bf16", recompute=case.recompute),
+        trainer=TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(max_tokens=case.tokens)),
+    )
+    build.load_hf = lambda *_, **__: "nothing"  # type: ignore[assignment]
+    layout = layout_of(config, world_size=case.world)
+    dist.init_process_group("fake", rank=case.rank, world_size=case.world, store=FakeStore())
+    try:
+        groups = process_groups.initialize(layout, accelerator=prepare(), timeout_s=60.0)
+        process_groups.seed_model_parallel(0, groups)
+        use_device_kernels(watch.host_wait)
+        with DeviceTensors(allow_non_fake_inputs=True), watch:
+            yield Run(build_actor(config, groups, prepare(), head=case.head), watch, case)
+    finally:
+        process_groups.destroy()
+
+
+def config_size(case: Case, name: str) -> int:
+    """Return a size of the case's layout."""
+    return int(case.layout.get(name, 1))
+
+
+def report(phase: Phase) -> dict[str, Any]:
+    """Return a phase as JSON."""
+    return {**vars(phase), "waits": dict(sorted(phase.waits.items())), "kernels": dict(phase.kernels)}

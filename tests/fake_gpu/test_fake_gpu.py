@@ -1,0 +1,196 @@
+"""The whole engine on a fake GPU: one device at a time, no wait but those with a reason, and the memory that it needs.
+
+Starts one subprocess for all cases, since the device must be there before torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_gpu import guard
+
+pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
+
+SP = {"sequence_parallel": True}
+CASES: dict[str, dict[str, Any]] = {
+    "one": {"model": "dense"},
+    "recompute, entropy": {"model": "dense", "recompute": "full", "entropy_coef": 0.01},
+    "critic": {"model": "dense", "head": "value"},
+    "tp4-sp": {"model": "dense", "world": 8, "layout": {"tp": 4, **SP}},
+    "cp2": {"model": "dense", "world": 2, "layout": {"cp": 2}},
+    "first of pp2": {"model": "dense", "world": 2, "rank": 0, "layout": {"pp": 2}},
+    "last of pp2": {"model": "dense", "world": 2, "rank": 1, "layout": {"pp": 2}},
+    "mixture": {"model": "moe", "world": 4, "layout": {"tp": 2, "ep": 4, "etp": 1, **SP}},
+    "latent": {"model": "mla", "world": 4, "layout": {"tp": 2, "ep": 2, "etp": 1, **SP}},
+    "0.6b": {"model": "0.6b", "tokens": 16384, "length": 1024, "micros": 1},
+    "0.6b, 2 layers": {"model": "0.6b, 2 layers", "tokens": 16384, "length": 1024, "micros": 1},
+    "0.6b, 4 layers": {"model": "0.6b, 4 layers", "tokens": 16384, "length": 1024, "micros": 1},
+}
+PASSES = ("train", "forward", "export", "turn")
+
+# Waits that are allowed, by "file:function kind", and why.
+AT_THE_END = {
+    "mega_rl/engines/outcome.py:reduce_losses tolist": "the metrics of a mini-batch, when its last kernel is queued",
+    "mega_rl/engines/outcome.py:collect copy to the host": "log-probs leave when every micro-batch is queued",
+    "mega_rl/models/routing.py:finish_training copy to the host": "the experts' loads of a mini-batch, at its end",
+    "mega_rl/parallel/comm.py:_travelling copy to the host": "metrics of a mini-batch on their way to other ranks",
+    "mega_rl/parallel/comm.py:_reduce copy to the device": "and back",
+    "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32 item": "the norm decides whether weights may change",
+    "megatron/core/utils.py:local_multi_tensor_applier item": "Megatron-Core reads each gradient's norm where neither "
+    "Transformer Engine nor apex is there: once a step, behind the first of them nothing is queued",
+}
+IN_A_MIXTURE = {
+    "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize Event.synchronize": "the sizes of "
+    "messages to experts: the router's choice, which the host must know",
+    "megatron/core/transformer/moe/moe_utils.py:permute masked_select": "Megatron-Core's permutation without "
+    "Transformer Engine's kernels",
+}
+BETWEEN_STAGES = {
+    f"megatron/core/pipeline_parallel/p2p_communication.py:{place}": "shapes travel before tensors, of which packed "
+    "micro-batches have different sizes"
+    for place in (
+        "_communicate torch.cuda.synchronize",
+        "_communicate_shapes torch.cuda.synchronize",
+        "_communicate_shapes tolist",
+        "_communicate_shapes copy to the device",
+    )
+}
+IN_A_TURN = {
+    "mega_rl/engines/offload.py:offload copy to the host": "a turn ends when the memory is free",
+    "mega_rl/engines/offload.py:onload copy to the device": "and when it is filled again",
+}
+ALLOWED = AT_THE_END | IN_A_MIXTURE | BETWEEN_STAGES | IN_A_TURN
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What the program reports of every case, by its name, and of "probe"."""
+    arguments = ["probe", *(json.dumps(case) for case in CASES.values())]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu.program", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(arguments), done.stderr[-3000:]
+    return dict(zip(["probe", *CASES], lines, strict=True))
+
+
+def of(seen: dict[str, Any], case: str) -> dict[str, Any]:
+    """The report of a case that ran to its end."""
+    report: dict[str, Any] = seen[case]
+    assert "error" not in report, "\n".join(
+        line for line in report["error"].splitlines() if "registered at" not in line
+    )
+    return report
+
+
+def test_the_instrument_sees_each_kind(seen: dict[str, Any]) -> None:
+    """Waits of every kind, two devices in one operator, numbers that are not known, and memory that comes and goes."""
+    waits = {name: said for name, said in of(seen, "probe").items() if name not in ("memory", "seconds")}
+    kinds = {
+        name: [key.removeprefix("outside ") for key in said] for name, said in waits.items() if isinstance(said, dict)
+    }
+    assert kinds == {
+        "nothing": [],
+        "item": ["item"],
+        "tolist": ["tolist"],
+        "to the host": ["copy to the host"],
+        "nonzero": ["nonzero"],
+        "by a mask": ["indexing by a mask"],
+        "fill by a mask": [],
+        "synchronize": ["torch.cuda.synchronize"],
+        "event": ["Event.synchronize"],
+        "pageable": ["copy to the device from pageable memory"],
+        "pinned, blocking": ["copy to the device"],
+        "pinned, queued": [],
+        "number from the host": ["copy to the device"],
+    }
+    assert waits["two devices"] == "FakeTensorDeviceMismatchError"
+    assert waits["unknown"] == "UnknownValueError"
+    peak, left, maker = seen["probe"]["memory"]
+    assert (peak, left) == (8000, 0)  # two tensors of 1000 numbers
+    assert maker.startswith("add float32[1000]")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_for_reasons_alone(seen: dict[str, Any], case: str) -> None:
+    """And tensors of host and device never meet: a case in which they did would have ended there."""
+    report = of(seen, case)
+    waits = {wait for name in PASSES for wait in report[name]["waits"]}
+    assert sorted(waits - ALLOWED.keys()) == []
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("mixture", "latent") and "pp2" not in name])
+def test_no_layer_and_no_micro_batch_makes_the_host_wait(seen: dict[str, Any], case: str) -> None:
+    """Of a dense model on one stage: whatever waits does so when all micro-batches are queued."""
+    report = of(seen, case)
+    assert {wait for name in ("train", "forward") for wait in report[name]["waits"]} <= AT_THE_END.keys()
+    assert report["export"]["waits"] == {}
+
+
+def test_every_allowed_wait_is_one(seen: dict[str, Any]) -> None:
+    """A wait that has gone leaves the list."""
+    waits = {wait for case in CASES for name in PASSES for wait in of(seen, case)[name]["waits"]}
+    assert sorted(ALLOWED.keys() - waits) == []
+
+
+def test_packed_sequences_attend_by_their_lengths(seen: dict[str, Any]) -> None:
+    """By torch's kernel for variable lengths: once a layer and micro-batch, forward and backward."""
+    layers_and_micros = 2 * 2
+    for case in ("one", "critic", "tp4-sp", "mixture", "latent"):
+        kernels = of(seen, case)["train"]["kernels"]
+        assert kernels["torch_attn::_varlen_attn"] == layers_and_micros, case
+        assert kernels["torch_attn::_varlen_attn_backward"] == layers_and_micros, case
+        assert of(seen, case)["forward"]["kernels"] == {"torch_attn::_varlen_attn": layers_and_micros}, case
+    assert of(seen, "recompute, entropy")["train"]["kernels"]["torch_attn::_varlen_attn"] == 2 * layers_and_micros
+    assert of(seen, "cp2")["train"]["kernels"] == {}
+
+
+def test_memory_of_a_step(seen: dict[str, Any]) -> None:
+    """Qwen3-0.6B's sizes with 2 layers at 16384 tokens, by the sums that one can do by hand.
+
+    Of 187 million parameters: bf16 weights, FP32 gradients and FP32 main weights, 10 bytes each, and 8 of moments from
+    the first step on. The logits, [16384, 151936] in bf16, are there once, with their gradient in their place.
+    """
+    report = of(seen, "0.6b")
+    parameters = 151936 * 1024 + 2 * (1024 * (2048 + 2 * 1024) + 2048 * 1024 + 3 * 1024 * 3072 + 2 * 1024 + 256) + 1024
+    assert report["build"]["live"] == pytest.approx(10 * parameters, rel=2e-3)
+    assert report["train"]["live"] == pytest.approx(18 * parameters, rel=2e-3)
+    logits = 2 * 16384 * 151936
+    assert report["train"]["peak"] == pytest.approx(9.11e9, rel=0.03)
+    assert re.match(r"4\.979 GB: 1 x mm bfloat16\[16384, 151936\]", report["train"]["largest"][0])
+    temporaries = 0.35e9
+    assert report["forward"]["peak"] - report["train"]["live"] < logits + temporaries
+
+
+def test_memory_of_a_layer(seen: dict[str, Any]) -> None:
+    """Activations of a layer of Qwen3-0.6B at 16384 tokens: 0.96 GB."""
+    two, four = (of(seen, f"0.6b, {count} layers") for count in (2, 4))
+    grown = four["train"]["peak"] - two["train"]["peak"] - (four["build"]["live"] - two["build"]["live"])
+    assert grown / 2 == pytest.approx(0.96e9, rel=0.05)
+
+
+def test_a_turn_gives_everything_back(seen: dict[str, Any]) -> None:
+    """Weights, gradients and optimizer state: what is live after a step, up to tables and counters."""
+    report = of(seen, "0.6b")
+    assert report["turn"]["result"] == pytest.approx(report["train"]["live"], rel=0.01)
+
+
+def test_the_cases_are_cases() -> None:
+    """Every name of a case's settings is one, so that a misspelt layout cannot pass for another."""
+    from tests.fake_gpu.cases import Case
+
+    names = {field.name for field in dataclasses.fields(Case)}
+    assert all(case.keys() <= names for case in CASES.values())
