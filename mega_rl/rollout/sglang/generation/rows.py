@@ -55,25 +55,26 @@ def rollout_of(
         weight_version=_integers(versions),
         token_versions=rows(0, [answer.versions for answer in answers], torch.int64) if with_token_versions else None,
         failed=_integers([request.key not in samples for request in requests]).bool() if with_failed else None,
-        routing=None if routed is None else _routing(answers, routed, width=width),
+        routing=None if routed is None else _routing(answers, lengths, routed),
     )
 
 
-def _routing(answers: Sequence[Sample], routed: RoutedLayers, *, width: int) -> Tensor:
-    """Return [B, width, L, K] int16, the experts of each token in each of L mixtures; -1 where no server knows them.
+def _routing(answers: Sequence[Sample], lengths: Sequence[int], routed: RoutedLayers) -> Tensor:
+    """Return [B, S, L, K] int16, the experts of each token in each of L mixtures; -1 where no server knows them.
 
-    Unknown are padding, the last token of a response, which was never an input, and rows without a response.
+    lengths: of the rows, prompt and response. Unknown are padding, the last token of a response, which was never an
+    input, and rows without a response.
     """
     mixtures = [layer for layer, mixed in enumerate(routed.mixtures) if mixed]
-    table = torch.full((len(answers), width, len(mixtures), routed.top_k), -1, dtype=torch.int16)
+    table = torch.full((len(answers), max(lengths, default=0), len(mixtures), routed.top_k), -1, dtype=torch.int16)
     of_token = len(routed.mixtures) * routed.top_k
-    for row, answer in zip(table, answers, strict=True):
+    for row, answer, length in zip(table, answers, lengths, strict=True):
         if not answer.token_ids:
             continue
         experts = torch.frombuffer(bytearray(answer.routing), dtype=torch.int32) if answer.routing else torch.zeros(0)
-        if not len(experts) or len(experts) % of_token or len(experts) > width * of_token:
+        if len(experts) != (length - 1) * of_token:
             raise RunError(
-                f"a server reported {len(experts)} experts for a response of {len(answer.token_ids)} tokens, and the "
+                f"a server reported {len(experts)} experts for the {length - 1} inputs of a sample, and the "
                 f"model has {len(routed.mixtures)} layers with {routed.top_k} experts of each token: it serves another "
                 "model, or its routed experts have another form; set rollout.sglang.return_routing=false"
             )

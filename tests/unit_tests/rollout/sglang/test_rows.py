@@ -75,7 +75,9 @@ def test_experts_go_with_their_tokens_and_mixtures() -> None:
     assert (rows.routing[2, 2:] == -1).all()
 
 
-@pytest.mark.parametrize("experts", [b"", routing_of(4, layers=4)[1], routing_of(9)[1]])
+@pytest.mark.parametrize(
+    "experts", [b"", routing_of(4, layers=4)[1], routing_of(9)[1]], ids=["none", "four layers", "more tokens"]
+)
 def test_experts_of_another_model_are_an_error(experts: bytes) -> None:
     samples = {key: replace(sample, routing=experts) for key, sample in SAMPLES.items()}
     with pytest.raises(RunError, match=r"the model has 3 layers with 2 experts of each token: .*return_routing=false"):
