@@ -82,9 +82,9 @@ def train(rank: int, folder: str, name: str, kill: Kill, steps: int = STEPS) -> 
             kill_in_phase(trainer, mine)
         trainer.fit()
         weights = {
-            f"{worker.role} {key}": tensor
+            f"{worker.model.role} {key}": tensor
             for worker in (trainer.actor, trainer.critic)
-            for key, tensor in exported(worker.engine).items()
+            for key, tensor in exported(worker.model.engine).items()
         }
     if kill.background and log.exists():
         watch.seen = log.read_text().split()

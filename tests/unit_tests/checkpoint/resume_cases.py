@@ -101,9 +101,9 @@ def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, An
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     """Exported weights of actor and critic."""
     return {
-        f"{worker.role} {name}": tensor
+        f"{worker.model.role} {name}": tensor
         for worker in (trainer.actor, trainer.critic)
-        for name, tensor in exported(worker.engine).items()
+        for name, tensor in exported(worker.model.engine).items()
     }
 
 

@@ -149,7 +149,7 @@ def one_step(engine: str, root: Path) -> dict[str, bool]:
         sent = trainer.sync.publish()
         metrics = trainer.step(0)
         roles = (trainer.actor, trainer.critic, trainer.reference)
-        kernels = [role.engine.attention for role in roles] + [trainer.reward._engine.attention]
+        kernels = [role.model.engine.attention for role in roles] + [trainer.reward._engine.attention]
         return {
             "embedded rollouts": sent["sync/verified"] == 1.0 and metrics["rollout/logprob_diff_max"] < 1e-3,
             "critic": metrics["critic/grad_norm"] > 0.0,
