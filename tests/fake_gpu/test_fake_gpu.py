@@ -176,10 +176,10 @@ def test_memory_of_a_step(seen: dict[str, Any]) -> None:
 
 
 def test_memory_of_a_layer(seen: dict[str, Any]) -> None:
-    """Activations of a layer of Qwen3-0.6B at 16384 tokens: 0.96 GB."""
+    """Activations of a layer of Qwen3-0.6B at 16384 tokens: 0.82 GB, 0.14 less than with padded classes of lengths."""
     two, four = (of(seen, f"0.6b, {count} layers") for count in (2, 4))
     grown = four["train"]["peak"] - two["train"]["peak"] - (four["build"]["live"] - two["build"]["live"])
-    assert grown / 2 == pytest.approx(0.96e9, rel=0.05)
+    assert grown / 2 == pytest.approx(0.825e9, rel=0.03)
 
 
 def test_a_turn_gives_everything_back(seen: dict[str, Any]) -> None:
