@@ -48,7 +48,6 @@ MANY_METHODS: dict[str, int] = {
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
     "accelerator/cuda.py",
-    "accelerator/determinism.py",
     "accelerator/threads.py",
     "assemble/run.py",
     "checkpoint/saving/writer.py",
@@ -58,6 +57,7 @@ READ_THE_ENVIRONMENT = [
     "cli/verify.py",
     "converters/live/copying.py",
     "converters/offline/world.py",
+    "environment.py",
     "hub/node.py",
     "metrics/tracker_clients.py",
     "metrics/trackers.py",
@@ -68,7 +68,6 @@ READ_THE_ENVIRONMENT = [
     "rollout/sglang/server/launcher.py",
     "rollout/sglang/server/pool.py",
     "rollout/sglang/server/private_files.py",
-    "rollout/sglang/server/settings.py",
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",
@@ -152,8 +151,18 @@ def test_counts_only_fall(house: House, name: str) -> None:
 
 def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
     """It gets the sections that it reads; `hub` replaces names in a Config by folders, `plan` is of a whole run."""
-    above_or_beside = ("__init__", "api", "assemble", "cli", "config", "hub", "preflight", "quickstart", "verify")
-    above_or_beside += ("plan",)
+    above_or_beside = (
+        "__init__",
+        "api",
+        "assemble",
+        "cli",
+        "config",
+        "hub",
+        "plan",
+        "preflight",
+        "quickstart",
+        "verify",
+    )
     assert [name for name in house.config_takers if not name.startswith(above_or_beside)] == []
     assert any(name.startswith("assemble/") for name in house.config_takers)
 
