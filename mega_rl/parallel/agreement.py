@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -120,11 +120,11 @@ def run_on_all(work: Callable[[], Result], ranks: Ranks, *, beat_s: float = 5.0)
     return cast(Result, running.result)
 
 
-class _Running:
+class _Running(Generic[Result]):
     """Work on a thread of its own, which neither an exception nor a signal in the caller's thread waits for."""
 
-    def __init__(self, work: Callable[[], Any], *, name: str) -> None:
-        self.result: Any = None
+    def __init__(self, work: Callable[[], Result], *, name: str) -> None:
+        self.result: Result | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._thread.start()
@@ -134,13 +134,13 @@ class _Running:
         self._thread.join(seconds)
         return self._thread.is_alive()
 
-    def _run(self, work: Callable[[], Any]) -> None:
+    def _run(self, work: Callable[[], Result]) -> None:
         try:
             self.result = work()
         except BaseException as error:  # noqa: BLE001 - raised again on every rank
             self.error = error
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def _described(error: BaseException) -> dict[str, str | bool]:
     """Return an error as other ranks raise it."""
     return {"error": str(error), "user": isinstance(error, UserError)}

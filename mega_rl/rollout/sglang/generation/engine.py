@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -170,6 +169,11 @@ class SglangRolloutEngine:
 
         Raises on all ranks RolloutFailedError for failed samples, ServersLostError when the restarts are used up.
         """
+
+        def ask_again() -> None:
+            if sampled.unserved:
+                sampled.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(sampled.unserved))))
+
         for times in range(self._settings.restarts + 1):
             lost = self._lost_servers()
             unserved = int(self._everyone.sum(torch.tensor(len(sampled.unserved))))
@@ -183,7 +187,7 @@ class SglangRolloutEngine:
             if lost:
                 log.warning("servers %s are out of rotation: %s", lost, "; ".join(self._reasons()))
                 self._bring_back(lost)
-            run_on_all(partial(self._ask_again, sampled), self._everyone)
+            run_on_all(ask_again, self._everyone)
         any_failed = self._settle_failures(sampled)
         self._count(sampled)
         return rollout_of(
@@ -194,11 +198,6 @@ class SglangRolloutEngine:
             with_token_versions=self._settings.token_versions and not sampled.sampling.greedy,
             routed=self._settings.routed if sampled.sampling.return_routing else None,
         )
-
-    def _ask_again(self, sampled: Sampled) -> None:
-        """Ask for the samples without an answer once more. No collective."""
-        if sampled.unserved:
-            sampled.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(sampled.unserved))))
 
     def deadline_s(self, count: int) -> float:
         """Return the seconds that `count` samples may take: `timeout_s` for each round of `concurrency`."""
