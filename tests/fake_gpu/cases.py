@@ -136,8 +136,7 @@ class Run:
 def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
     """Yield the engine of a case on the fake device; weights are as memory leaves them."""
     from mega_rl.accelerator import prepare
-    from mega_rl.assemble import build_actor
-    from mega_rl.assemble.run import layout_of
+    from mega_rl.assemble import build_actor, layout_of
     from mega_rl.engines.megatron import build, engine
     from mega_rl.parallel import groups as process_groups
 
@@ -155,6 +154,7 @@ def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
     )
     engine.broadcast_json = lambda value, *_, **__: value  # type: ignore[assignment]  # nobody sends metrics
     build.load_hf = lambda *_, **__: "nothing"  # type: ignore[assignment]
+    process_groups._on_host = lambda group, *_, **__: group  # gloo has no world of one process
     layout = layout_of(config, world_size=case.world)
     dist.init_process_group("fake", rank=case.rank, world_size=case.world, store=FakeStore())
     try:
