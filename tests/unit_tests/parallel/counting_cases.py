@@ -55,14 +55,22 @@ def write_models(root: Path) -> None:
         write_checkpoint(root / name, tensors, files={"config.json": config})
 
 
+def _join_fake_world(rank: int, ranks: int) -> None:
+    """Join a world of which no other rank is there, and which gloo cannot have twins of."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mega_rl.parallel import groups
+
+    groups._on_host = lambda group, *_, **__: group
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
 @contextmanager
 def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 1, **settings: Any) -> Iterator[Any]:
     """The engine of one rank of a world of `ranks`, none of which but this is there.
 
     `settings` are those of `engine.megatron`, and `dtype`, `bucket_size`, `overlap`, `engine`, `fsdp`.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
@@ -93,7 +101,7 @@ def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 
     )
     sizes = {name: value for name, value in settings.items() if name != "overlap_p2p"}
     layout = ParallelLayout(world_size=ranks, **sizes)
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    _join_fake_world(rank, ranks)
     try:
         groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=60.0)
         process_groups.seed_model_parallel(0, groups)
@@ -244,7 +252,6 @@ def mixtures(root: str, *, ranks: int) -> dict[str, Any]:
 
 def construction(*, ranks: int) -> dict[str, float]:
     """Seconds and groups that joining a world takes."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from mega_rl.accelerator import prepare
 
@@ -252,7 +259,7 @@ def construction(*, ranks: int) -> dict[str, float]:
     from mega_rl.parallel import groups as process_groups
     from mega_rl.parallel.layout import ParallelLayout
 
-    dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
+    _join_fake_world(ranks - 1, ranks)
     try:
         layout = ParallelLayout(world_size=ranks, tp=8, pp=8, ep=8, etp=1, sequence_parallel=True)
         began = time.process_time()

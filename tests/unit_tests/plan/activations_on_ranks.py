@@ -80,6 +80,7 @@ def _kept(engine: Any, rows: Any) -> dict[str, float]:
         recording[0] = False  # its own tensors are [T], and what follows is the backward
         return losses("lm")(outputs, fields)
 
+    loss.needs_entropy = losses("lm").needs_entropy  # type: ignore[attr-defined]
     tokens = sum(micro.tokens.numel() for micro in engine.batching.split(rows, data_parallel=engine.data_parallel))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine.train_minibatch(rows, loss, lr=1e-3)

@@ -124,8 +124,8 @@ def engine_faults() -> dict[str, Any]:
             group["betas"] = (0.8, group["betas"][1])
         return optimizer
 
-    def wide_positions(self: Any, micro: Any, **more: Any) -> Any:
-        return token_outputs(self, replace(micro, position_ids=2 * micro.position_ids), **more)
+    def wide_positions(self: Any, micro: Any, there: Any, **more: Any) -> Any:
+        return token_outputs(self, micro, replace(there, position_ids=2 * there.position_ids), **more)
 
     return {
         "one weight": patch.object(build, "load", one_weight),
