@@ -23,6 +23,7 @@ GQA = {"num_key_value_heads": 2, "head_dim": 16}
 TOKENS = 16384
 # Bytes per token outside the layers: ids, targets, sums of log-probs, places in length classes.
 OTHERS = 40
+PLACES = 8  # of these, which layers that run again make again
 TOLERANCE = 0.02
 
 
@@ -62,10 +63,11 @@ def test_the_formula_is_what_autograd_keeps(
     layout = ParallelLayout(
         world_size=world_size, **{"etp": case.get("layout", {}).get("tp", 1), **case.get("layout", {})}
     )
-    planned = live[name]["tokens"] * sum(_per_token(hf, layout, case))
-    if case.get("recompute") == "full":  # the angles of packed tokens, once for all layers: 512 bytes of most models
-        planned += live[name]["tokens"] * 4 * hf.head_dim
-    assert planned == pytest.approx(live[name]["bytes"] - OTHERS * live[name]["tokens"], rel=TOLERANCE)
+    tokens, planned, others = live[name]["tokens"], sum(_per_token(hf, layout, case)), OTHERS
+    if case.get("recompute") == "full":
+        planned += 4 * hf.head_dim  # angles of packed tokens, once for all layers
+        others -= PLACES
+    assert tokens * planned == pytest.approx(live[name]["bytes"] - others * tokens, rel=TOLERANCE)
 
 
 def _per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any]) -> list[float]:
