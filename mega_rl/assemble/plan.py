@@ -18,7 +18,6 @@ from mega_rl.engines.build import build_engine, resolve_model
 from mega_rl.models.attention_choice import check_one_backend
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.groups import Groups
-from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
 log = logging.getLogger(__name__)
 
@@ -78,22 +77,6 @@ def build_actor(
         device_type=accelerator.device.type,
     )
     return build_engine(model, settings=settings, groups=groups, accelerator=accelerator)
-
-
-def layout_of(config: Config, *, world_size: int) -> ParallelLayout:
-    """The parallel layout of a run over `world_size` ranks."""
-    parallel = config.engine.megatron
-    return ParallelLayout(
-        world_size=world_size,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        cp=parallel.cp,
-        sequence_parallel=parallel.sequence_parallel,
-        ep=parallel.ep,
-        etp=parallel.etp or parallel.tp,
-        pipeline=parse_pipeline(parallel.pipeline) if parallel.pipeline else None,
-    )
 
 
 def engine_settings(config: Config) -> EngineSettings:

@@ -11,7 +11,6 @@ from pathlib import Path
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
-from mega_rl.assemble.plan import layout_of
 from mega_rl.assemble.trainer import build_trainer
 from mega_rl.config.schema import Config
 from mega_rl.metrics.summary import show_summary
@@ -19,6 +18,7 @@ from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.trainer import PPOTrainer
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.workers.reward_functions import RewardFunction
@@ -60,7 +60,7 @@ def running(
 @contextmanager
 def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
     """The process groups of a run, taken down at the end."""
-    layout = layout_of(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    layout = ParallelLayout.of_engine(config.engine, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     with deterministic(config.trainer.deterministic):
         with progress.phase(f"connecting {layout.world_size} ranks"):
             groups = process_groups.initialize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mega_rl.accelerator import Accelerator
-from mega_rl.assemble.plan import RunPlan, layout_of
+from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.sglang import name_of
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
@@ -19,6 +19,7 @@ from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserError
 from mega_rl.models.build import DTYPES
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.device_share import DeviceShare
@@ -169,7 +170,7 @@ def _policy_bytes(plan: RunPlan, world_size: int, count: int) -> int:
     config = plan.config
     if config.engine.backend == "fsdp":
         return 4 * count // (config.engine.fsdp.shard_ranks or world_size)  # shards are FP32
-    layout = layout_of(config, world_size=world_size)
+    layout = ParallelLayout.of_engine(config.engine, world_size=world_size)
     sharding = Sharding(plan.models["actor"].hf, layout)
     largest = max(
         sum(

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from mega_rl.config.schema import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,27 @@ class ParallelLayout:
             raise ValueError(
                 f"pipeline={list(self.pipeline)}: must be pp*vpp={self.num_stages} numbers of layers, none negative"
             )
+
+    @classmethod
+    def of_engine(cls, engine: EngineConfig, *, world_size: int, has_experts: bool = True) -> Self:
+        """Return the layout that the settings of an engine ask for, of models some of which may have experts.
+
+        Raises ValueError for sizes that do not fit.
+        """
+        if engine.backend == "fsdp":
+            return cls(world_size=world_size)
+        chosen = engine.megatron
+        return cls(
+            world_size=world_size,
+            tp=chosen.tp,
+            pp=chosen.pp,
+            vpp=chosen.vpp,
+            cp=chosen.cp,
+            sequence_parallel=chosen.sequence_parallel,
+            ep=chosen.ep,
+            etp=(chosen.etp or chosen.tp) if has_experts else 1,
+            pipeline=parse_pipeline(chosen.pipeline) if chosen.pipeline else None,
+        )
 
     @property
     def model_size(self) -> int:

@@ -10,7 +10,7 @@ from mega_rl.config.attention import Role
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
-from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
+from mega_rl.parallel.layout import ParallelLayout
 
 _BYTES = {"bf16": 2, "fp32": 4}
 
@@ -61,22 +61,9 @@ class RunSetup:
     @cached_property
     def layout(self) -> ParallelLayout:
         """Return the layout of every model. Raises ValueError for sizes that do not go together."""
-        world_size = self.machine.world_size
-        if self.config.engine.backend == "fsdp":
-            return ParallelLayout(world_size=world_size)
-        par = self.config.engine.megatron
-        mixed = any(model.hf.moe is not None for model in self.models.values())
-        return ParallelLayout(
-            world_size=world_size,
-            tp=par.tp,
-            pp=par.pp,
-            vpp=par.vpp,
-            cp=par.cp,
-            sequence_parallel=par.sequence_parallel,
-            ep=par.ep,
-            etp=(par.etp or par.tp) if mixed else 1,
-            pipeline=parse_pipeline(par.pipeline) if par.pipeline else None,
-        )
+        has_experts = any(model.hf.moe is not None for model in self.models.values())
+        engine, world_size = self.config.engine, self.machine.world_size
+        return ParallelLayout.of_engine(engine, world_size=world_size, has_experts=has_experts)
 
     @property
     def spec(self) -> Spec:

@@ -54,8 +54,8 @@ def quickstart(*, engine: str, seed: int, run_dir: Path) -> None:
     ]
     if engine != "megatron":
         overrides.append(setting("engine.backend", engine))
-    parallel = load(RECIPE, overrides).engine.megatron
-    layout = ParallelLayout(world_size=NUM_RANKS, tp=parallel.tp, pp=parallel.pp)
+    chosen = load(RECIPE, overrides).engine
+    layout = ParallelLayout.of_engine(chosen, world_size=NUM_RANKS, has_experts=False)
     prepare_folder(run_dir)
     with progress.phase(f"writing data and a fresh model to {run_dir}", announce=True):
         from mega_rl.quickstart import task  # brings torch and transformers in

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, MicrobatchConfig, ModelConfig, TrainerConfig
+from mega_rl.parallel.layout import ParallelLayout
 from tests.fake_gpu.device import use_device_kernels
 from tests.fake_gpu.watch import DeviceTensors, Phase, Watch
 
@@ -136,7 +137,7 @@ class Run:
 def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
     """Yield the engine of a case on the fake device; weights are as memory leaves them."""
     from mega_rl.accelerator import prepare
-    from mega_rl.assemble import build_actor, layout_of
+    from mega_rl.assemble import build_actor
     from mega_rl.engines.megatron import build, engine
     from mega_rl.parallel import groups as process_groups
 
@@ -155,7 +156,7 @@ def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
     engine.broadcast_json = lambda value, *_, **__: value  # type: ignore[assignment]  # nobody sends metrics
     build.load_hf = lambda *_, **__: "nothing"  # type: ignore[assignment]
     process_groups._on_host = lambda group, *_, **__: group  # gloo has no world of one process
-    layout = layout_of(config, world_size=case.world)
+    layout = ParallelLayout.of_engine(config.engine, world_size=case.world)
     dist.init_process_group("fake", rank=case.rank, world_size=case.world, store=FakeStore())
     try:
         groups = process_groups.initialize(layout, accelerator=prepare(), timeout_s=60.0)

@@ -5,6 +5,7 @@ On a CPU they are forked from one process that has imported what they need; CUDA
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from torch.distributed import TCPStore
 from mega_rl.accelerator.gpus import HIDDEN, gpu_for_each
 
 GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
+LAST_WORDS = 4000  # characters of a rank's standard error that a failure shows
 
 
 class RanksFailed(AssertionError):
@@ -88,6 +90,10 @@ def _traceback(directory: Path, rank: int) -> Path:
     return directory / f"traceback{rank}.txt"
 
 
+def _stderr(directory: Path, rank: int) -> Path:
+    return directory / f"stderr{rank}.txt"
+
+
 def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str, str | None]:
     return {
         "RANK": str(rank),
@@ -121,6 +127,9 @@ def _child(
     _set_environment(environment)
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
+    with _stderr(directory, rank).open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)  # a rank that aborts leaves the reason of the library that did, and its own stack
     try:
         result = function(rank, *args)
         torch.save(result, _result(directory, rank))
@@ -149,7 +158,8 @@ def _failure(processes: list[BaseProcess], directory: Path, *, timeout_s: float)
         if path.exists():
             lines.append(f"rank {rank} raised:\n{path.read_text(encoding='utf-8')}")
         elif process.exitcode is not None and process.exitcode < 0:
-            lines.append(f"rank {rank} died of {signal.Signals(-process.exitcode).name}")
+            said = _stderr(directory, rank).read_text("utf-8", errors="replace")[-LAST_WORDS:]
+            lines.append(f"rank {rank} died of {signal.Signals(-process.exitcode).name}:\n{said}")
         elif process.exitcode not in (None, 0):
             lines.append(f"rank {rank} exited with {process.exitcode}")
     waiting = [str(rank) for rank, process in enumerate(processes) if process.is_alive()]
