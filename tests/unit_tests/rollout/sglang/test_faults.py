@@ -62,7 +62,9 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     end = time.monotonic() + 5
     while (left := set(threading.enumerate()) - threads) or process.num_fds() > descriptors:
-        assert time.monotonic() < end, (left, process.net_connections(), process.open_files())
+        if time.monotonic() > end:
+            sockets = [(c.fd, c.laddr, c.raddr, c.status) for c in process.net_connections()]
+            pytest.fail(f"left: {left}, {sockets}, {[file.path for file in process.open_files()]}")
         time.sleep(0.02)
 
 
