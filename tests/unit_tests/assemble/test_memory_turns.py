@@ -251,7 +251,7 @@ def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStac
     """An actor, a critic, a reference and a reward model, whose sum a device does not have: every turn's sum."""
     roles = {"critic": CRITIC, "reward": REFERENCE}
     together = Colocation(resources)
-    with pytest.raises(OvercommitError, match=r"critic optimizer wants 11\.5 of 80\.0 GiB, held: .*'actor"):
+    with pytest.raises(OvercommitError, match=r"reward parameters wants 7\.6 of 80\.0 GiB, held: .*'critic opt"):
         together.build_roles(**roles)
     run = Colocation(resources)
     run.build_roles(one_at_a_time=True, **roles)
