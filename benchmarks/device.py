@@ -65,7 +65,7 @@ EXPECTED = (
     Expected("head", "peak_bytes_per_logit", None, 2.6, "bf16 logits, whose memory the gradient takes over"),
     Expected("sums", "of_copy", 0.6, None, "bandwidth of the FP32 sum against that of a copy"),
     Expected("offload", "pinned_off_gb_s", 45, None, "PCIe 5 x16 into kept, pinned memory"),
-    Expected("offload", "off_gb_s", 2, 60, "the engine's own copies: pageable memory gives 3 to 6"),
+    Expected("offload", "kept_off_gb_s", 45, None, "the engine's own copies, into places made before"),
     Expected("ipc", "gb_s", 20, None, "a bucket of 256 MiB handed to another process and copied there"),
     Expected("ipc", "left_bytes", None, 0, "all shared memory is free again"),
     Expected("rollout", "ms_per_token", 10, 25, "the embedded engine at 0.6B: bound by launches"),

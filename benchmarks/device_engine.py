@@ -134,7 +134,9 @@ def step(*, tiny: bool) -> Iterator[Record]:
             batch = experience(tokens, SHAPES[name].vocab)
             timings = _timings(engine, batch, loss, rounds=1 if tiny else 3)
             yield {"shape": name, "recompute": recompute} | _speeds(SHAPES[name], batch.lengths.tolist(), *timings)
-            yield {"shape": name} | _turn(engine)
+            yield {"shape": name} | _turn(engine)  # makes the places on the host
+            engine.train_minibatch(batch, loss, lr=1e-6)
+            yield {"shape": name} | {f"kept_{key}": value for key, value in _turn(engine).items()}
 
 
 def _timings(engine: Any, batch: Any, loss: Any, *, rounds: int) -> tuple[float, float]:

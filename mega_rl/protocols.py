@@ -74,18 +74,31 @@ class TokenLoss(Protocol):
 Inspect = Callable[[Experience, TokenOutputs], Metrics]
 
 
-class Engine(Protocol):
-    """One model with its gradients and optimizer state, spread over the ranks of a layout."""
+class StatefulModel(Protocol):
+    """A model whose state a checkpoint keeps."""
 
-    @property
-    def data_parallel(self) -> Ranks:
-        """Replicas of this model."""
+    def state(self) -> EngineState:
+        """Return this rank's pieces of weights and optimizer state, views of live memory, and counters; collective.
+
+        Names are the engine's own: "weights/decoder.layers.3...". Optimizer state is there from the start, as zeros.
+
+        Raises:
+            RuntimeError: parameters or optimizer state have been given back.
+            UserError: a module has state that checkpoints cannot keep.
+        """
         ...
 
-    @property
-    def replica(self) -> Ranks:
-        """The ranks that together hold one copy of this model."""
+    def resume_from(self, numbers: Mapping[str, int | float]) -> None:
+        """Go on from the bytes written into the pieces of `state`, with the numbers that were saved; collective.
+
+        Raises:
+            UserError: on all ranks alike, the numbers are not an engine's.
+        """
         ...
+
+
+class ModelPasses(Protocol):
+    """The computations of a model."""
 
     def forward(self, batch: Rollout | Experience) -> TokenOutputs:
         """Return log-probs (head "lm") or values ("value") of every response token; collective.
@@ -111,29 +124,24 @@ class Engine(Protocol):
         """
         ...
 
+
+class Engine(ModelPasses, StatefulModel, Protocol):
+    """One model with its gradients and optimizer state, spread over the ranks of a layout."""
+
+    @property
+    def data_parallel(self) -> Ranks:
+        """Replicas of this model."""
+        ...
+
+    @property
+    def replica(self) -> Ranks:
+        """The ranks that together hold one copy of this model."""
+        ...
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor in training dtype) of every weight; collective.
 
         The same on all ranks of the replica.
-        """
-        ...
-
-    def state(self) -> EngineState:
-        """Return this rank's pieces of weights and optimizer state, views of live memory, and counters; collective.
-
-        Names are the engine's own: "weights/decoder.layers.3...". Optimizer state is there from the start, as zeros.
-
-        Raises:
-            RuntimeError: parameters or optimizer state have been given back.
-            UserError: a module has state that checkpoints cannot keep.
-        """
-        ...
-
-    def resume_from(self, numbers: Mapping[str, int | float]) -> None:
-        """Go on from the bytes written into the pieces of `state`, with the numbers that were saved; collective.
-
-        Raises:
-            UserError: on all ranks alike, the numbers are not an engine's.
         """
         ...
 
@@ -142,7 +150,18 @@ class Engine(Protocol):
         ...
 
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
-        """Undo `offload` of these parts, bit for bit."""
+        """Undo `offload` of these parts, bit for bit; gradients are zero then, as before a mini-batch."""
+        ...
+
+    def is_offloaded(self, part: str) -> bool:
+        """Return whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
+        ...
+
+    def on_host(self, state: EngineState) -> EngineState:
+        """Return the pieces of an earlier `state` as views of the host's copies, where their part is offloaded.
+
+        Values that are written into them come to the device with `onload`.
+        """
         ...
 
 

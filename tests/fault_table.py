@@ -459,6 +459,29 @@ ENGINES = (
         "distributed/test_engine_parity.py",
     ),
 )
+TURNS = (
+    _fault(
+        "turns",
+        "discarded gradients return as whatever the memory held",
+        "cast(Any, storage).fill_(0)",
+        "cast(Any, storage)",
+        "engines/test_offload.py",
+    ),
+    _fault(
+        "turns",
+        "an update is undone by the host's earlier copy",
+        "self._memory.changed()\n        for chunk in self.chunks:",
+        "for chunk in self.chunks:",
+        "engines/test_offload.py",
+    ),
+    _fault(
+        "turns",
+        "a model stays while others have their turns",
+        "for role, parts in leaving.items() if parts)",
+        'for role, parts in leaving.items() if parts and role != "reference")',
+        "workers/test_turns.py",
+    ),
+)
 FAULTS = (
     *ALGORITHMS,
     *DATA,
@@ -470,4 +493,5 @@ FAULTS = (
     *CONVERTERS,
     *DDP,
     *ENGINES,
+    *TURNS,
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mega_rl.assemble.roles import Roles
 from mega_rl.config.schema import Config
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
-from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, Scorer
 from mega_rl.workers.reward import FunctionRewards, RewardWorker, TextScorer
@@ -18,6 +19,7 @@ from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
 from mega_rl.workers.reward_service import RewardService
+from mega_rl.workers.turns import ScorerOnDevice
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -69,25 +71,25 @@ def reward_columns(config: Config, prepared: TextScorer | TokenRows) -> RewardCo
 def build_reward(
     config: Config,
     prepared: TextScorer | TokenRows,
-    engine: ModelEngine | None,
+    roles: Roles,
     *,
     decode: Decode,
-    replica: Ranks,
     everyone: Ranks,
+    on_device: Callable[[], AbstractContextManager[None]],
 ) -> Scorer:
-    """The reward role over what `prepare_reward` gave and, for a reward model, its engine."""
+    """The reward role over what `prepare_reward` gave; in `on_device` a reward model finds room on its device."""
     if isinstance(prepared, FunctionRewards | HttpRewards):
-        return RewardWorker(prepared, decode=decode, replica=replica, everyone=everyone)
-    assert engine is not None, "a reward model needs an engine"
+        return RewardWorker(prepared, decode=decode, replica=roles.actor_engine.replica, everyone=everyone)
     assert callable(prepared)
-    hf, trainer = engine.sharding.hf, config.trainer
+    hf, trainer = roles.engines["reward"].sharding.hf, config.trainer
     limits = RowLimits(
         vocab_size=hf.vocab_size,
         positions=hf.max_position_embeddings,
         microbatch_tokens=trainer.microbatch.max_tokens if trainer.microbatch.packing else None,
         multiple=2 * config.engine.megatron.cp if config.engine.megatron.cp > 1 else 1,
     )
-    return RewardModelWorker(engine, prepared, limits=limits, everyone=everyone)
+    worker = RewardModelWorker(roles.models.in_turn("reward"), prepared, limits=limits, everyone=everyone)
+    return ScorerOnDevice(worker, on_device)
 
 
 def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:

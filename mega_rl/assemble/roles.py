@@ -15,7 +15,7 @@ from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLControll
 from mega_rl.algorithms.policy_loss import PolicyLossSettings
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, checkpoint_of
 from mega_rl.config.attention import Role
-from mega_rl.config.needs import is_on_policy
+from mega_rl.config.needs import is_on_policy, models_take_turns
 from mega_rl.config.origins import recorded, short_commit
 from mega_rl.config.schema import AlgorithmConfig, Config, KlConfig
 from mega_rl.converters.plan.parameters import hf_tensors
@@ -27,9 +27,10 @@ from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.startup import RoleFacts
 from mega_rl.metrics.steps import WorkMeter
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import Learner, TokenModel
+from mega_rl.protocols import Learner, ModelPasses, TokenModel
 from mega_rl.workers.metered import MeteredLearner, MeteredModel
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+from mega_rl.workers.turns import ResidentModels
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Roles:
     reference: TokenModel
     kl: KLController
     engines: Mapping[Role, ModelEngine]  # of the roles that the run has, the actor's first
+    models: ResidentModels  # the same, on and off the device
     work: WorkMeter  # of this rank in all of them
 
     @property
@@ -49,23 +51,24 @@ class Roles:
         return self.engines["actor"]
 
 
-def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups) -> Roles:
-    """Return every role of the plan with its weights loaded; collective."""
+def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colocated: bool) -> Roles:
+    """Return every role of the plan with its weights loaded; collective. colocated: servers share the devices."""
+    models = ResidentModels(accelerator, one_at_a_time=models_take_turns(plan.config, colocated=colocated))
     engines = {
-        role: build_engine(model, settings=plan.engine, groups=groups, accelerator=accelerator)
+        role: models.add(role, build_engine(model, settings=plan.engine, groups=groups, accelerator=accelerator))
         for role, model in plan.models.items()
     }
     kl = build_kl(plan.config.algorithm.kl)
     meter = WorkMeter()
-    actor = _metered(_actor(plan.config, engines["actor"], kl), engines["actor"], meter)
+    actor = _metered(_actor(plan.config, models.in_turn("actor"), kl), engines["actor"], meter)
     critic: Learner = AbsentWorker()
     if "critic" in engines:
-        critic = _metered(_critic(plan.config, engines["critic"]), engines["critic"], meter)
+        critic = _metered(_critic(plan.config, models.in_turn("critic")), engines["critic"], meter)
     reference: TokenModel = AbsentWorker()
     if "reference" in engines:
-        engine = engines["reference"]
-        reference = MeteredModel(ReferenceWorker(engine), _work(engine), meter, replica_size=engine.replica.size)
-    return Roles(actor, critic, reference, kl, engines, meter)
+        engine, worker = engines["reference"], ReferenceWorker(models.in_turn("reference"))
+        reference = MeteredModel(worker, _work(engine), meter, replica_size=engine.replica.size)
+    return Roles(actor, critic, reference, kl, engines, models, meter)
 
 
 def _metered(role: Learner, engine: ModelEngine, meter: WorkMeter) -> Learner:
@@ -77,7 +80,7 @@ def _work(engine: ModelEngine) -> ModelWork:
     return ModelWork(engine.sharding.hf, head=engine.sharding.head)
 
 
-def _actor(config: Config, engine: ModelEngine, kl: KLController) -> Learner:
+def _actor(config: Config, engine: ModelPasses, kl: KLController) -> Learner:
     algorithm = config.algorithm
     loss = PolicyLoss(
         PolicyLossSettings(
@@ -95,7 +98,7 @@ def _actor(config: Config, engine: ModelEngine, kl: KLController) -> Learner:
     return LearningWorker("actor", engine, loss, learning_rate=rate, first_step=algorithm.critic_warmup_steps)
 
 
-def _critic(config: Config, engine: ModelEngine) -> Learner:
+def _critic(config: Config, engine: ModelPasses) -> Learner:
     loss = ValueLoss(value_clip=config.algorithm.clip.value)
     return LearningWorker("critic", engine, loss, learning_rate=_learning_rate(config, config.optim.critic_lr))
 

@@ -37,6 +37,7 @@ from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
 from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
+from mega_rl.workers.turns import NOTHING, PARAMETERS, ResidentModels, RolloutsInTurn
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def build_rollouts(
     config, actor = plan.config, roles.actor_engine
     if servers is None:
         embedded = _embedded_engine(plan, accelerator)
-        return Rollouts(
+        return _in_turn(
+            roles.models,
             source=RolloutWorker(
                 engine=embedded,
                 data_parallel=actor.data_parallel,
@@ -81,6 +83,7 @@ def build_rollouts(
                 verify_interval=config.rollout.verify_interval,
             ),
             checkpoints=checkpoints,
+            while_generating=NOTHING,
         )
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
@@ -96,20 +99,34 @@ def build_rollouts(
     if config.trainer.async_steps:
         ahead = _ahead(config, world, worker, engine, connection, prompts)
         resources.callback(ahead.close)
-        return Rollouts(source=ahead, sync=ahead, checkpoints=checkpoints, pending=ahead)
+        return _in_turn(roles.models, source=ahead, sync=ahead, checkpoints=checkpoints, pending=ahead)
     if colocated:
         devices = SharedDevices(
-            policy=actor,
-            others=list(roles.engines.values())[1:],
+            models=roles.models,
             servers=connection.memory,
-            accelerator=accelerator,
             everyone=world,
         )
         connection.sync.add_listener(devices)
         rollouts = ColocatedRollouts(worker, connection.sync, devices)
         store = ColocatedCheckpoints(checkpoints, devices)
         return Rollouts(source=rollouts, sync=rollouts, checkpoints=store, on_device=devices.on_device)
-    return Rollouts(source=worker, sync=connection.sync, checkpoints=checkpoints)
+    return _in_turn(roles.models, source=worker, sync=connection.sync, checkpoints=checkpoints)
+
+
+def _in_turn(
+    models: ResidentModels,
+    *,
+    source: RolloutSource,
+    sync: WeightSync,
+    checkpoints: CheckpointStore,
+    pending: RankState | None = None,
+    while_generating: frozenset[str] = PARAMETERS,
+) -> Rollouts:
+    """Return rollouts of a run without servers on its devices; while_generating: parts of a policy that takes turns."""
+    if not models.one_at_a_time:
+        return Rollouts(source, sync, checkpoints, pending)
+    rollouts = RolloutsInTurn(source, sync, models, while_generating)
+    return Rollouts(rollouts, rollouts, checkpoints, pending)
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:

@@ -18,7 +18,7 @@ from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_estimator, build_roles, role_facts
 from mega_rl.assemble.rollouts import Rollouts, build_rollouts
-from mega_rl.assemble.servers import start_servers
+from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
@@ -46,6 +46,7 @@ from mega_rl.workers.reward import TextScorer
 from mega_rl.workers.reward_functions import RewardFunction
 from mega_rl.workers.reward_model import TokenRows
 from mega_rl.workers.rollout import VocabularyGuard
+from mega_rl.workers.turns import PARAMETERS
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ def build_trainer(
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
     # released their memory before.
     servers = start_servers(plan, accelerator, world, resources)
-    roles = build_roles(plan, accelerator, groups)
+    colocated = servers is not None and is_colocated(config, accelerator)
+    roles = build_roles(plan, accelerator, groups, colocated=colocated)
     prompts = PromptSampler(
         inputs.train, batch_size=config.trainer.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed
     )
@@ -132,7 +134,7 @@ def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, *, s
     """Return the steps done by the checkpoint that everything was restored from; 0 when the run starts afresh."""
     for role in TRAINED_ROLES:
         if role in roles.engines:
-            checkpoints.add_engine(role, roles.engines[role])
+            checkpoints.add_engine(role, roles.models.in_turn(role))
     if rollouts.pending is not None:
         checkpoints.add_rank_state("rollout", rollouts.pending)
     return resume(checkpoints, roles.kl, rollouts.sync, steps=steps)
@@ -201,10 +203,10 @@ def _connect(
         reward=build_reward(
             config,
             parts.inputs.reward,
-            roles.engines.get("reward"),
+            roles,
             decode=tokens.decode,
-            replica=actor.replica,
             everyone=parts.world,
+            on_device=rollouts.on_device,
         ),
         actor=roles.actor,
         critic=roles.critic,
@@ -272,6 +274,7 @@ def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRank
 
     def export(done: int) -> None:
         with rollouts.on_device():
+            roles.models.take_turn("actor", PARAMETERS)
             exports(done)
 
     return export

@@ -22,7 +22,7 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.boxes import whole
-from mega_rl.protocols import Engine, Ranks, RankState
+from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.storage.safetensors_reader import DTYPES
 from mega_rl.types import Piece
 
@@ -36,7 +36,7 @@ class _Damaged(UserError):
 def resume(
     *,
     root: Path,
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, StatefulModel],
     ranks: Ranks,
     settings: CheckpointConfig,
     identity: Mapping[str, Any],
@@ -112,7 +112,7 @@ def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
 
 def _restore(
     folder: Path,
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, StatefulModel],
     ranks: Ranks,
     identity: Mapping[str, Any],
     config: Mapping[str, Any],
@@ -187,7 +187,7 @@ def _report_changes(manifest: Manifest, config: Mapping[str, Any]) -> None:
         log.info("settings differ from the checkpoint's: %s", in_words(others))
 
 
-def _check_engines(folder: Path, manifest: Manifest, engines: Mapping[str, Engine]) -> None:
+def _check_engines(folder: Path, manifest: Manifest, engines: Mapping[str, StatefulModel]) -> None:
     missing = [name for name in engines if name not in manifest.numbers]
     surplus = [name for name in manifest.numbers if name not in engines]
     if missing or surplus:

@@ -29,7 +29,7 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import first_failure
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.protocols import Engine, Ranks, RankState
+from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
 from mega_rl.types import Metrics, Piece
@@ -62,7 +62,7 @@ class RunCheckpoints:
         self,
         *,
         root: Path,
-        engines: Mapping[str, Engine],
+        engines: Mapping[str, StatefulModel],
         ranks: Ranks,
         settings: CheckpointConfig,
         identity: Mapping[str, Any],
@@ -98,7 +98,7 @@ class RunCheckpoints:
         """Close the store, without waiting for a pending save after a second Ctrl-C."""
         self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
 
-    def add_engine(self, name: str, engine: Engine) -> None:
+    def add_engine(self, name: str, engine: StatefulModel) -> None:
         """Add an engine before `restore` and `save`; the lock is taken before engines exist."""
         self._engines[name] = engine
 

@@ -99,6 +99,16 @@ _NEEDS = (
         "algorithm.kl.control=adaptive",
         lambda config: config.algorithm.kl.control == "adaptive",
     ),
+    Need(
+        ("engine.resident_roles",),
+        "a second model: algorithm.advantage=gae, algorithm.kl.placement=reward or loss, or reward.source=model",
+        lambda config: has_several_models(config),
+    ),
+    Need(
+        ("engine.resident_roles",),
+        "engine.fsdp.cpu_offload=false: with it every model's state is on the host already",
+        lambda config: config.engine.backend != "fsdp" or not config.engine.fsdp.cpu_offload,
+    ),
     _within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1", lambda megatron: megatron.tp > 1),
     _within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1", lambda megatron: megatron.pp > 1),
     _within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1", lambda megatron: megatron.vpp > 1),
@@ -238,6 +248,19 @@ def unmet(config: Config) -> Iterator[Unmet]:
     for key in dict.fromkeys(key for need in missed for key in need.keys):
         if values[key] != defaults[key]:
             yield Unmet(key, values[key], first[key])
+
+
+def has_several_models(config: Config) -> bool:
+    """Return whether a run has a model besides the actor."""
+    algorithm = config.algorithm
+    return algorithm.advantage == "gae" or algorithm.kl.placement != "none" or config.reward.source == "model"
+
+
+def models_take_turns(config: Config, *, colocated: bool) -> bool:
+    """Return whether each model has the device to itself while it works; colocated: with the rollout servers."""
+    wanted = config.engine.resident_roles
+    movable = not (config.engine.backend == "fsdp" and config.engine.fsdp.cpu_offload)
+    return has_several_models(config) and movable and (wanted == "one" or (wanted == "auto" and colocated))
 
 
 def is_on_policy(config: Config) -> bool:

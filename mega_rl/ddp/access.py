@@ -101,13 +101,16 @@ def gradient_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
         yield from (_local(p.grad) for p in chunk.parameters() if p.grad is not None)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """This rank's main parameters, their gradients, and what the optimizer keeps of each of them."""
+def main_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the gradients of this rank's main parameters, which each mini-batch makes anew."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield _local(parameter)
-            if parameter.grad is not None:
-                yield _local(parameter.grad)
+        yield from (_local(parameter.grad) for parameter in group["params"] if parameter.grad is not None)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """This rank's main parameters, and what the optimizer keeps of each of them."""
+    for group in optimizer.param_groups:
+        yield from (_local(parameter) for parameter in group["params"])
     for state in optimizer.state.values():
         yield from (_local(value) for value in state.values() if isinstance(value, Tensor) and value.dim())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from mega_rl.models.attention_choice import Attention
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
+from mega_rl.types import EngineState
 
 
 class ModelEngine(Engine, Protocol):
@@ -69,10 +70,6 @@ class ModelEngine(Engine, Protocol):
 
         Collective, and so is reading a parameter where `is_sharded`.
         """
-        ...
-
-    def is_offloaded(self, part: str) -> bool:
-        """Return whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
         ...
 
     def save_hf(self, directory: Path, *, source: Path) -> None:
@@ -125,7 +122,9 @@ class EngineBase(ABC):
 
     def __post_init__(self) -> None:
         self.data_parallel = GroupRanks(self.groups.dp)
-        self._memory = PartsOffload(("parameters", "gradients", "optimizer"), device=self.device)
+        # The next mini-batch begins with gradients of zero.
+        parts = ("parameters", "gradients", "optimizer")
+        self._memory = PartsOffload(parts, device=self.device, discarded=("gradients",))
 
     @property
     @abstractmethod
@@ -157,6 +156,10 @@ class EngineBase(ABC):
 
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         self._memory.onload(chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer))
+
+    def on_host(self, state: EngineState) -> EngineState:
+        pieces = [replace(piece, data=self._memory.on_host(piece.data)) for piece in state.pieces]
+        return EngineState(pieces, state.numbers)
 
     def check_state_is_here(self) -> None:
         """Raise RuntimeError where parameters or optimizer state have been given back."""

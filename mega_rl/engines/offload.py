@@ -2,42 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import mmap
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mega_rl.accelerator.pinned import HostMemory
+from mega_rl.errors import RunError
+
+_ALIGNMENT = 64  # bytes, of a storage's place on the host: more than any dtype asks for
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Place on the host for the bytes of one storage."""
+
+    storage: StorageWeakRef  # holds the identity, so that no later storage has it, and not the memory
+    host: torch.UntypedStorage
+    memory: HostMemory  # that `host` is a part of
 
 
 class StorageOffload:
-    """Host copies of a set of storages whose device memory has been given back.
+    """A set of storages whose device memory is given back and taken again.
 
     Parameters are views into Megatron-Core's buffers, and FP32 main parameters may be views of the same memory, so
     replacing tensors (as upstream's `offload_to_cpu` does) would cut them apart. Here each storage is copied to the
-    host once, shrunk to zero bytes, and later grown and filled again: every view stays what it was.
+    host, shrunk to zero bytes, and later grown and filled again: every view stays what it was.
+
+    A storage's place on the host is made once and kept, pinned, for as long as the storage is among those that are
+    offloaded. It is written only if `changed` was called since its bytes came from there: weights that never change
+    travel to the host once. With `discard` nothing is copied, and the storages come back as zeros.
     """
 
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+    def __init__(self, device: torch.device, *, discard: bool = False) -> None:
+        """
+        device: of the storages.
+        """
+        self._device, self._discard = device, discard
+        self._copies: dict[int, _Copy] = {}  # by the storage's identity
+        self._off: list[tuple[torch.UntypedStorage, int]] | None = None  # storages and their bytes, while they are off
+        self._is_current = False  # whether the host has the bytes of every storage that has a copy
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether the storages are offloaded."""
+        return self._off is not None
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of host memory that are kept for the storages."""
+        return sum(copy.host.nbytes() for copy in self._copies.values())
+
+    def changed(self) -> None:
+        """Note that the storages get new values on the device, which the next `offload` has to copy."""
+        self._is_current = False
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
         """Empty the storages of `tensors`; returns the bytes given back.
 
         Raises:
             RuntimeError: something is offloaded already.
+            RunError: the host has no memory for a copy; nothing was offloaded.
         """
-        if self._copies:
+        if self.is_off:
             raise RuntimeError("offload() called twice: call onload() first")
-        for storage in storages_of(tensors).values():
-            self._copies.append((storage, storage.cpu() if storage.device.type != "cpu" else storage.clone()))
+        storages = storages_of(tensors)
+        off = [(storage, storage.nbytes()) for storage in storages.values()]
+        if not self._discard:
+            self._copy_to_host(storages)
+        for storage, _ in off:
             storage.resize_(0)
-        return sum(copy.nbytes() for _, copy in self._copies)
+        self._off, self._is_current = off, True
+        return sum(size for _, size in off)
 
     def onload(self) -> None:
-        """Give every storage its memory and bytes back."""
-        for storage, copy in self._copies:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy, non_blocking=False)
-        self._copies.clear()
+        """Give every storage its memory and bytes back; a GPU's later work waits for the copies, the host does not."""
+        off = self._off or []
+        for storage, size in off:
+            storage.resize_(size)
+        if self._discard:
+            for storage, _ in off:
+                cast(Any, storage).fill_(0)  # which torch's stubs lack
+        else:
+            with self._beside():
+                for storage, _ in off:
+                    storage.copy_(self._copies[storage._cdata].host, non_blocking=True)
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._off = None
+
+    def on_host(self, tensor: Tensor) -> Tensor | None:
+        """Return the host's copy of an offloaded tensor, a view of equal shape; None for a tensor that is not off."""
+        copy = self._copies.get(tensor.untyped_storage()._cdata)
+        if copy is None or not self.is_off:
+            return None
+        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(copy.host, *place)
+
+    def _copy_to_host(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        """Copy what the host has not got; returns when all of it is there."""
+        kept = {key: self._copies[key] for key, s in storages.items() if self._fits(s)}
+        fresh = {key: storage for key, storage in storages.items() if key not in kept}
+        stale = fresh if self._is_current else storages
+        self._copies = kept | _places(fresh)
+        with self._beside():
+            for key, storage in stale.items():
+                self._copies[key].host.copy_(storage, non_blocking=True)
+        if self._stream is not None and stale:
+            self._stream.synchronize()
+
+    def _fits(self, storage: torch.UntypedStorage) -> bool:
+        copy = self._copies.get(storage._cdata)
+        return copy is not None and copy.host.nbytes() == storage.nbytes()
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Return a context whose copies run on a stream of their own, after what is queued for the device now."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
 
 
 class PartsOffload:
@@ -47,9 +138,12 @@ class PartsOffload:
     main parameters that are views of the parameters, say, are parameters.
     """
 
-    def __init__(self, parts: Iterable[str], *, device: torch.device) -> None:
+    def __init__(self, parts: Iterable[str], *, device: torch.device, discarded: Collection[str] = ()) -> None:
+        """
+        discarded: parts whose content is lost: they come back as zeros.
+        """
         self._device = device
-        self._off: dict[str, StorageOffload | None] = dict.fromkeys(parts)
+        self._parts = {part: StorageOffload(device, discard=part in discarded) for part in parts}
 
     def offload(self, tensors: Mapping[str, Iterable[Tensor]], chosen: Iterable[str]) -> int:
         """Empty the storages of the chosen parts; returns the bytes given back.
@@ -58,9 +152,10 @@ class PartsOffload:
 
         Raises:
             RuntimeError: a chosen part is off already.
+            RunError: the host has no memory for a copy.
         """
         chosen = list(chosen)
-        if any(self._off[part] is not None for part in chosen):
+        if any(self.is_off(part) for part in chosen):
             raise RuntimeError("offload() called twice: call onload() first")
         taken: set[int] = set()
         freed = 0
@@ -69,25 +164,28 @@ class PartsOffload:
             mine = [tensor for tensor in here if tensor.untyped_storage()._cdata not in taken]
             taken |= {tensor.untyped_storage()._cdata for tensor in mine}
             if part in chosen:
-                self._off[part] = StorageOffload()
-                freed += self._take(part).offload(mine)
+                freed += self._parts[part].offload(mine)
         return freed
 
     def is_off(self, part: str) -> bool:
         """Return whether a part's memory has been given back."""
-        return self._off[part] is not None
+        return self._parts[part].is_off
 
     def onload(self, chosen: Iterable[str]) -> None:
         """Restore the chosen parts on the device; parts that are not offloaded stay as they are."""
         for part in chosen:
-            if self._off[part] is not None:
-                self._take(part).onload()
-                self._off[part] = None
+            if self.is_off(part):
+                self._parts[part].onload()
 
-    def _take(self, part: str) -> StorageOffload:
-        storages = self._off[part]
-        assert storages is not None
-        return storages
+    def changed(self) -> None:
+        """Note that every part gets new values on the device."""
+        for part in self._parts.values():
+            part.changed()
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return the host's copy of a tensor that is off, a view of equal shape; any other tensor as it is."""
+        copies = (part.on_host(tensor) for part in self._parts.values())
+        return next((copy for copy in copies if copy is not None), tensor)
 
 
 def chosen_parts(**parts: bool) -> list[str]:
@@ -98,3 +196,23 @@ def chosen_parts(**parts: bool) -> list[str]:
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return each storage of `tensors` that has memory, by its identity."""
     return {s._cdata: s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+
+
+def _places(storages: Mapping[int, torch.UntypedStorage]) -> dict[int, _Copy]:
+    """Return a place on the host for each storage, all in one mapping. Raises RunError without memory for it."""
+    if not storages:
+        return {}
+    sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in storages.values()]
+    try:
+        memory = HostMemory(mmap.mmap(-1, sum(sizes)), purpose="models that leave their device")
+    except (OSError, MemoryError) as error:
+        raise RunError(
+            f"the host has no {sum(sizes) / 1e9:.1f} GB for a model's state that leaves its device: {error}; start "
+            "fewer ranks on a host, or keep the models on their devices: engine.resident_roles=all, "
+            "rollout.sglang.placement=separate"
+        ) from error
+    copies, end = {}, 0
+    for (key, storage), size in zip(storages.items(), sizes, strict=True):
+        copies[key] = _Copy(StorageWeakRef(storage), memory.bytes[end : end + storage.nbytes()], memory)
+        end += size
+    return copies

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from mega_rl.config.keys import value_of, with_settings
-from mega_rl.config.needs import unmet
+from mega_rl.config.needs import has_several_models, unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.facts import facts_of
@@ -161,6 +161,8 @@ def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
 
 def _of_training(setup: RunSetup) -> Iterator[SettingChange]:
     model, engine = setup.config.model, setup.config.engine
+    if not setup.takes_turns and has_several_models(setup.config):
+        yield SettingChange("turns", {"engine.resident_roles": "one"}, 0.8)
     if model.recompute == "none" and engine.backend == "megatron":
         yield SettingChange("recompute", {"model.recompute": "selective"}, 1.0)
     if model.recompute != "full":

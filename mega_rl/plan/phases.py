@@ -16,6 +16,8 @@ from mega_rl.plan.state.sizes import StateBytes
 CONTEXT = 2 * 10**9
 # Memory that torch's allocator holds in pieces too small for the next tensor, as a share of what is in use.
 FRAGMENTATION = 0.05
+_PARTS = ("weights", "gradients", "optimizer")
+_SAVED = ("weights", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,16 @@ def _memory_of(setup: RunSetup, pp_rank: int) -> RankMemory:
 
 
 def _trainer_phases(setup: RunSetup, states: Mapping[Role, StateBytes], pp_rank: int) -> list[MemoryPhase]:
-    """Return the phases in which the trainer computes, with the state of all its models on the device."""
-    resident = _resident(setup, states)
-    phases = []
-    passes = {role: forward_pass(setup, model, pp_rank) for role, model in setup.models.items()}
-    role, widest = max(passes.items(), key=lambda entry: entry[1].total)
-    phases.append(MemoryPhase("computing log-probs and values", resident | _entries(widest)))
+    """Return the phases in which the trainer computes."""
+    passes = [
+        _resident(setup, states, role, ("weights",)) | _entries(forward_pass(setup, model, pp_rank))
+        for role, model in setup.models.items()
+    ]
+    fullest = max(passes, key=lambda entries: sum(entries.values()))
+    phases = [MemoryPhase("computing log-probs and values", fullest)]
     for role, model in setup.models.items():
         if model.trainable:
+            resident = _resident(setup, states, role)
             training = _entries(training_pass(setup, model, pp_rank))
             step = {"gradients of main weights": states[role].step}
             phases.append(MemoryPhase(f"training the {role}", resident | training))
@@ -85,31 +89,33 @@ def _trainer_phases(setup: RunSetup, states: Mapping[Role, StateBytes], pp_rank:
 
 def _generation_phases(setup: RunSetup, states: Mapping[Role, StateBytes]) -> list[MemoryPhase]:
     """Return the phases in which weights are sent and responses are generated."""
-    resident, export = _resident(setup, states), {"export buckets": _export_buckets(setup)}
+    export = {"export buckets": _export_buckets(setup)}
+    sending = _resident(setup, states, "actor", ("weights",)) | export
     if setup.config.rollout.backend == "hf":
-        engine = embedded(setup)
-        return [
-            MemoryPhase("sending weights", resident | export),
-            MemoryPhase("generating", resident | {"KV cache and logits": engine.cache}),
-        ]
+        generating = _resident(setup, states, "actor", ()) | {"KV cache and logits": embedded(setup).cache}
+        return [MemoryPhase("sending weights", sending), MemoryPhase("generating", generating)]
     if not setup.colocated:
-        return [MemoryPhase("sending weights", resident | export)]
+        return [MemoryPhase("sending weights", sending)]
     server, policy = server_of(setup), states["actor"].weights
     weights = {"servers' weights": server.weights, "servers' residue": server.residue}
+    saved = [_resident(setup, states, role, _SAVED) for role, model in setup.models.items() if model.trainable]
+    fullest = max(saved, key=lambda entries: sum(entries.values()))
     return [
         MemoryPhase("sending weights", {"policy's weights": policy} | export | weights),
         MemoryPhase("generating", {**weights, "KV cache": server.cache}),
-        MemoryPhase("saving a checkpoint", resident | {"servers' weights": server.weights}),
+        MemoryPhase("saving a checkpoint", fullest | {"servers' weights": server.weights}),
     ]
 
 
-def _resident(setup: RunSetup, states: Mapping[Role, StateBytes]) -> dict[str, int]:
-    """Return what the trainer's models hold, and what generation leaves beside them."""
-    entries = {
-        "weights": sum(state.weights for state in states.values()),
-        "gradients": sum(state.gradients for state in states.values()),
-        "optimizer": sum(state.optimizer for state in states.values()),
-    }
+def _resident(
+    setup: RunSetup, states: Mapping[Role, StateBytes], role: Role, parts: tuple[str, ...] = _PARTS
+) -> dict[str, int]:
+    """Return what models hold while a role works, and what generation leaves beside them.
+
+    That is the state of all models, or where models take turns these parts of the role's own.
+    """
+    here, parts = ([states[role]], parts) if setup.takes_turns else (list(states.values()), _PARTS)
+    entries = {part: sum(getattr(state, part) for state in here) for part in parts}
     if setup.config.rollout.backend == "hf":
         entries["rollout model"] = embedded(setup).weights
     elif setup.colocated:
@@ -132,9 +138,10 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
     """Return the bytes of host memory on the fullest host, by use."""
     ranks = setup.machine.ranks_per_node
     entries = {"optimizer state": max(sum(s.host for s in each.states.values()) for each in memory) * ranks}
-    if setup.colocated:
-        device = max(sum(state.device for state in each.states.values()) for each in memory)
-        entries["trainer while servers generate"] = device * ranks
+    if setup.colocated or setup.takes_turns:
+        # Gradients are zero when they come back, so that nothing of them is kept.
+        kept = max(sum(state.weights + state.optimizer for state in each.states.values()) for each in memory)
+        entries["models that leave their devices, pinned"] = kept * ranks
     if setup.config.checkpoint.async_save:
         entries["checkpoint on its way to disk"] = max(_saved(setup, each.states) for each in memory) * ranks
     return {name: size for name, size in entries.items() if size}

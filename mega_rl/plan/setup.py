@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mega_rl.config.attention import Role
+from mega_rl.config.needs import models_take_turns
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
@@ -103,6 +104,11 @@ class RunSetup:
         if sglang.placement == "auto":
             return not sglang.urls and not self.config.trainer.async_steps
         return sglang.placement == "colocated"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether each model has the device to itself while it works."""
+        return models_take_turns(self.config, colocated=self.colocated)
 
     def sharding(self, model: PlannedModel) -> Sharding:
         """Return a model with its layout."""

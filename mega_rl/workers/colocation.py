@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from mega_rl.accelerator import Accelerator
-from mega_rl.protocols import CheckpointStore, Engine, Ranks, RolloutSource, ServerMemory, WeightSync
+from mega_rl.config.attention import Role
+from mega_rl.protocols import CheckpointStore, Ranks, RolloutSource, ServerMemory, WeightSync
 from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.workers.turns import EVERYTHING, NOTHING, PARAMETERS, ResidentModels
 
-EVERYTHING = frozenset(("parameters", "gradients", "optimizer"))
-PARAMETERS = frozenset(("parameters",))
-NOTHING: frozenset[str] = frozenset()
 TAGS = ("weights", "kv_cache")  # of the servers' memory, in the order in which it is taken
 
 
@@ -25,8 +23,8 @@ class Stage:
 
     name: str
     servers: tuple[str, ...]  # tags, as in TAGS
-    policy: frozenset[str]  # parts of the engine whose weights the servers have
-    others: frozenset[str]  # parts of each other engine
+    policy: frozenset[str]  # parts of the model whose weights the servers have
+    others: frozenset[str]  # parts of each other model
 
 
 TRAINING = Stage("training", (), EVERYTHING, EVERYTHING)
@@ -42,13 +40,12 @@ class SharedDevices:
 
     From one stage to the next the side that releases memory goes first, and all ranks have done so before a server
     resumes any. When the body of `restoring_the_trainer` raises, the trainer's state is onloaded before the error goes
-    further.
+    further. Where models take turns no stage has all of them: in training, and while a checkpoint is saved, each comes
+    for its own work.
     """
 
-    policy: Engine
-    others: Sequence[Engine]  # critic, reference and reward model
+    models: ResidentModels
     servers: ServerMemory
-    accelerator: Accelerator
     everyone: Ranks
     # Servers start before the trainer's models are built, and have released everything then.
     stage: Stage = field(default=Stage("start", (), EVERYTHING, EVERYTHING), init=False)
@@ -57,33 +54,30 @@ class SharedDevices:
     def go_to(self, stage: Stage) -> int:
         """Release and resume until the devices are as in `stage`; returns the offloaded bytes; collective."""
         now = self.stage
-        engines = [(self.policy, now.policy, stage.policy), *((e, now.others, stage.others) for e in self.others)]
+        if now is TRAINING and self.models.one_at_a_time:
+            self._bytes["memory/training_bytes"] = float(self.models.take_largest())
         self._ask(self.servers.release, [tag for tag in reversed(TAGS) if tag in set(now.servers) - set(stage.servers)])
-        offloaded = sum(engine.offload(**_parts(has - keeps)) for engine, has, keeps in engines if has - keeps)
-        self.accelerator.synchronize()
-        self.accelerator.empty_cache()
-        for engine, has, keeps in engines:
-            if keeps - has:
-                engine.onload(**_parts(keeps - has))
-        self._bytes[f"memory/{stage.name}_bytes"] = float(self.accelerator.memory_allocated())
+        offloaded = self.models.hold(self._residents(stage))
+        self.models.take_largest()
+        self._bytes[f"memory/{stage.name}_bytes"] = float(self.models.accelerator.memory_allocated())
         self._ask(self.servers.resume, [tag for tag in TAGS if tag in set(stage.servers) - set(now.servers)])
         self.stage = stage
         return offloaded
 
     @contextmanager
     def restoring_the_trainer(self) -> Iterator[None]:
-        """Onload the trainer's whole state when the body raises."""
+        """Onload the trainer's whole state when the body raises; models that take turns stay on the host."""
         try:
             yield
         except BaseException:
-            for engine in (self.policy, *self.others):
-                engine.onload()
+            if not self.models.one_at_a_time:
+                self.models.hold(self._residents(TRAINING))
             self.stage = Stage("failed", self.stage.servers, EVERYTHING, EVERYTHING)
             raise
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Hold the trainer's state on the device inside, as at a checkpoint; collective."""
+        """Hold the trainer's state on the device inside, or room for one model in turn; collective."""
         if self.stage is not GENERATING:
             yield
             return
@@ -112,6 +106,12 @@ class SharedDevices:
         self._bytes = {}
         return dict(zip(names, self.everyone.max(torch.tensor(values, dtype=torch.float64)).tolist(), strict=True))
 
+    def _residents(self, stage: Stage) -> dict[Role, frozenset[str]]:
+        """Return the parts of each model that a stage begins with."""
+        if self.models.one_at_a_time and stage.others:
+            return {}
+        return {role: stage.policy if role == "actor" else stage.others for role in self.models.engines}
+
     def _ask(self, servers: Callable[[Sequence[str]], None], tags: list[str]) -> None:
         """Let the servers release or resume, once every rank has come this far."""
         if tags:
@@ -125,7 +125,7 @@ class ColocatedRollouts:
 
     The order of a step, with the memory that each stage has:
 
-        training    the trainer's everything; the servers hold none of their memory
+        training    the trainer's everything, or the models' in turn; the servers hold none of their memory
         sending     the policy's parameters, and memory for the servers' weights
         (proving)   the KV cache as well, where the sync compares log-probs of trainer and servers
         generating  weights and KV cache of the servers; the trainer's engines are on the host
@@ -174,7 +174,7 @@ class ColocatedRollouts:
         in each stage since the last publish (the resident set on a CPU); `memory/offloaded_bytes`, the size of what
         was moved to the host; `memory/given_back_bytes`, how much less the trainer held after than before.
         """
-        before = self.devices.accelerator.memory_allocated()
+        before = self.devices.models.accelerator.memory_allocated()
         with self.devices.restoring_the_trainer():
             offloaded = self.devices.go_to(SENDING)
             metrics = self.sync.publish()
@@ -202,7 +202,3 @@ class ColocatedCheckpoints:
 
     def finish(self) -> None:
         self.store.finish()
-
-
-def _parts(chosen: frozenset[str]) -> dict[str, bool]:
-    return {part: part in chosen for part in sorted(EVERYTHING)}

@@ -12,7 +12,7 @@ from mega_rl.algorithms.importance import importance_metrics, truncated_importan
 from mega_rl.algorithms.kl import KLController, KLEstimator
 from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
-from mega_rl.protocols import Engine, Inspect, LossOutput
+from mega_rl.protocols import Inspect, LossOutput, ModelPasses
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 LearningRate = Callable[[int], float]  # trainer step -> learning rate
@@ -92,7 +92,7 @@ class LearningWorker:
     """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone."""
 
     role: str
-    engine: Engine
+    engine: ModelPasses
     loss: PolicyLoss | ValueLoss
     learning_rate: LearningRate
     first_step: int = 0
@@ -111,7 +111,7 @@ class LearningWorker:
 class ReferenceWorker:
     """The frozen policy of the KL term."""
 
-    engine: Engine
+    engine: ModelPasses
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         return self.engine.forward(batch)

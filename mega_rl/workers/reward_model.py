@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.data.prompts import Tokenizer
 from mega_rl.parallel.agreement import raise_together
-from mega_rl.protocols import Engine, Ranks
+from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.reward import RewardError, answered, no_score, shortened, texts
 
@@ -48,7 +48,7 @@ class RowLimits:
 class RewardModelWorker:
     """Reward role of one replica by a frozen model with one output: its value at each row's last token."""
 
-    def __init__(self, engine: Engine, token_rows: TokenRows, *, limits: RowLimits, everyone: Ranks) -> None:
+    def __init__(self, engine: ModelPasses, token_rows: TokenRows, *, limits: RowLimits, everyone: Ranks) -> None:
         """`engine` has a value head, the checkpoint's; `everyone` are all ranks."""
         self._engine = engine
         self._token_rows = token_rows

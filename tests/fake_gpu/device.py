@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mega_rl.accelerator import standin
+from tests.fake_gpu.watch import LOCKED
 
 CUDA = torch.device("cuda", 0)
 LOWER_RIGHT = object()  # the mask of queries that are the last of their keys
@@ -125,6 +126,7 @@ def _name_device(host_wait: Callable[[str], None]) -> None:
         ),
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *_, **__: True,
+        "cudart": lambda: types.SimpleNamespace(cudaHostRegister=_lock, cudaHostUnregister=lambda _: 0),
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
         "synchronize": lambda *_: host_wait("torch.cuda.synchronize"),
@@ -135,6 +137,12 @@ def _name_device(host_wait: Callable[[str], None]) -> None:
     }
     for name, value in names.items():
         setattr(torch.cuda, name, _own(value) if isinstance(value, types.FunctionType) else value)
+
+
+def _lock(address: int, size: int, _: int) -> int:
+    """Register host memory as the driver does; returns its code for success."""
+    LOCKED.append(range(address, address + size))
+    return 0
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,8 +64,7 @@ BETWEEN_STAGES = {
     )
 }
 IN_A_TURN = {
-    "mega_rl/engines/offload.py:offload copy to the host": "a turn ends when the memory is free",
-    "mega_rl/engines/offload.py:onload copy to the device": "and when it is filled again",
+    "mega_rl/engines/offload.py:_copy_to_host Stream.synchronize": "once for all that leaves",
 }
 ALLOWED = AT_THE_END | IN_A_MIXTURE | BETWEEN_STAGES | IN_A_TURN
 

@@ -30,6 +30,7 @@ OWN = ("/mega_rl/", "/megatron/")
 SIZED_BY_DATA = {aten.nonzero.default, aten.masked_select.default, aten.bincount.default, aten._unique2.default}
 # Operators whose result takes only shape and type of their argument.
 LIKE_ANOTHER = {aten.zeros_like.default, aten.ones_like.default, aten.new_zeros.default, aten.new_ones.default}
+LOCKED: list[range] = []  # addresses of host memory that the driver has been asked to pin
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 
@@ -181,7 +182,7 @@ class Watch(TorchDispatchMode):
         if kinds == ("cpu", "cuda") and source.numel():
             if not asynchronous:
                 self.host_wait("copy to the device")
-            elif not _on_host(source.is_pinned):
+            elif not _on_host(lambda: _is_pinned(source)):
                 self.host_wait("copy to the device from pageable memory")
 
     def _indices(self, func: Any, args: Any) -> list[Any]:
@@ -283,6 +284,10 @@ class Watch(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.bytes -= self._live.pop(key, (0, ""))[0]
         self._references.pop(key, None)
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.is_pinned() or any(tensor.data_ptr() in addresses for addresses in LOCKED)
 
 
 def _side(device: torch.device) -> str:

@@ -16,6 +16,7 @@ import torch
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.server.process import ServerStartError
 from mega_rl.rollout.sglang.server.settings import ServerSettings
+from mega_rl.types import EngineState
 from tests.helpers.update_server import UpdateServer
 
 GIB = 1 << 30
@@ -53,12 +54,38 @@ class DeviceMemory:
 
 
 class BudgetEngine:
-    """An engine of which each device holds the same bytes; `offload` and `onload` move them."""
+    """An engine of which each device holds the same bytes; `offload` and `onload` move them.
+
+    `seen` lists its work, with the bytes by owner that the first device held then.
+    """
 
     def __init__(self, name: str, devices: Sequence[DeviceMemory], **parts: int) -> None:
         self.name, self.devices, self.sizes = name, devices, {part: parts.get(part, 0) for part in PARTS}
         self.here: set[str] = set()
+        self.seen: list[tuple[str, dict[str, int]]] = []
         self.onload()
+
+    def forward(self, batch: Any) -> Any:
+        assert "parameters" in self.here, f"{self.name} evaluates without its parameters"
+        self.note("evaluates")
+
+    def train_minibatch(self, minibatch: Any, loss: Any, *, lr: float, inspect: Any = None) -> Any:
+        assert self.here == set(PARTS), f"{self.name} trains with no more than {self.here}"
+        self.note("trains")
+        return {}
+
+    def state(self) -> EngineState:
+        assert {"parameters", "optimizer"} <= self.here, f"{self.name} has no state here"
+        self.note("lists its state")
+        return EngineState([], {})
+
+    def on_host(self, state: EngineState) -> EngineState:
+        assert not self.here, f"{self.name} is not on the host"
+        return state
+
+    def note(self, event: str) -> None:
+        held = {owner: size for owner, size in self.devices[0].held.items() if size}
+        self.seen.append((f"{self.name} {event}", held))
 
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         chosen = dict(zip(PARTS, (parameters, gradients, optimizer), strict=True))

@@ -32,7 +32,8 @@ def case(
         config = load(None if recipe is None else Path(recipe), [f"engine.backend={engine}", *overrides])
         with session(config, accelerator) as groups:
             try:
-                found[name] = kernels(build_roles(plan_run(config, accelerator), accelerator, groups))
+                roles = build_roles(plan_run(config, accelerator), accelerator, groups, colocated=False)
+                found[name] = kernels(roles)
             except UserError as error:
                 found[name] = str(error)
     return found

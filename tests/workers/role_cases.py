@@ -27,7 +27,7 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
         layout = ["engine.megatron.tp=2"] if engine == "megatron" else []
         config = preflight(Path(recipe), [f"engine.backend={engine}", *layout, *overrides])
         with session(config, accelerator) as groups:
-            roles = build_roles(plan_run(config, accelerator), accelerator, groups)
+            roles = build_roles(plan_run(config, accelerator), accelerator, groups, colocated=False)
             facts = {fact.role: (fact.model, fact.family, fact.parameters) for fact in role_facts(config, roles)}
             found[name] = {"facts": facts, **say(roles, vocab_size=vocab_size)}
     return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -11,13 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mega_rl.accelerator.pinned import HostMemory
 from mega_rl.checkpoint.format.shards import PieceSpec, order
 from mega_rl.checkpoint.saving.job import JobPiece
 from mega_rl.storage.disk import SaveError
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES, as_bytes
 from mega_rl.types import Piece
-
-log = logging.getLogger(__name__)
 
 ALIGNMENT = 64  # of pieces in the memory: of a cache line, and more than any dtype asks for
 
@@ -41,8 +38,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("checkpoint staging")
-        self._memory: Tensor | None = None  # [bytes] uint8
-        self._pinned = False
+        self._memory: HostMemory | None = None
 
     def copy(self, pieces: Sequence[Piece], places: Sequence[JobPiece], nbytes: int) -> None:
         """Copy every piece to its place; returns when all copies are complete.
@@ -51,11 +47,12 @@ class Staging:
             SaveError: the host has no memory for it.
         """
         memory = self._grown(nbytes)
+        buffer = torch.empty(0, dtype=torch.uint8).set_(memory.bytes)
         for piece, place in zip(pieces, places, strict=True):
             if piece.data.numel():
-                target = memory[place.at : place.at + piece.data.nbytes].view(piece.data.dtype)
-                target.view(piece.data.shape).copy_(piece.data.detach(), non_blocking=self._pinned)
-        if self._pinned:
+                target = buffer[place.at : place.at + piece.data.nbytes].view(piece.data.dtype)
+                target.view(piece.data.shape).copy_(piece.data.detach(), non_blocking=memory.is_pinned)
+        if memory.is_pinned:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
@@ -65,8 +62,8 @@ class Staging:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def _grown(self, nbytes: int) -> Tensor:
-        if self._memory is None or self._memory.nbytes < nbytes:
+    def _grown(self, nbytes: int) -> HostMemory:
+        if self._memory is None or self._memory.bytes.nbytes() < nbytes:
             self._forget()
             try:
                 # Allocates the pages now: overcommitted memory would kill the process when it is written.
@@ -77,27 +74,14 @@ class Staging:
             except (OSError, MemoryError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "out of memory"
                 raise SaveError(f"no {nbytes} bytes of host memory to copy the state to: {reason}") from error
-            self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
-            self._pin(self._memory)
+            self._memory = HostMemory(mapped, purpose="checkpoints on their way to disk")
         return self._memory
-
-    def _pin(self, memory: Tensor) -> None:
-        if not torch.cuda.is_available():
-            return
-        code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        self._pinned = int(code) == 0
-        if not self._pinned:
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # CUDA reports the error once more, at the next call
-            log.warning(
-                "the memory that checkpoints are copied to is not pinned (CUDA error %d): copies wait", int(code)
-            )
 
     def _forget(self) -> None:
         """Drop the mapping, which ends with its last view."""
-        if self._memory is not None and self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory, self._pinned = None, False
+        if self._memory is not None:
+            self._memory.release()
+        self._memory = None
 
 
 def direct(pieces: Sequence[Piece]) -> Callable[[int], memoryview]:

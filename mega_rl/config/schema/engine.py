@@ -142,13 +142,20 @@ class FsdpConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine of a run; only the settings of `engine.backend` are read."""
+    """The engine of a run; of its sections only that of `engine.backend` is read."""
 
     backend: str = setting(
         "megatron",
         "What runs the models: Megatron-Core with tensor, pipeline, context and expert parallelism (megatron), or "
         "Hugging Face's models under PyTorch FSDP2 (fsdp).",
         choices=("megatron", "fsdp"),
+    )
+    resident_roles: str = setting(
+        "auto",
+        "Models on the device while the trainer works: those of all roles (all), or that of the role at work alone, "
+        "the others waiting in pinned host memory (one). auto takes one where servers share the trainer's devices and "
+        "all elsewhere.",
+        choices=("auto", "all", "one"),
     )
     megatron: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)
     fsdp: FsdpConfig = dataclasses.field(default_factory=FsdpConfig)

@@ -72,6 +72,7 @@ class FSDPEngine(EngineBase):
     ) -> Metrics:
         assert self.optimizer is not None, f"engine {self.name} is frozen"
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        self._memory.changed()
         self.optimizer.zero_grad()
         results: list[Finished] = []
         for micro, there in zip(micros, to_device(micros, self.device), strict=True):
@@ -118,13 +119,15 @@ class FSDPEngine(EngineBase):
 
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         steps = check_numbers(self.name, numbers, trains=self.optimizer is not None)
+        self._memory.changed()
         if self.optimizer is not None:
             set_steps(self.optimizer, steps)
 
     def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
         """Give back the device memory of parameters, gradients and optimizer state; returns the bytes.
 
-        With `engine.fsdp.cpu_offload` all of it is on the host already.
+        Gradients are lost: the next mini-batch begins with zeros. With `engine.fsdp.cpu_offload` all of it is on the
+        host already.
         """
         shards = sharded_parameters(self.model).values()
         states = [] if self.optimizer is None else list(self.optimizer.state.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -19,6 +20,7 @@ from mega_rl.ddp.access import (
     exportable,
     finish_traffic,
     gradient_tensors,
+    main_gradients,
     optimizer_tensors,
     parameter_tensors,
     unwrapped,
@@ -86,6 +88,7 @@ class MegatronEngine(EngineBase):
     ) -> Metrics:
         assert self.optimizer is not None, f"engine {self.name} is frozen"
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        self._memory.changed()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -139,6 +142,7 @@ class MegatronEngine(EngineBase):
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         steps = check_numbers(self.name, numbers, trains=self.optimizer is not None)
         finish_traffic(self.chunks)
+        self._memory.changed()
         if self.optimizer is None:
             return
         set_steps(self.optimizer, steps)
@@ -147,16 +151,17 @@ class MegatronEngine(EngineBase):
     def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
         """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective.
 
-        FP32 main parameters are optimizer state, unless they share the parameters' memory. With
-        `engine.megatron.optimizer.cpu_offload` some of the optimizer's state is on the host already.
+        Gradients are lost: the next mini-batch begins with zeros. FP32 main parameters are optimizer state, unless
+        they share the parameters' memory. With `engine.megatron.optimizer.cpu_offload` some of the optimizer's state
+        is on the host already.
         """
         finish_traffic(self.chunks)
         freed = sum(scratch.release() for scratch in scratches(self.chunks)) if gradients else 0
         inner = [] if self.optimizer is None else torch_optimizers(self.optimizer)
         tensors = {
             "parameters": parameter_tensors(self.chunks),
-            "gradients": gradient_tensors(self.chunks),
-            "optimizer": (tensor for each in inner for tensor in optimizer_tensors(each)),
+            "gradients": chain(gradient_tensors(self.chunks), *map(main_gradients, inner)),
+            "optimizer": chain(*map(optimizer_tensors, inner)),
         }
         chosen = chosen_parts(parameters=parameters, gradients=gradients, optimizer=optimizer)
         return freed + self._memory.offload(tensors, chosen)

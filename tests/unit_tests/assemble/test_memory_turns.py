@@ -21,7 +21,8 @@ from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.server.process import ServerStartError
 from mega_rl.types import Rollout
-from mega_rl.workers.colocation import TAGS, ColocatedRollouts, SharedDevices
+from mega_rl.workers.colocation import TAGS, ColocatedCheckpoints, ColocatedRollouts, SharedDevices
+from mega_rl.workers.turns import ResidentModels, ScorerOnDevice
 from tests.helpers.device_budget import (
     GIB,
     BudgetAccelerator,
@@ -38,6 +39,7 @@ from tests.unit_tests.rollout.sglang.test_sync import Run
 # One of two devices of Qwen3-8B under GRPO at TP2: parameters 7.6 GiB, FP32 gradients, moments and main parameters of
 # the distributed optimizer over a data-parallel size of 4, and a reference.
 ACTOR = {"parameters": int(7.6 * GIB), "gradients": int(15.3 * GIB), "optimizer": int(11.5 * GIB)}
+CRITIC = ACTOR
 REFERENCE = {"parameters": int(7.6 * GIB)}
 SERVER = {"weights": int(15.3 * GIB), "idle": 8 * GIB}
 RANKS = 2
@@ -77,9 +79,11 @@ class Colocation:
         self.processes.append(BudgetProcess(settings, index, self.devices, SERVER))
         return self.processes[-1]
 
-    def build_roles(self) -> None:
-        self.actor = BudgetEngine("actor", self.devices[:RANKS], **ACTOR)
-        self.reference = BudgetEngine("reference", self.devices[:RANKS], **REFERENCE)
+    def build_roles(self, *, one_at_a_time: bool = False, **others: dict[str, int]) -> None:
+        self.models = ResidentModels(self.accelerator, one_at_a_time=one_at_a_time)
+        for role, sizes in {"actor": ACTOR, **others, "reference": REFERENCE}.items():
+            self.models.add(cast(Any, role), cast(Any, BudgetEngine(role, self.devices[:RANKS], **sizes)))
+        self.actor = cast(BudgetEngine, self.models.engines["actor"])
 
     def connect(self, resources: ExitStack) -> None:
         self.pool.wait_ready()
@@ -90,10 +94,7 @@ class Colocation:
             _servers=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
             _transport=self.run.trainer, _resources=resources,
         )  # fmt: skip
-        shared = SharedDevices(
-            policy=cast(Any, self.actor), others=[cast(Any, self.reference)], servers=memory,
-            accelerator=self.accelerator, everyone=FakeRanks(),
-        )  # fmt: skip
+        shared = SharedDevices(models=self.models, servers=memory, everyone=FakeRanks())
         self.run.sync.add_listener(shared)
         self.rollouts = ColocatedRollouts(cast(Any, self), self.run.sync, shared)
 
@@ -114,6 +115,12 @@ class Colocation:
         self.run.trainer.step(self.run.sync.weight_version + 1)
         self.rollouts.publish()
         self.rollouts.generate(FakePrompts().batch(0), step=step)
+
+    def in_turn(self, role: str) -> Any:
+        return self.models.in_turn(cast(Any, role))
+
+    def on_device(self) -> Any:
+        return self.rollouts.devices.on_device()
 
     def kill(self, index: int) -> None:
         server = self.processes[index].server
@@ -238,6 +245,68 @@ def test_servers_with_devices_of_their_own_keep_their_memory(resources: ExitStac
     assert [server.sizes["kv_cache"][0] > 40 * GIB for server in servers if server] == [True] * RANKS
     assert used(run.devices)[:RANKS] == [trainer] * RANKS
     assert all(server.holds >= set(TAGS) for server in servers if server)
+
+
+def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStack) -> None:
+    """An actor, a critic, a reference and a reward model, whose sum a device does not have: every turn's sum."""
+    roles = {"critic": CRITIC, "reward": REFERENCE}
+    together = Colocation(resources)
+    with pytest.raises(OvercommitError, match=r"reward parameters wants 7\.6 of 80\.0 GiB, held: .*'critic opt"):
+        together.build_roles(**roles)
+    run = Colocation(resources)
+    run.build_roles(one_at_a_time=True, **roles)
+    assert used(run.devices) == [SERVER["idle"]] * RANKS
+    run.connect(resources)
+    trained = ("actor", "critic")
+    store = SimpleNamespace(save=lambda *_, **__: [run.in_turn(name).state() for name in trained])
+    checkpoints = ColocatedCheckpoints(cast(Any, store), run.rollouts.devices)
+    seen: list[Any] = []
+    for engine in run.models.engines.values():
+        cast(Any, engine).seen = seen
+    for step in range(2):
+        run.step(step)
+        seen.clear()
+        for name in ("reward", "actor", "reference", "critic"):
+            run.in_turn(name).forward(cast(Any, None))
+        for name in ("critic", "critic", "actor", "actor"):
+            run.in_turn(name).train_minibatch(cast(Any, None), cast(Any, None), lr=1.0)
+        parameters, idle = {"parameters"}, {"server 0 idle": SERVER["idle"]}
+        expected = [("reward evaluates", REFERENCE, parameters), ("actor evaluates", ACTOR, parameters)]
+        expected += [("reference evaluates", REFERENCE, parameters), ("critic evaluates", CRITIC, parameters)]
+        expected += [("critic trains", CRITIC, set(CRITIC))] * 2 + [("actor trains", ACTOR, set(ACTOR))] * 2
+        assert seen == [
+            (event, {f"{event.split()[0]} {part}": sizes[part] for part in sizes if part in parts} | idle)
+            for event, sizes, parts in expected
+        ]
+    run.run.trainer.step(3)
+    metrics = run.rollouts.publish()
+    assert metrics["memory/training_bytes"] == sum(ACTOR.values())  # the largest turn's
+    seen.clear()
+    with_weights = used(run.devices)
+    checkpoints.save(2, {})
+    for (event, held), name in zip(seen, trained, strict=True):
+        assert event == f"{name} lists its state"
+        assert set(held) == {f"{name} parameters", f"{name} optimizer", "server 0 weights", "server 0 idle"}
+    assert used(run.devices) == with_weights  # the servers have their weights and cache again, the trainer nothing
+    assert max(device.largest for device in run.devices) <= 80 * GIB
+
+
+def test_a_reward_model_finds_room_after_a_validation(resources: ExitStack) -> None:
+    """Servers have weights and cache then: the cache makes room, and comes back for the rollout that follows."""
+    run = Colocation(resources)
+    run.build_roles(one_at_a_time=True, reward=REFERENCE)
+    run.connect(resources)
+    model = run.in_turn("reward")
+    scorer = ScorerOnDevice(cast(Any, SimpleNamespace(score=lambda *_: model.forward(cast(Any, None)))), run.on_device)
+    run.run.trainer.step(1)
+    run.rollouts.publish()
+    before = used(run.devices)
+    run.rollouts.generate(FakePrompts().batch(0), step=0, greedy=True)
+    scorer.score(make_rollout([1]), [])
+    ((_, held),) = cast(Any, run.models.engines["reward"]).seen
+    assert set(held) == {"reward parameters", "server 0 weights", "server 0 idle"}
+    assert used(run.devices) == before
+    run.rollouts.generate(FakePrompts().batch(0), step=0)
 
 
 def test_a_server_too_many_is_overcommitted() -> None:

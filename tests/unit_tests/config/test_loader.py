@@ -98,7 +98,7 @@ UNKNOWN = {
     "+optim.lr=1": "+optim.lr: unknown key; did you mean optim.lr?",
     "metrics.xyz=1": "metrics.xyz: unknown key; metrics has tensorboard, trackers, project, run_name, "
     "progress_bar, rollout_samples, rollout_interval",
-    "engin=fsdp": "engin: unknown key; did you mean engine? engine has backend, megatron, fsdp",
+    "engin=fsdp": "engin: unknown key; did you mean engine? engine has backend, resident_roles, megatron, fsdp",
     "xyz.abc=1": f"xyz.abc: unknown key; the sections are {TOP}",
 }
 

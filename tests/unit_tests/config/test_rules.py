@@ -5,6 +5,7 @@ import pytest
 from mega_rl.config.facts import ModelFacts, leave_out
 from mega_rl.config.keys import FIELDS, flat
 from mega_rl.config.loader import load
+from mega_rl.config.needs import models_take_turns
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 
@@ -290,6 +291,16 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "engine.megatron.optimizer.precision_aware=true",
         ),
         ("trainer.val_interval=1 data.val_files=[a] data.val_size=4", "data.val_size", "no data.val_files"),
+        (
+            "engine.resident_roles=one algorithm.advantage=grpo rollout.n=2",
+            "engine.resident_roles",
+            "a second model: algorithm.advantage=gae, algorithm.kl.placement=reward or loss, or reward.source=model",
+        ),
+        (
+            "engine.resident_roles=one engine.backend=fsdp engine.fsdp.cpu_offload=true",
+            "engine.resident_roles",
+            "engine.fsdp.cpu_offload=false: with it every model's state is on the host already",
+        ),
     ],
 )
 def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> None:
@@ -298,6 +309,24 @@ def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> No
     value = str(flat(config)[key])
     value = {"True": "true", "False": "false"}.get(value, value)
     assert line == f"{key}={value} has no effect: it needs {needs}; set that or {leave_out(key)}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "colocated", "turns"),
+    [
+        ("", False, False),
+        ("", True, True),
+        ("engine.resident_roles=all", True, False),
+        ("engine.resident_roles=one", False, True),
+        ("engine.backend=fsdp", True, True),
+        ("engine.backend=fsdp engine.fsdp.cpu_offload=true", True, False),
+        ("algorithm.advantage=grpo", True, False),
+        ("algorithm.advantage=grpo algorithm.kl.placement=loss", True, True),
+        ("algorithm.advantage=grpo reward.source=model", True, True),
+    ],
+)
+def test_models_take_turns_where_they_move_anyway(settings: str, colocated: bool, turns: bool) -> None:
+    assert models_take_turns(load(None, settings.split()), colocated=colocated) is turns
 
 
 def test_kv_heads_may_divide_tp_or_the_other_way_round_but_not_neither() -> None:

@@ -149,12 +149,12 @@ def one_step(engine: str, root: Path) -> dict[str, bool]:
         sent = trainer.sync.publish()
         metrics = trainer.step(0)
         roles = (trainer.actor, trainer.critic, trainer.reference)
-        kernels = [role.model.engine.attention for role in roles] + [trainer.reward._engine.attention]
+        kernels = [role.model.engine.attention for role in roles] + [trainer.reward.scorer._engine.attention]
         return {
             "embedded rollouts": sent["sync/verified"] == 1.0 and metrics["rollout/logprob_diff_max"] < 1e-3,
             "critic": metrics["critic/grad_norm"] > 0.0,
             "reference": metrics["kl/ref"] > 0.0,
-            "reward model": trainer.reward._engine.sharding.head == "value" and metrics["reward/mean"] != 0.0,
+            "reward model": trainer.reward.scorer._engine.sharding.head == "value" and metrics["reward/mean"] != 0.0,
             "kernel of a role": kernels == ["sdpa", "eager", "eager", "sdpa"],
         }
 

@@ -75,7 +75,7 @@ def test_views_stay_views() -> None:
     """Tensors that share a storage share it again, and it is counted once."""
     whole = torch.arange(10.0)
     part, other = whole[2:5], torch.ones(3, dtype=torch.bfloat16)
-    offload = StorageOffload()
+    offload = StorageOffload(whole.device)
     assert offload.offload([whole, part, other, torch.empty(0)]) == 46
     assert whole.untyped_storage().nbytes() == 0
     offload.onload()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 
 from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig
-from mega_rl.engines.offload import PartsOffload
+from mega_rl.engines.offload import PartsOffload, StorageOffload
+from mega_rl.errors import RunError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses
 
+HOST = torch.device("cpu")
 PARTS = ("parameters", "gradients", "optimizer")
 EVERY_SUBSET = [subset for size in (1, 2, 3) for subset in itertools.combinations(PARTS, size)]
 CASES: dict[str, dict[str, Any]] = {
@@ -62,13 +65,13 @@ def run_case(
 
 def sizes(engine: Any) -> dict[str, int]:
     """Bytes of the storages of each part on the engine's device; what parts share counts for the first."""
-    from mega_rl.ddp.access import gradient_tensors, optimizer_tensors, parameter_tensors
+    from mega_rl.ddp.access import gradient_tensors, main_gradients, optimizer_tensors, parameter_tensors
     from mega_rl.ddp.optimizer import torch_optimizers
 
     optimizers = torch_optimizers(engine.optimizer)
     tensors = {
         "parameters": list(parameter_tensors(engine.chunks)),
-        "gradients": list(gradient_tensors(engine.chunks)),
+        "gradients": list(chain(gradient_tensors(engine.chunks), *map(main_gradients, optimizers))),
         "optimizer": [tensor for optimizer in optimizers for tensor in optimizer_tensors(optimizer)],
     }
     taken: set[int] = set()
@@ -91,6 +94,32 @@ def expert_buffers(root: Path) -> list[int]:
         return [t.untyped_storage().nbytes() for b in buffers for t in (b.grad_data, b.param_data) if t is not None]
 
 
+def restored_case(root: Path) -> dict[str, bool]:
+    """Whether a detour keeps what a resume writes, into the device's memory or into the host's; and zero gradients."""
+    config = make_config(root / "dense", dtype="bf16")
+    found = {}
+    with running_engine(config) as engine:
+        rows = own_rows(random_experience(), engine)
+        for place in ("device", "host"):
+            engine.train_minibatch(rows, losses("lm"), lr=1e-2)
+            live = engine.state()
+            engine.offload()
+            state = engine.on_host(live) if place == "host" else live
+            if place == "device":
+                engine.onload()
+            for number, piece in enumerate(state.pieces):
+                piece.data.fill_(number % 7)
+            if place == "host":
+                engine.onload()
+            engine.resume_from(state.numbers)
+            engine.offload()
+            engine.onload()
+            found[place] = all(bool((p.data == number % 7).all()) for number, p in enumerate(engine.state().pieces))
+        buffers = [buffer.grad_data for chunk in engine.chunks for buffer in chunk.buffers]
+        found["gradients are zero"] = bool(buffers) and not any(bool(buffer.any()) for buffer in buffers)
+    return found
+
+
 def run_all(rank: int, root: str) -> dict[str, Any]:
     """Every case with and without the detour."""
     found: dict[str, Any] = {}
@@ -99,7 +128,7 @@ def run_all(rank: int, root: str) -> dict[str, Any]:
             "stayed": run_case(Path(root), subsets=subsets_of(name), stay=True, **case),
             "moved": run_case(Path(root), subsets=subsets_of(name), stay=False, **case),
         }
-    return found | {"experts' buffers": expert_buffers(Path(root))}
+    return found | {"experts' buffers": expert_buffers(Path(root)), "restored": restored_case(Path(root))}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +162,12 @@ def test_training_goes_on_to_the_bit(ranks: list[dict[str, Any]], case: str) -> 
         assert all(torch.equal(moved["weights"][name], stayed["weights"][name]) for name in stayed["weights"])
 
 
+def test_a_resume_is_not_undone(ranks: list[dict[str, Any]]) -> None:
+    """By a copy of earlier values on the host."""
+    for rank in ranks:
+        assert rank["restored"] == {"device": True, "host": True, "gradients are zero": True}
+
+
 def test_buffers_of_experts_are_gone_too(ranks: list[dict[str, Any]]) -> None:
     """Their gradients and parameters have buffers of their own."""
     for rank in ranks:
@@ -144,7 +179,7 @@ def test_parts_that_share_memory() -> None:
     """Shared memory is the first part's; taking a part off twice is an error, bringing back what is there is not."""
     whole, own = torch.arange(8.0), torch.ones(4)
     tensors = {"a": [whole], "b": [whole[2:4], own]}
-    offload = PartsOffload(tensors, device=torch.device("cpu"))
+    offload = PartsOffload(tensors, device=HOST)
     assert offload.offload(tensors, ["b"]) == 16
     assert (whole.untyped_storage().nbytes(), own.untyped_storage().nbytes()) == (32, 0)
     with pytest.raises(RuntimeError, match="called twice"):
@@ -154,3 +189,105 @@ def test_parts_that_share_memory() -> None:
     assert offload.offload(tensors, ["a"]) == 32
     offload.onload(["a"])
     assert tensors["b"][0].tolist() == [2.0, 3.0]
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def test_a_place_on_the_host_is_made_once() -> None:
+    """Several turns, values that changed and a storage that came later: no other copy of what has one."""
+    kept, late = torch.arange(8.0), torch.full((4,), 3.0, dtype=torch.bfloat16)
+    offload = StorageOffload(HOST)
+    places = []
+    for tensors in ([kept], [kept, late], [kept, late]):
+        offload.changed()
+        expected = [tensor.mul_(2).clone() for tensor in tensors]
+        offload.offload(tensors)
+        places.append([copy.data_ptr() for copy in map(offload.on_host, tensors) if copy is not None])
+        assert [bytes_of(tensor) for tensor in tensors] == [0] * len(tensors)
+        assert offload.host_bytes == sum(tensor.nbytes for tensor in tensors)
+        offload.onload()
+        assert all(map(torch.equal, tensors, expected))
+    assert places[1] == places[2]
+    assert places[0] == places[1][:1]
+
+
+def test_what_never_changes_travels_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what does, each time: into the host's memory go the bytes that it has not got."""
+    copied: list[int] = []
+    copy = torch.UntypedStorage.copy_
+
+    def counted(target: torch.UntypedStorage, source: torch.UntypedStorage, non_blocking: bool = False) -> Any:
+        copied.append(target.data_ptr())
+        return copy(target, source, non_blocking)
+
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", counted)
+    weights = torch.arange(6.0)
+    offload = StorageOffload(HOST)
+    for changes in (False, False, True, False):
+        if changes:
+            weights += 1
+            offload.changed()
+        offload.offload([weights])
+        place = offload.on_host(weights)
+        assert place is not None
+        offload.onload()
+        copied.append(0)
+        assert weights.tolist() == place.tolist()
+    there = place.data_ptr()
+    turns = " ".join(str(address == there) for address in copied if address).split()
+    # Out and back, back, out and back, back.
+    assert turns == ["True", "False", "False", "True", "False", "False"]
+
+
+def test_a_later_storage_never_gets_the_values_of_an_earlier_one() -> None:
+    """Even if it has the address that the earlier one had."""
+    offload = StorageOffload(HOST)
+    for value in range(50):
+        tensor = torch.full((4,), float(value))
+        offload.offload([tensor])
+        offload.onload()
+        assert tensor.tolist() == [float(value)] * 4
+        del tensor
+    assert offload.host_bytes == 16
+
+
+def test_what_is_discarded_comes_back_as_zeros() -> None:
+    gradient = torch.ones(4096)
+    view = gradient[1:3]
+    offload = PartsOffload(["gradients"], device=HOST, discarded=["gradients"])
+    assert offload.offload({"gradients": [gradient]}, ["gradients"]) == 4 * 4096
+    assert bytes_of(gradient) == 0
+    assert offload.on_host(gradient) is gradient  # nothing of it is on the host
+    offload.onload(["gradients"])
+    assert not gradient.any()
+    view += 1
+    assert gradient[:4].tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_values_written_on_the_host_come_to_the_device() -> None:
+    """As a resume writes them: into views of any shape and offset, of what is off alone."""
+    weights, other = torch.arange(12.0), torch.zeros(2)
+    piece = weights[4:10].view(2, 3)[:, 1:]
+    offload = PartsOffload(["parameters", "optimizer"], device=HOST)
+    offload.offload({"parameters": [weights], "optimizer": [other]}, ["parameters"])
+    place = offload.on_host(piece)
+    assert place.tolist() == [[5.0, 6.0], [8.0, 9.0]]
+    place.fill_(-1.0)
+    assert offload.on_host(other) is other
+    offload.onload(["parameters"])
+    assert weights.tolist() == [0, 1, 2, 3, 4, -1, -1, 7, -1, -1, 10, 11]
+    assert offload.on_host(piece) is piece
+
+
+def test_a_host_without_memory_offloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("mega_rl.engines.offload.mmap.mmap", refuse)
+    weights, offload = torch.arange(3.0), StorageOffload(HOST)
+    with pytest.raises(RunError, match=r"the host has no 0\.0 GB for a model's state .* engine.resident_roles=all"):
+        offload.offload([weights])
+    assert weights.tolist() == [0.0, 1.0, 2.0]
+    assert not offload.is_off

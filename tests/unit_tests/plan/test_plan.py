@@ -154,8 +154,62 @@ def test_colocated_servers_take_turns_with_the_trainer() -> None:
     assert phases["generating"]["servers' weights"] == 2 * 8_190_735_360
     assert phases["training the actor"]["servers' residue"] > 0
     assert "servers' weights" not in phases["training the actor"]
-    host = make_plan(setup).host
-    assert host["trainer while servers generate"] > 8 * 40 * GB
+    states = memory_of_stages(setup)[0].states.values()
+    kept = sum(state.weights + state.optimizer for state in states)  # gradients are zero when they come back
+    assert make_plan(setup).host["models that leave their devices, pinned"] == 8 * kept
+
+
+def ppo_of_32b(**settings: Any) -> RunSetup:
+    """PPO with a critic and a reference on two hosts, with servers on other devices."""
+    own = {"algorithm__advantage": "gae", "algorithm__kl__placement": "reward", "rollout__backend": "sglang"}
+    setup = run("32b", **{**own, "rollout__sglang__placement": "separate", "rollout__n": 4, **settings})
+    setup = changed(replace(setup, machine=replace(setup.machine, world_size=16)), {f"{MEGATRON}.pp": 2})
+    assert is_legal(setup)
+    return setup
+
+
+def test_models_that_take_turns_are_counted_one_at_a_time() -> None:
+    """The state of the role at work, of which a pass without gradients needs the weights; the rest is on the host."""
+    together, turns = ppo_of_32b(), ppo_of_32b(engine__resident_roles="one")
+    assert (together.takes_turns, turns.takes_turns) == (False, True)
+    states = memory_of_stages(turns)[0].states
+    phases = {phase.name: phase.entries for phase in memory_of_stages(turns)[0].phases}
+    for role in ("actor", "critic"):
+        for name in (f"training the {role}", f"the optimizer step of the {role}"):
+            held = tuple(phases[name][part] for part in ("weights", "gradients", "optimizer"))
+            assert held == (states[role].weights, states[role].gradients, states[role].optimizer)
+    assert "optimizer" not in phases["computing log-probs and values"]
+    assert phases["computing log-probs and values"]["weights"] in {state.weights for state in states.values()}
+    assert phases["sending weights"]["weights"] == states["actor"].weights
+    fullest = [max(each.peak.needed for each in memory_of_stages(setup)) for setup in (together, turns)]
+    assert fullest[1] < 0.55 * fullest[0]
+    host = make_plan(turns).host["models that leave their devices, pinned"]
+    assert host == 8 * max(
+        sum(state.weights + state.optimizer for state in each.states.values()) for each in memory_of_stages(turns)
+    )
+    assert "models that leave their devices, pinned" not in make_plan(together).host
+
+
+def test_turns_are_proposed_where_they_let_a_run_fit() -> None:
+    """PPO of 32B on 16 devices of 80 GB: actor, critic and reference do not fit together, and fit one at a time."""
+    setup = ppo_of_32b()
+    assert judge(setup).fits is False
+    proposal = cheapest(setup)
+    assert proposal is not None
+    assert proposal.settings["engine.resident_roles"] == "one"
+    assert "engine.resident_roles=one (now auto)" in advice(setup, proposal)
+
+
+def test_models_beside_servers_take_turns_by_themselves() -> None:
+    """Unless there is no second model, or the user wants all of them."""
+    colocated = ppo_of_32b(rollout__sglang__placement="colocated")
+    assert colocated.takes_turns
+    assert not changed(colocated, {"engine.resident_roles": "all"}).takes_turns
+    assert not run("32b", rollout__backend="sglang").takes_turns
+    saving = {phase.name: phase.entries for phase in memory_of_stages(colocated)[0].phases}["saving a checkpoint"]
+    states = memory_of_stages(colocated)[0].states
+    assert saving["optimizer"] == max(states["actor"].optimizer, states["critic"].optimizer)
+    assert "gradients" not in saving
 
 
 def test_the_cache_of_the_embedded_engine_doubles() -> None:

@@ -62,6 +62,7 @@ def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
     from mega_rl.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
+    from mega_rl.workers.turns import ResidentModels
 
     found: dict[str, Any] = {}
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
@@ -70,10 +71,8 @@ def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
         found["stayed weights"] = exported(engine)
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
         watcher = Watcher(engine)
-        devices = SharedDevices(
-            policy=engine, others=[], servers=watcher, accelerator=prepare("auto"),
-            everyone=GroupRanks(engine.groups.world),
-        )  # fmt: skip
+        models = ResidentModels(prepare("auto"), engines={"actor": engine})
+        devices = SharedDevices(models=models, servers=watcher, everyone=GroupRanks(engine.groups.world))
         rollouts, store = ColocatedRollouts(watcher, watcher, devices), ColocatedCheckpoints(watcher, devices)
         watcher.make_room = partial(devices.after_send, [0])
         prompts, found["moved"], found["metrics"] = FakePrompts().batch(0), [], []

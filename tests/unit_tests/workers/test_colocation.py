@@ -12,6 +12,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Metrics, Rollout
 from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
+from mega_rl.workers.turns import ResidentModels
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePrompts
 from tests.helpers.models import write_tiny_checkpoint
@@ -54,6 +55,9 @@ class Device:
         self.note("on " + " ".join(sorted(back)))
         self.here |= back
 
+    def is_offloaded(self, part: str) -> bool:
+        return part not in self.here
+
     def release(self, tags: Sequence[str]) -> None:
         assert self.servers >= set(tags)  # SGLang's scheduler would die of it
         self.note("release " + " ".join(tags))
@@ -93,9 +97,8 @@ class Device:
 
 
 def rollouts_of(device: Any, *, others: Sequence[Any] = ()) -> ColocatedRollouts:
-    devices = SharedDevices(
-        policy=device, others=others, servers=device, accelerator=device, everyone=SingleRank(),
-    )  # fmt: skip
+    models = ResidentModels(device, engines={"actor": device, **dict(zip(("critic",), others, strict=False))})
+    devices = SharedDevices(models=models, servers=device, everyone=SingleRank())
     return ColocatedRollouts(device, device, devices)
 
 

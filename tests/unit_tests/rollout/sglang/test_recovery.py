@@ -62,7 +62,7 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
         world = GroupRanks(groups.world)
         plan = plan_run(config, accelerator)
         servers = start_servers(plan, accelerator, world, resources)
-        roles = build_roles(plan, accelerator, groups)
+        roles = build_roles(plan, accelerator, groups, colocated=False)
         rollouts = build_rollouts(
             plan,
             accelerator,

@@ -1,0 +1,62 @@
+"""PPO runs on each rank of a launch, with what every pass and rollout found on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+
+def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, list[tuple[str, dict[str, list[str]]]]]:
+    """Train with each of these settings in turn; of each run (event, role -> parts that were there) in order."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    from mega_rl.assemble import build_trainer, session
+    from mega_rl.preflight import preflight
+
+    seen = {}
+    for name, settings in runs.items():
+        config = preflight(None, settings)
+        with session(config, accelerator) as groups, ExitStack() as resources:
+            trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
+            seen[name] = watch(trainer)
+            trainer.fit()
+    return seen
+
+
+def watch(trainer: Any) -> list[tuple[str, dict[str, list[str]]]]:
+    """Write down what is on the device at every pass of every model, and at every rollout and publish."""
+    from mega_rl.workers.turns import PARTS
+
+    models = models_of(trainer)
+    seen: list[tuple[str, dict[str, list[str]]]] = []
+
+    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            here = {role: [p for p in PARTS if not e.is_offloaded(p)] for role, e in models.engines.items()}
+            seen.append((event, {role: parts for role, parts in here.items() if parts}))
+            return call(*args, **kwargs)
+
+        return noted
+
+    for role, engine in models.engines.items():
+        for method in ("forward", "train_minibatch", "state", "save_hf"):
+            setattr(engine, method, noting(f"{role} {method}", getattr(engine, method)))
+    rollouts = trainer.rollout
+    source, sync = (rollouts.source, rollouts.sync) if models.one_at_a_time else (rollouts, trainer.sync)
+    object.__setattr__(source, "generate", noting("generate", source.generate))
+    object.__setattr__(sync, "publish", noting("publish", sync.publish))
+    return seen
+
+
+def models_of(trainer: Any) -> Any:
+    """Return the run's `ResidentModels`, or an equal view of one without turns."""
+    from mega_rl.workers.turns import EngineInTurn, ResidentModels
+
+    scorer = trainer.reward.scorer
+    actor = trainer.actor.model.engine
+    if isinstance(actor, EngineInTurn):
+        return actor.models
+    roles = {"actor": actor, "critic": trainer.critic.model.engine, "reference": trainer.reference.model.engine}
+    return ResidentModels(None, engines={**roles, "reward": scorer._engine})  # type: ignore[arg-type]
