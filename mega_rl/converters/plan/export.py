@@ -50,7 +50,7 @@ class ExportUnit:
     float32: bool
     params: tuple[ExportParam, ...]
     tensors: tuple[tuple[str, tuple[int, ...], tuple[ExportPiece, ...]], ...]  # (Hugging Face name, full shape, pieces)
-    holders: range = range(1)  # noqa: RUF009  immutable; members that have a part
+    holders: range = range(1)  # members that have a part
 
     @property
     def numel(self) -> int:
