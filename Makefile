@@ -31,7 +31,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device campaign-checkpoint planted-faults parity terminal-check docs site
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device two-hosts campaign-checkpoint planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -146,7 +146,12 @@ bench-ddp: setup
 	@$(BIN)/python benchmarks/ddp.py
 
 bench-weight-sync: setup sglang
+	@$(BIN)/python benchmarks/weight_links.py
 	@$(BIN)/python benchmarks/weight_sync.py --real
+
+# Weights to two SGLang servers on two hosts, network namespaces of this machine; as root.
+two-hosts: setup sglang
+	@$(BIN)/python -m tests.two_hosts
 
 bench-checkpoint: setup
 	@$(BIN)/python benchmarks/checkpoint.py

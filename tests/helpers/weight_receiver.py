@@ -34,11 +34,13 @@ class FakeReceiver:
         self.versions: list[int | None] = []  # of each update
         self.calls: list[str] = []
         self.received = 0  # bytes
+        self.messages: dict[str, int] = {}  # process group -> bytes of each rank over it
         self._fail = fail
         self._groups: dict[str, Any] = {}
 
-    def error(self, what: str) -> ServerError:
-        return ServerError(self.endpoint, "/update", what)
+    def error(self, what: str, *, status: int | None = 400) -> ServerError:
+        """The answer of a server that fails; status None: it gave none."""
+        return ServerError(self.endpoint, "/update", what, status=status)
 
     def update_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
@@ -59,21 +61,28 @@ class FakeReceiver:
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None:
         self._begin("init")
-        assert (rank_offset, world_size, backend) == (1, self.tp + 1, "gloo")
+        assert 1 <= rank_offset <= world_size - self.tp
+        assert backend == "gloo"
         timeout = timedelta(seconds=30)
         # init_custom_process_group and torch's _new_process_group_helper each put the group's name before the keys.
-        members = [None] * self.tp
+        members: list[Any] = [None] * self.tp
 
         def join(rank: int) -> None:
-            store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-            named = PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store)))
-            members[rank] = dist.ProcessGroupGloo(named, rank + 1, world_size, timeout)
+            try:
+                store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+                named = PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store)))
+                members[rank] = dist.ProcessGroupGloo(named, rank_offset + rank, world_size, timeout)
+            except RuntimeError as error:
+                members[rank] = error
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(self.tp)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        for member in members:
+            if isinstance(member, RuntimeError):
+                raise self.error(f"Failed to initialize custom process group: {member}.")
         self._groups[group] = members
 
     def update_from_distributed(
@@ -94,8 +103,12 @@ class FakeReceiver:
         works = [
             member.broadcast([flat], _from_rank_0()) for member, flat in zip(self._groups[group], flats, strict=True)
         ]
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.error(f"Failed to update parameter online: {error}. Please discard the whole weights.") from None
+        self.messages[group] = self.messages.get(group, 0) + sum(sizes)
         assert all(torch.equal(flat, flats[0]) for flat in flats)
         for name, kind, shape, part in zip(names, kinds, shapes, flats[0].split(sizes), strict=True):
             self._load(name, part.view(kind).reshape(shape))

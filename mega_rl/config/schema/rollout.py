@@ -86,8 +86,8 @@ class SglangSyncConfig:
 
     transport: str = setting(
         "auto",
-        "How weights travel: by shared memory or CUDA IPC on one host, by a process group with the servers, or as "
-        "files; auto takes the first that is possible.",
+        "How weights travel: by memory that servers share with ranks on their host (CUDA IPC on the same GPUs), by "
+        "process groups with the servers, or as files; auto takes the first that is possible.",
         choices=("auto", "shared_memory", "distributed", "disk"),
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)

@@ -2,7 +2,8 @@
 
 The sequence of tensors and of collectives follows from the config and the layout alone, so no rank asks another what
 comes next. Within a bucket the owning pipeline stage first broadcasts each rank's shards, then every tensor-parallel
-group gathers them: across stages, usually the slower link, a byte travels once.
+group gathers them: across stages, usually the slower link, a byte travels once. An expert comes from the ranks that
+hold it, by broadcast: a gather over all expert-parallel ranks would take as many experts at a time as there are ranks.
 """
 
 from __future__ import annotations
@@ -17,28 +18,30 @@ from torch import Tensor, nn
 from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.live.place import Members, ModelPlace
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
-from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.storage.matrix import matrix_shape
 
 
 def export_hf(
-    chunks: Sequence[nn.Module], place: ModelPlace, *, dtype: torch.dtype | None = None
+    chunks: Sequence[nn.Module], place: ModelPlace, *, dtype: torch.dtype | None = None, own_stage: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) of every weight, the same on all ranks of a replica, in the model's order.
 
-    Collective over the replica: every rank must exhaust the iterator. Tensors are contiguous, on the device of the
+    Collective over the replica: every rank must exhaust the iterator. `own_stage`: only the weights of this rank's
+    pipeline rank, and collective over the replica's ranks that share it. Tensors are contiguous, on the device of the
     parameters, cast to `dtype` before they travel, and the consumer's to keep: they share no memory with the model.
-    It needs one buffer more, of `place.bucket_bytes` (a larger unit is a bucket alone) times the ranks that gather; a
-    single rank needs none. Tied models have no lm_head.weight; padding of the vocabulary is cut off. `chunks` are
+    It needs one buffer more, of `place.bucket_bytes` (a larger unit is a bucket alone) for all parts that are gathered;
+    a single rank needs none. Tied models have no lm_head.weight; padding of the vocabulary is cut off. `chunks` are
     unwrapped GPTModels of either spec.
     """
-    layout = place.sharding.layout
+    stages = 1 if own_stage else place.sharding.layout.pp
     plan = export_plan(place.sharding)
+    if own_stage:
+        plan = tuple(unit for unit in plan if unit.pp_rank == place.coordinates.pp_rank)
     live = [weights_of(chunk) for chunk in chunks]
     assert not any(name == "output_layer.bias" for params in live for name in params), "heads have no bias on disk"
     usual = usual_dtype(chunks) if dtype is None else dtype
     in_buckets = list(buckets(plan, bucket_bytes=place.bucket_bytes, itemsize=usual.itemsize))
-    room = 0 if place.is_whole else max(_gathered_bytes(bucket, layout, usual) for bucket in in_buckets)
+    room = 0 if place.is_whole else max(_gathered_bytes(bucket, usual.itemsize) for bucket in in_buckets)
     # The same memory for every bucket: new memory would cost more time than the copy into it.
     device = next(weight.device for params in live for weight in params.values())  # a chunk may have no weights
     buffer = torch.empty(room, dtype=torch.uint8, device=device)
@@ -47,26 +50,29 @@ def export_hf(
         wire = torch.float32 if unit.float32 else usual
         members = place.experts if unit.of_experts else place.tensor_parallel
         shards = None
-        if unit.pp_rank == place.coordinates.pp_rank:
+        if unit.pp_rank == place.coordinates.pp_rank and members.rank in unit.holders:
             shards = [live[u.vp_stage][param.name] for u in bucket for param in u.params]
-        if members.size == layout.pp == 1:  # one rank holds all of it
+        if members.size == stages == 1:  # one rank holds all of it
             assert shards is not None
             yield from _assemble(bucket, [[shard.detach() for shard in shards]], wire)
             continue
-        numel = sum(unit.numel for unit in bucket)
-        gathered = buffer[: members.size * numel * wire.itemsize].view(wire).view(members.size, numel)
+        parts, numel = len(unit.holders), sum(unit.numel for unit in bucket)
+        gathered = buffer[: parts * numel * wire.itemsize].view(wire).view(parts, numel)
         if shards is not None:
-            _flatten(shards, into=gathered[members.rank])
-        _exchange(gathered, members, owner=unit.pp_rank, pp_group=place.pp_group if layout.pp > 1 else None)
+            _flatten(shards, into=gathered[unit.holders.index(members.rank)])
+        _exchange(gathered, members, unit, pp_group=place.pp_group if stages > 1 else None)
         yield from assemble_bucket(bucket, gathered)
 
 
 def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportUnit]]:
-    """Yield consecutive units of one pipeline rank, group and dtype, of at most `bucket_bytes` or of one unit."""
+    """Yield consecutive units of one pipeline rank, holders and dtype, of at most `bucket_bytes` or of one unit.
+
+    The parts of all holders count: that is what a rank has to have in memory.
+    """
     bucket: list[ExportUnit] = []
     size = 0
     for unit in plan:
-        nbytes = unit.numel * (4 if unit.float32 else itemsize)
+        nbytes = _gathered_bytes([unit], itemsize)
         if bucket and (size + nbytes > bucket_bytes or _kind(unit) != _kind(bucket[0])):
             yield bucket
             bucket, size = [], 0
@@ -76,19 +82,18 @@ def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> 
         yield bucket
 
 
-def _gathered_bytes(bucket: Sequence[ExportUnit], layout: ParallelLayout, usual: torch.dtype) -> int:
-    """Return the bytes of all members' parts of a bucket."""
-    members = layout.ep * layout.etp if bucket[0].of_experts else layout.tp
-    return members * sum(unit.numel for unit in bucket) * (4 if bucket[0].float32 else usual.itemsize)
+def _gathered_bytes(bucket: Sequence[ExportUnit], itemsize: int) -> int:
+    """Return the bytes of all holders' parts of a bucket."""
+    return len(bucket[0].holders) * sum(unit.numel for unit in bucket) * (4 if bucket[0].float32 else itemsize)
 
 
-def _kind(unit: ExportUnit) -> tuple[int, bool, bool]:
+def _kind(unit: ExportUnit) -> tuple[int, bool, bool, range]:
     """Return the properties that all units of a bucket share."""
-    return unit.pp_rank, unit.of_experts, unit.float32
+    return unit.pp_rank, unit.of_experts, unit.float32, unit.holders
 
 
 def assemble_bucket(bucket: Sequence[ExportUnit], gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors from `gathered` [members, elements]: a member's parts of the bucket, one after another."""
+    """Yield full tensors from `gathered` [holders, elements]: a holder's parts of the bucket, one after another."""
     shapes = [param.shape for unit in bucket for param in unit.params]
     sizes = [prod(shape) for shape in shapes]
     shards = [
@@ -100,7 +105,7 @@ def assemble_bucket(bucket: Sequence[ExportUnit], gathered: Tensor) -> Iterator[
 def _assemble(
     bucket: Sequence[ExportUnit], shards: Sequence[Sequence[Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors from shards[member][position of the parameter in the bucket]."""
+    """Yield full tensors from shards[holder][position of the parameter in the bucket]."""
     first = 0
     for unit in bucket:
         parts = [
@@ -108,7 +113,8 @@ def _assemble(
         ]
         first += len(unit.params)
         for name, shape, pieces in unit.tensors:
-            yield name, join_pieces(parts, shape, pieces, dtype)
+            own = [piece._replace(member=piece.member - unit.holders.start) for piece in pieces]
+            yield name, join_pieces(parts, shape, own, dtype)
 
 
 def join_pieces(
@@ -132,19 +138,22 @@ def _flatten(shards: Sequence[Tensor], *, into: Tensor) -> None:
         part.copy_(shard.detach().reshape(-1))
 
 
-def _exchange(gathered: Tensor, members: Members, *, owner: int, pp_group: dist.ProcessGroup | None) -> None:
-    """Fill [members, elements] on every stage from each member's row on the stage `owner`, as plain bytes."""
-    group, _, mine = members
-    rows = [row.view(torch.uint8) for row in gathered]
-    if pp_group is not None:
-        dist.broadcast(rows[mine], group=pp_group, group_src=owner)
-    if len(rows) == 1:
+def _exchange(gathered: Tensor, members: Members, unit: ExportUnit, *, pp_group: dist.ProcessGroup | None) -> None:
+    """Fill [holders, elements] on all members, and on every stage of `pp_group`, from each holder's row, as bytes.
+
+    unit: any of the bucket's.
+    """
+    group, size, mine = members
+    rows = dict(zip(unit.holders, (row.view(torch.uint8) for row in gathered), strict=True))
+    if pp_group is not None and mine in rows:
+        dist.broadcast(rows[mine], group=pp_group, group_src=unit.pp_rank)
+    if size == 1:
         return
     assert group is not None
-    if dist.get_backend(group) == "gloo":
-        # Its broadcast moves bytes several times faster than its gather.
-        for member, row in enumerate(rows):
-            dist.broadcast(row, group=group, group_src=member)
+    if len(rows) < size or dist.get_backend(group) == "gloo":
+        # Of gloo the broadcast moves bytes several times faster than the gather.
+        for holder, row in rows.items():
+            dist.broadcast(row, group=group, group_src=holder)
     else:
         dist.all_gather_single(gathered.view(torch.uint8).view(-1), rows[mine], group=group)
 

@@ -22,7 +22,7 @@ from mega_rl.storage.matrix import matrix_shape
 class ExportPiece(NamedTuple):
     """A rectangle of one rank's parameter on its way back into a Hugging Face tensor."""
 
-    member: int  # rank in the group that gathers the unit
+    member: int  # rank in the group that gathers the unit, one of its holders
     param: int  # position in the unit
     copy: Copy  # src is the Hugging Face side, dst the parameter's, as when loading
 
@@ -40,7 +40,8 @@ class ExportUnit:
     """Parameters that are gathered together, and the Hugging Face tensors that come out of them.
 
     The members that gather are the tensor-parallel ranks, for experts the etp x ep ranks that hold all experts between
-    them (etp fastest): each holds parameters of these names and shapes, of different experts.
+    them (etp fastest). Of those only `holders` have a part of this unit: an expert lies on the etp ranks of one
+    expert-parallel rank, and parameters of its name on the others are other experts.
     """
 
     pp_rank: int
@@ -49,6 +50,7 @@ class ExportUnit:
     float32: bool
     params: tuple[ExportParam, ...]
     tensors: tuple[tuple[str, tuple[int, ...], tuple[ExportPiece, ...]], ...]  # (Hugging Face name, full shape, pieces)
+    holders: range = range(1)  # members that have a part
 
     @property
     def numel(self) -> int:
@@ -60,8 +62,8 @@ class ExportUnit:
 def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
     """Return the inverse over all ranks of a replica: every parameter once, layer by layer.
 
-    The order depends on the model and on `ep` alone, so every rank exports the same sequence. Cached, because a run
-    asks for it at each weight sync.
+    The order depends on the model alone, so every rank exports the same sequence, whatever the layout. Cached, because
+    a run asks for it at each weight sync.
     """
     layout = sharding.layout
     if sharding.spec == "hf":
@@ -76,7 +78,7 @@ def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
         owned = [(part, plans) for part, plans in columns if not plans[0].replica]
         for _, group in groupby(owned, key=lambda column: _bucket_key(column[0])):
             members = list(group)
-            unit = _unit([plans for _, plans in members], shapes, pp_rank, vp_stage, of_experts=False)
+            unit = _unit([plans for _, plans in members], shapes, pp_rank, vp_stage, holders=range(layout.tp))
             units.append((order[members[0][0].key], unit))
         units += _expert_units(sharding, pp_rank, vp_stage, shapes, order)
     units.sort(key=lambda item: item[0])
@@ -103,24 +105,25 @@ def _expert_units(
 ) -> Iterator[tuple[int, ExportUnit]]:
     """Yield (place in the order, unit) of a stage's experts.
 
-    A unit is one expert of each expert-parallel rank, or all experts where one tensor on disk holds them all.
+    A unit is one expert, or all experts of a layer where one tensor on disk holds them all.
     """
     hf, layout = sharding.hf, sharding.layout
     if hf.moe is None:
         return
-    by_member = [
-        expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage)
-        for ep_rank in range(layout.ep)
-        for etp_rank in range(layout.etp)
-    ]
-    parts = stage_experts(sharding, pp_rank, vp_stage, experts_of(hf, layout, 0))
-    groups: dict[tuple[int, object], list[tuple[Part, tuple[ParamPlan, ...]]]] = {}
-    for part, plans in zip(parts, zip(*by_member, strict=True), strict=True):
-        key = part.rule.param if hf.fused_experts else part.expert
-        groups.setdefault((part.layer, key), []).append((part, plans))
-    for group in groups.values():
-        unit = _unit([plans for _, plans in group], shapes, pp_rank, vp_stage, of_experts=True)
-        yield order[group[0][0].key], unit
+    # Expert-parallel ranks whose experts meet in one tensor.
+    together = [range(layout.ep)] if hf.fused_experts else [range(rank, rank + 1) for rank in range(layout.ep)]
+    for ep_ranks in together:
+        holders = range(ep_ranks.start * layout.etp, ep_ranks.stop * layout.etp)
+        by_holder = [expert_plan(sharding, *divmod(holder, layout.etp), pp_rank, vp_stage) for holder in holders]
+        parts = stage_experts(sharding, pp_rank, vp_stage, experts_of(hf, layout, ep_ranks.start))
+        groups: dict[tuple[int, object], list[tuple[Part, tuple[ParamPlan, ...]]]] = {}
+        for part, plans in zip(parts, zip(*by_holder, strict=True), strict=True):
+            key = part.rule.param if hf.fused_experts else part.expert
+            groups.setdefault((part.layer, key), []).append((part, plans))
+        for group in groups.values():
+            plans_of = [plans for _, plans in group]
+            unit = _unit(plans_of, shapes, pp_rank, vp_stage, holders=holders, of_experts=True)
+            yield order[group[0][0].key], unit
 
 
 def _bucket_key(part: Part) -> tuple[int, str]:
@@ -134,12 +137,13 @@ def _unit(
     pp_rank: int,
     vp_stage: int,
     *,
-    of_experts: bool,
+    holders: range,
+    of_experts: bool = False,
 ) -> ExportUnit:
-    """Return a unit from its parameters, each as every member holds it."""
+    """Return a unit from its parameters, each as every holder has it."""
     pieces: dict[str, list[ExportPiece]] = {}
     for position, plans in enumerate(params):
-        for name, piece in _pieces(position, plans):
+        for name, piece in _pieces(position, plans, holders):
             pieces.setdefault(name, []).append(piece)
     return ExportUnit(
         pp_rank,
@@ -148,13 +152,14 @@ def _unit(
         params[0][0].float32,
         tuple(ExportParam(plans[0].name, plans[0].shape, plans[0].replicated) for plans in params),
         tuple((name, shapes[name].shape, tuple(of_one)) for name, of_one in pieces.items()),
+        holders,
     )
 
 
-def _pieces(position: int, plans: Sequence[ParamPlan]) -> Iterator[tuple[str, ExportPiece]]:
+def _pieces(position: int, plans: Sequence[ParamPlan], holders: range) -> Iterator[tuple[str, ExportPiece]]:
     """Yield (Hugging Face name, piece) of a parameter; parts that several members hold come from the first of them."""
     seen: set[str] = set()
-    for member, plan in enumerate(plans):
+    for member, plan in zip(holders, plans, strict=True):
         if plan.replicated and plan.canonical in seen:
             continue
         seen.add(plan.canonical)

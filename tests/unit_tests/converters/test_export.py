@@ -71,6 +71,23 @@ def test_buckets_are_bounded_and_few() -> None:
     assert len(list(buckets(plan, bucket_bytes=1 << 30, itemsize=4))) == 2
 
 
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_what_is_gathered_at_once_does_not_grow_with_the_ranks_that_gather(ep: int) -> None:
+    """An expert comes from its holders alone; where one tensor holds all experts, so does one unit."""
+    hf, layout = parse_hf_config(TINY["qwen3_moe"] | {"num_experts": 8}), ParallelLayout(world_size=ep, ep=ep)
+    expert = 3 * hf.hidden_size * hf.moe.ffn_hidden_size * 4 if hf.moe is not None else 0
+    found = list(buckets(export_plan(Sharding(hf, layout)), bucket_bytes=2 * expert, itemsize=4))
+    of_experts = [bucket for bucket in found if bucket[0].of_experts]
+    assert of_experts
+    for bucket in of_experts:
+        (holders,) = {unit.holders for unit in bucket}
+        assert len(holders) * sum(unit.numel for unit in bucket) * 4 <= 2 * expert
+        assert {piece.member for unit in bucket for _, _, pieces in unit.tensors for piece in pieces} <= set(holders)
+    if ep > 1:
+        fused = export_plan(Sharding(parse_hf_config(TINY["gpt_oss"]), ParallelLayout(world_size=2, ep=2)))
+        assert {unit.holders for unit in fused if unit.of_experts} == {range(2)}
+
+
 def test_tensors_that_an_engine_fuses_are_in_one_bucket() -> None:
     """SGLang fuses q_a and kv_a of latent attention as they arrive: in two buckets they would never meet."""
     hf = parse_hf_config(TINY["deepseek_v3"])
@@ -294,6 +311,11 @@ def export_on_four_ranks(rank: int, folder: str) -> list[str]:
             if [n for n, _ in stream] != list(state):
                 faults.append(f"{name} tied={tied}: names")
             faults += [f"{name} tied={tied}: {n}" for n, t in state.items() if not same(exported[n], t)]
+        own = dict(export_hf(chunks, replace(place, bucket_bytes=500), own_stage=True))
+        units = [unit for unit in export_plan(place.sharding) if unit.pp_rank == at.pp_rank]
+        if list(own) != [n for unit in units for n, _, _ in unit.tensors]:
+            faults.append(f"{name} tied={tied}: names of the own stage")
+        faults += [f"{name} tied={tied}: {n} of the own stage" for n, t in own.items() if not same(t, state[n])]
         out = Path(folder) / f"{name}-{tied}"
         save_hf(chunks, out, source=folder, place=place)
         dist.barrier()

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[int, str, MegatronConfig, str]] = {
     "tp2-pp2": (4, "qwen3", MegatronConfig(tp=2, pp=2), "bf16"),
     "tp2-dp2": (4, "qwen3", MegatronConfig(tp=2), "fp32"),
 }
+# Also over two hosts of half the ranks each, by the transports that gather where no host has a whole copy.
+APART = tuple(CASES) if FULL else ("pp2", "fsdp2", "tp2-ep2", "tp2-pp2")
 BUCKETS = (1, 9_000, 1 << 30)  # every unit alone, a few, everything
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMEOUT_S = 60.0
@@ -62,9 +64,10 @@ def servers_for(rank: int, hosts: tuple[str, ...], leaders: dict[int, int], **kw
     from mega_rl.rollout.sglang.weights.transport import Server
     from tests.helpers.weight_receiver import FakeReceiver
 
+    sizes = [min(1 + index, hosts.count(hosts[leader])) for index, leader in leaders.items()]
     return [
-        Server(index, 1 + index, hosts[leader], FakeReceiver(index, tp=1 + index, **kwargs) if rank == leader else None)
-        for index, leader in leaders.items()
+        Server(index, tp, hosts[leader], FakeReceiver(index, tp=tp, **kwargs) if rank == leader else None)
+        for tp, (index, leader) in zip(sizes, leaders.items(), strict=True)
     ]
 
 
@@ -84,17 +87,20 @@ def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for case in cases:
         with weights_of(case, Path(root)) as weights:
-            for name, make in makers(weights, Path(root), buckets_of(case)).items():
-                answers[f"{case} {name}"] = send_twice(rank, weights, make, folder=Path(root) / DISK)
+            for name, make in makers(weights, Path(root), buckets_of(case), apart=case in APART).items():
+                hosts = hosts_for(name, weights)
+                answers[f"{case} {name}"] = send_twice(rank, weights, make, hosts, folder=Path(root) / DISK)
     return answers
 
 
 def makers(
-    weights: Any, root: Path, buckets: tuple[int, ...] = BUCKETS
+    weights: Any, root: Path, buckets: tuple[int, ...] = BUCKETS, *, apart: bool = True
 ) -> dict[str, Callable[[list[Any], tuple[str, ...]], Any]]:
+    from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
     from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
+    from tests.helpers.host_device import HostDevice
 
     def shared(nbytes: int) -> Callable[[list[Any], tuple[str, ...]], Any]:
         return lambda servers, hosts: SharedMemoryTransport(
@@ -102,6 +108,11 @@ def makers(
         )
 
     found = {f"shared_memory {nbytes}": shared(nbytes) for nbytes in buckets}
+    if apart:
+        found["gathered"] = shared(BUCKETS[1])
+        found["cuda_ipc"] = lambda servers, hosts: CudaIpcTransport(
+            weights, servers, hosts=hosts, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=HostDevice()
+        )
     found["distributed"] = lambda servers, hosts: DistributedTransport(
         weights, servers, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S
     )
@@ -112,17 +123,22 @@ def makers(
     return found
 
 
-def send_twice(
-    rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any], *, folder: Path
-) -> dict[str, Any]:
+def hosts_for(name: str, weights: Any) -> tuple[str, ...]:
+    """Host of each rank: two hosts where a transport gathers, or each has a whole copy; else one."""
     from mega_rl.rollout.sglang.weights.reshard import covers
 
     world, layout = int(os.environ["WORLD_SIZE"]), weights.engine.sharding.layout
-    # Two hosts where each has a whole copy, else one.
     split = world == 4 and covers(layout, [0, 1], experts=weights.experts)
-    hosts = ("a", "a", "b", "b") if split else ("a",) * world
+    apart = name in ("gathered", "cuda_ipc") or split
+    return ("a",) * (world // 2) + ("b" if apart else "a",) * (world // 2)
+
+
+def send_twice(
+    rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any], hosts: tuple[str, ...], *, folder: Path
+) -> dict[str, Any]:
     transport = make([], hosts)
-    leaders = {0: 0, 1: 2 if split and transport.name == "shared_memory" else 0}
+    by_host = transport.name in ("shared_memory", "cuda_ipc")
+    leaders = {0: 0, 1: hosts.index(hosts[-1]) if by_host else 0}
     servers = servers_for(rank, hosts, leaders)
     transport = make(servers, hosts)
     answer: dict[str, Any] = {"different": [], "reports": [], "mapped": 0, "on_disk": []}
@@ -145,10 +161,16 @@ def send_twice(
                     for parameter in chunk.parameters():
                         parameter.mul_(-1.5)
     answer["memory"] = getattr(transport, "memory_bytes", 0)
+    answer["buffers"] = getattr(getattr(transport, "_device", None), "most", 0)
+    answer["over groups"] = [
+        list(server.receiver.messages.values()) for server in servers if server.receiver is not None
+    ]
     answer["expected_bytes"] = sum(tensor.nbytes for tensor in expected.values())
     answer["names"] = len(expected)
     answer["sizes"] = (
-        [bucket.nbytes for bucket in getattr(transport._open, "buckets", [])] if hasattr(transport, "_open") else []
+        [bucket.nbytes for bucket in getattr(transport._open, "buckets", [])]
+        if hasattr(transport, "memory_bytes")
+        else []
     )
     transport.close()
     if rank == 0:
@@ -186,6 +208,7 @@ def answers(root: Path) -> dict[str, list[dict[str, Any]]]:
 TRANSPORTS = ("distributed", "disk")
 SENDINGS = [(case, f"shared_memory {nbytes}") for case in CASES for nbytes in buckets_of(case)]
 SENDINGS += [(case, name) for case in CASES for name in TRANSPORTS if (case, name) != ("fsdp2", "disk")]
+SENDINGS += [(case, name) for case in APART for name in ("gathered", "cuda_ipc")]
 
 
 @pytest.mark.parametrize(("case", "transport"), SENDINGS)
@@ -205,9 +228,28 @@ def test_what_lands_is_what_export_gathers(answers: dict[str, Any], case: str, t
             assert versions == [*[None] * (last - 1), 3, *[None] * (last - 1), 4]
     calls = sum(sum(answer["calls"]) for answer in ranks)
     requests = [report["requests"] for report in reports]
-    connecting = 2 if transport == "distributed" else 0
+    connecting = 2 * CASES[case][2].pp if transport == "distributed" else 0  # a group of each stage
     assert requests == [2 * reports[0]["buckets"] + connecting, 2 * reports[0]["buckets"]]
     assert calls == sum(requests) + connecting  # and as many to leave the groups
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_stage_sends_its_own_weights_over_its_own_group(answers: dict[str, Any], case: str) -> None:
+    """To every server, whatever its size."""
+    ranks = answers[f"{case} distributed"]
+    stages = CASES[case][2].pp
+    (first, *others) = ranks[0]["over groups"]
+    assert len(first) == stages
+    assert sum(first) == 2 * ranks[0]["expected_bytes"]
+    assert all(sent > 0 for sent in first)
+    assert all(sent == first for sent in others)
+
+
+@pytest.mark.parametrize("case", APART)
+def test_shared_devices_hold_three_buckets(answers: dict[str, Any], case: str) -> None:
+    """One that servers load, the one before it, one that is being filled."""
+    for answer in answers[f"{case} cuda_ipc"]:
+        assert answer["buffers"] == min(3, answer["reports"][0]["buckets"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -231,30 +273,33 @@ def fail_some(rank: int, root: str) -> dict[str, Any]:
     with weights_of("tp2", Path(root)) as weights:
         for name, make in makers(weights, Path(root)).items():
             for at in (1, 2):
-                servers = servers_for(rank, ("a", "a"), {0: 0, 1: 0})
-                if rank == 0:
-                    broken: FakeReceiver = servers[1].receiver
+                hosts = hosts_for(name, weights)
+                servers = servers_for(rank, hosts, {0: 0, 1: hosts.index(hosts[-1])})
+                broken: FakeReceiver | None = servers[1].receiver
+                if broken is not None:
 
                     def fail(number: int, at: int = at, broken: Any = broken) -> None:
                         if number == at:
                             raise broken.error("out of order")
 
                     broken._fail = fail
-                transport = make(servers, ("a", "a"))
+                transport = make(servers, hosts)
                 report = transport.send(version=7)
-                answer = {"failed": {str(i): why for i, why in report.failed.items()}, "different": []}
-                if rank == 0:
-                    answer["calls"] = [len(server.receiver.calls) for server in servers]
-                    answer["buckets"] = report.buckets
-                    answer["different"] = differences(exported_now(weights), servers[0].receiver.weights)
-                else:
-                    exported_now(weights)
+                answer: dict[str, Any] = {"failed": {str(i): why for i, why in report.failed.items()}}
+                answer["calls"] = 0  # of the broken server; leaving a group frees those that wait for it
+                if broken is not None:
+                    answer["calls"] = len([call for call in broken.calls if call != "destroy"])
                 # The server is well again, and gets everything.
                 again = transport.send(version=8, servers=[1])
                 answer["again"] = len(again.failed)
                 expected = exported_now(weights)
+                answer["different"] = [
+                    name
+                    for server in servers
+                    if server.receiver is not None
+                    for name in differences(expected, server.receiver.weights)
+                ]
                 if rank == 0:
-                    answer["different"] += differences(expected, servers[1].receiver.weights)
                     answer["first"] = servers[0].receiver.versions[-1]
                 transport.close()
                 answers[f"{name} {at}"] = answer
@@ -275,11 +320,11 @@ def test_a_server_that_fails_hinders_no_other(root: Path) -> None:
         assert list(answer["failed"]) == ["1"], key
         assert "out of order" in answer["failed"]["1"]
         assert ranks[1][key]["failed"] == answer["failed"]
-        assert answer["different"] == [], key
+        assert answer["different"] == ranks[1][key]["different"] == [], key
         assert answer["again"] == ranks[1][key]["again"] == 0
         assert answer["first"] == 7
         at = int(key.split()[-1])
-        assert answer["calls"][1] == at, f"{key}: requests went on after the failure"
+        assert answer["calls"] + ranks[1][key]["calls"] == at, f"{key}: requests went on after the failure"
 
 
 @pytest.mark.parametrize("case", [case for case, transport in SENDINGS if transport == "disk"])

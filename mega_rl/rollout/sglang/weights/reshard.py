@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -46,6 +47,11 @@ class Bucket:
         """Return the bytes of all its tensors."""
         return self.slots[-1].end
 
+    @property
+    def pp_rank(self) -> int:
+        """Return the pipeline rank of its first unit, and of all of them in a plan `by_stage`."""
+        return self.units[0].pp_rank
+
 
 class ParamWrites(NamedTuple):
     """The parts of one of a rank's parameters that the rank writes; empty where other holders write all of it."""
@@ -55,25 +61,34 @@ class ParamWrites(NamedTuple):
     parts: tuple[tuple[Slot, Copy], ...]  # src of a copy is the slot's side, dst the parameter's, as when loading
 
 
-def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int) -> tuple[Bucket, ...]:
+def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int, by_stage: bool = False) -> tuple[Bucket, ...]:
     """Return the whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit is alone.
 
-    `itemsize`: bytes per element of the dtype in which weights travel. Tensors that SGLang fuses on arrival (query, key
-    and value; gate and up; the two down projections of latent attention) come from one unit (`Rule.together`, or one
-    parameter in Megatron-Core), and a unit is never split.
+    `itemsize`: bytes per element of the dtype in which weights travel. `by_stage`: no bucket has units of two pipeline
+    ranks, and those of all pipeline ranks come in turn, so that each gathers its next one while others send. Tensors
+    that SGLang fuses on arrival (query, key and value; gate and up; the two down projections of latent attention) come
+    from one unit (`Rule.together`, or one parameter in Megatron-Core), and a unit is never split.
     """
-    buckets: list[Bucket] = []
+    plan = export_plan(sharding)
+    if not by_stage:
+        return tuple(_buckets(plan, bucket_bytes, itemsize))
+    stages = [[unit for unit in plan if unit.pp_rank == pp_rank] for pp_rank in range(sharding.layout.pp)]
+    turns = zip_longest(*(_buckets(units, bucket_bytes, itemsize) for units in stages))
+    return tuple(bucket for turn in turns for bucket in turn if bucket is not None)
+
+
+def _buckets(plan: Sequence[ExportUnit], bucket_bytes: int, itemsize: int) -> Iterator[Bucket]:
+    """Yield consecutive units in buckets of at most `bucket_bytes`; a larger unit is alone."""
     units: list[ExportUnit] = []
     size = 0
-    for unit in export_plan(sharding):
+    for unit in plan:
         nbytes = sum(prod(shape) for _, shape, _ in unit.tensors) * (FLOAT32_BYTES if unit.float32 else itemsize)
         if units and size + nbytes > bucket_bytes:
-            buckets.append(_bucket(units, itemsize))
+            yield _bucket(units, itemsize)
             units, size = [], 0
         units.append(unit)
         size += nbytes
-    buckets.append(_bucket(units, itemsize))
-    return tuple(buckets)
+    yield _bucket(units, itemsize)
 
 
 def _bucket(units: Sequence[ExportUnit], itemsize: int) -> Bucket:
@@ -85,6 +100,11 @@ def _bucket(units: Sequence[ExportUnit], itemsize: int) -> Bucket:
             slots.append(Slot(name, shape, unit.float32, at, end))
             at = end
     return Bucket(tuple(units), tuple(slots))
+
+
+def first_ranks(layout: ParallelLayout) -> list[int]:
+    """Return the first rank of every pipeline rank: of those that share it, the one that stands for them."""
+    return [pp_rank * layout.stage_size for pp_rank in range(layout.pp)]
 
 
 def covers(layout: ParallelLayout, ranks: Sequence[int], *, experts: bool) -> bool:

@@ -39,9 +39,10 @@ class TrainerWeights:
         """Return whether the model has experts."""
         return self.engine.sharding.hf.moe is not None
 
-    def buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
+    def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
-        return plan_buckets(self.engine.sharding, bucket_bytes=bucket_bytes, itemsize=self.dtype.itemsize)
+        sharding, itemsize = self.engine.sharding, self.dtype.itemsize
+        return plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
 
     def chunks(self) -> list[nn.Module]:
         """Return the model's chunks with whole parameters, up to date; collective."""
@@ -51,7 +52,7 @@ class TrainerWeights:
         """Return this rank's weights by name for each chunk; collective, as is reading one where they are sharded."""
         return [weights_of(chunk) for chunk in self.chunks()]
 
-    def export(self, *, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def export(self, *, bucket_bytes: int, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on all ranks of a replica, which gather together; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
-        return export_hf(self.chunks(), place, dtype=self.dtype)
+        return export_hf(self.chunks(), place, dtype=self.dtype, own_stage=own_stage)

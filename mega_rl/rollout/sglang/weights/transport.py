@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,8 @@ from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.request import ServerError
 
 GRACE_S = 60.0  # beyond a server's deadline, for what ranks do between two meetings
+# In the answer of a server whose peers in a process group are gone; the words are torch's and SGLang's.
+_GROUP = re.compile(r"gloo|nccl|process group|connection (closed|reset|was)|broken pipe|timed out", re.IGNORECASE)
 
 
 class Receiver(Protocol):
@@ -129,6 +133,11 @@ class Meeting:
         with self._named(what):
             return broadcast_json(value, self._ranks, source=source)
 
+    def gather(self, value: Any, *, what: str) -> list[Any]:
+        """Return every rank's value on all ranks, as JSON carries it."""
+        with self._named(what):
+            return self._ranks.gather_json(value)
+
     def max(self, value: float, *, what: str) -> float:
         """Return the largest value of all ranks."""
         with self._named(what):
@@ -153,6 +162,37 @@ class RanksLost(RunError):
     """Other ranks of the trainer ended or missed a deadline."""
 
 
+def open_meeting(ranks: Sequence[int] | None = None, *, timeout_s: float) -> Meeting | None:
+    """Return a meeting of these ranks of the run (None: all), on others None; collective over all ranks."""
+    group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return Meeting(group, timeout_s=timeout_s) if ranks is None or dist.get_rank() in ranks else None
+
+
+class HostMeetings:
+    """Meetings of all ranks of the run (`world`) and of those on this rank's host (`host`); made collectively."""
+
+    def __init__(self, hosts: Sequence[str], *, timeout_s: float) -> None:
+        """hosts: of each rank of the run."""
+        world = open_meeting(timeout_s=timeout_s)
+        assert world is not None
+        self.world = self.host = world
+        for name in sorted(set(hosts)) if len(set(hosts)) > 1 else ():
+            of_host = open_meeting([rank for rank, host in enumerate(hosts) if host == name], timeout_s=timeout_s)
+            self.host = of_host or self.host
+
+    def close(self) -> None:
+        """Destroy the process groups."""
+        if self.host is not self.world:
+            self.host.close()
+        self.world.close()
+
+
+class GroupRelease(Protocol):
+    """Frees servers that wait for others; see `ServerRequests.wait_together`."""
+
+    def __call__(self, server: Server, receiver: Receiver, error: ServerError | None) -> None: ...
+
+
 class ServerRequests:
     """Concurrent requests to servers, one at a time to each; a server that failed gets no more."""
 
@@ -160,6 +200,7 @@ class ServerRequests:
         self.sent = 0
         self.failed: dict[int, str] = {}
         self._bug: BaseException | None = None
+        self._blamed: set[int] = set()  # servers that were the first to say that a group is broken
         self._waiting: list[tuple[Server, Future[None]]] = []
         self._servers = list(servers)
         threads = max(1, len(self._servers))
@@ -203,6 +244,42 @@ class ServerRequests:
                 self._bug = error
         self._waiting = []
 
+    def wait_together(self, release: GroupRelease) -> bool:
+        """Wait for the answers to requests in which servers wait for each other; return whether all succeeded.
+
+        After the first failure `release` is called for every server that has answered or failed, in the threads of the
+        requests, so that those that wait for it end as well. A server that failed only because of another is not
+        recorded as failed: it answered after that, or that the group is broken; being the first to say so counts once.
+        """
+        waiting = {future: server for server, future in self._waiting}
+        self._waiting = []
+        broken, over, releases = False, [], []
+        while waiting:
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            ended = [(waiting.pop(future), future.exception()) for future in done]
+            self._record_first([(server, error) for server, error in ended if error is not None], broken=broken)
+            broken = broken or any(error is not None for _, error in ended)
+            over += ended
+            if broken:
+                releases += [self._pool.submit(_release, release, server, error) for server, error in over]
+                over = []
+        wait(releases, timeout=GRACE_S / 2)  # a server that takes longer to leave is in no later group
+        return not broken
+
+    def _record_first(self, failures: Sequence[tuple[Server, BaseException]], *, broken: bool) -> None:
+        """Record the failures that are the servers' own; `broken`: some server has failed before these."""
+        for server, error in failures:
+            if not isinstance(error, ServerError):
+                self.failed[server.index] = f"{type(error).__name__}: {error}"
+                self._bug = error
+            elif error.status is None or not (broken or self._blames_group(server, error)):
+                self.failed[server.index] = str(error)
+
+    def _blames_group(self, server: Server, error: ServerError) -> bool:
+        first = server.index not in self._blamed
+        self._blamed.add(server.index)
+        return first and _GROUP.search(str(error)) is not None
+
     def agree(self, report: SendReport, meeting: Meeting, *, leaders: Sequence[int], started: float) -> SendReport:
         """Return the report with the outcome of every leader's requests, equal on all ranks; re-raise our own errors.
 
@@ -218,6 +295,12 @@ class ServerRequests:
         if self._bug is not None:
             raise self._bug
         return report
+
+
+def _release(release: GroupRelease, server: Server, error: BaseException | None) -> None:
+    assert server.receiver is not None
+    with suppress(ServerError):  # its failure, if it has one, is known already
+        release(server, server.receiver, error if isinstance(error, ServerError) else None)
 
 
 def chosen(servers: Sequence[Server], indices: Sequence[int] | None) -> list[Server]:

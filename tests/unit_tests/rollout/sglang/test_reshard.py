@@ -22,7 +22,7 @@ from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang.weights import reshard
 from mega_rl.rollout.sglang.weights.buckets import filled, slot_tensor, write_parts
-from mega_rl.rollout.sglang.weights.reshard import Bucket, covers, plan_buckets, writes
+from mega_rl.rollout.sglang.weights.reshard import Bucket, covers, first_ranks, plan_buckets, writes
 from mega_rl.storage.matrix import matrix_shape
 from tests.unit_tests.converters.fakes import hf_state
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -216,6 +216,19 @@ def test_a_rank_without_writes_still_lists_its_parameters() -> None:
     names = [[[(write.vp_stage, write.param) for write in part] for part in parts] for parts in lists]
     assert names[0] == names[1]
     assert any(not write.parts for part in lists[0] for write in part)
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_buckets_by_stage_hold_one_stage_each_and_take_turns(family: str) -> None:
+    for layout in layouts_for(family):
+        sharding = sharding_of(family, layout)
+        plan = export_plan(sharding)
+        buckets = plan_buckets(sharding, bucket_bytes=9000, itemsize=4, by_stage=True)
+        for stage in range(layout.pp):
+            own = [unit for bucket in buckets if bucket.pp_rank == stage for unit in bucket.units]
+            assert own == [unit for unit in plan if unit.pp_rank == stage]
+        assert [bucket.pp_rank for bucket in buckets[: 2 * layout.pp]] == [*range(layout.pp)] * 2
+        assert layout.coordinates(first_ranks(layout)[-1]).pp_rank == layout.pp - 1
 
 
 def test_filled_takes_tensors_as_they_come() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import pickletools
@@ -35,8 +36,14 @@ from mega_rl.rollout.sglang.weights.transports.choose import (
     leader_of,
     why_not,
 )
-from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaHandle, with_uuid
-from mega_rl.rollout.sglang.weights.transports.process_group import address_towards
+from mega_rl.rollout.sglang.weights.transports.cuda_ipc import (
+    CudaHandle,
+    as_json,
+    from_json,
+    ranks_of_servers,
+    with_uuid,
+)
+from mega_rl.rollout.sglang.weights.transports.server_group import address_for, address_towards
 from mega_rl.rollout.sglang.weights.transports.shared_memory import _anonymous_file, _places
 from tests.helpers.weight_receiver import FakeReceiver
 
@@ -213,7 +220,7 @@ def weights(device: str = "cpu", *, sharded: bool = False, experts: bool = False
         experts=experts,
         dtype=torch.bfloat16,
         engine=SimpleNamespace(sharding=sharding),
-        buckets=lambda nbytes: (),
+        buckets=lambda nbytes, by_stage=False: (),
     )
 
 
@@ -226,6 +233,7 @@ def chosen_name(setting: str, model: Any, where: Placement, *hosts: str | None, 
 
 
 TOGETHER, APART = Placement(("a", "a"), colocated=True), Placement(("a", "a"), colocated=False)
+TWO_HOSTS = Placement(("a", "b"), colocated=True)  # neither has a whole copy of a model at tp2
 
 
 @pytest.mark.parametrize(
@@ -242,6 +250,11 @@ TOGETHER, APART = Placement(("a", "a"), colocated=True), Placement(("a", "a"), c
         ("shared_memory", "cpu", APART, ["a"], "shared_memory"),
         ("shared_memory", "cuda", TOGETHER, ["a"], "cuda_ipc"),
         ("shared_memory", "cuda", APART, ["a"], "shared_memory"),
+        ("auto", "cpu", TWO_HOSTS, ["a", "b"], "shared_memory"),
+        ("auto", "cuda", TWO_HOSTS, ["a", "b"], "cuda_ipc"),
+        ("auto", "cuda", TWO_HOSTS, ["b"], "cuda_ipc"),
+        ("auto", "cuda", Placement(("a", "b"), colocated=False), ["a", "b"], "distributed"),
+        ("auto", "cuda", TWO_HOSTS, ["a", "b", "b"], "shared_memory"),  # two servers on one GPU
         ("distributed", "cpu", TOGETHER, ["a"], "distributed"),
         ("disk", "cpu", TOGETHER, ["a"], "disk"),
     ],
@@ -255,12 +268,9 @@ def test_the_choice(setting: str, device: str, where: Placement, hosts: list[str
     [
         ("shared_memory", weights(), TOGETHER, ["b"], 1, "server 0 runs on a host without ranks of the trainer"),
         ("shared_memory", weights(), TOGETHER, [None], 1, "whether server 0 runs on the trainer's host is not known"),
-        ("shared_memory", weights(), Placement(("a", "b"), colocated=True), ["a"], 1, "no whole copy of the model in"),
-        ("shared_memory", weights(experts=True, world_size=2, ep=2), Placement(("a", "b"), colocated=False), ["a"], 1,
-         "no whole copy of the model in layout tp1-ep2-dp2"),
         ("distributed", weights("cuda"), TOGETHER, ["a"], 1, "several processes on one GPU"),
     ],
-)  # fmt: skip
+)
 def test_a_transport_that_cannot_reach_the_servers_is_refused(
     setting: str, model: Any, where: Placement, hosts: list[str | None], tp: int, reason: str
 ) -> None:
@@ -271,14 +281,36 @@ def test_a_transport_that_cannot_reach_the_servers_is_refused(
 
 def test_cuda_ipc_needs_a_gpu_for_every_rank_of_the_servers() -> None:
     reason = why_not("cuda_ipc", weights("cuda"), [Server(0, 2, "a"), Server(1, 2, "a")], TOGETHER)
-    assert reason == "servers have 4 tensor-parallel ranks together, the trainer has 2 GPUs"
+    assert reason == "servers of one host have 4 tensor-parallel ranks together, the trainer has 2 GPUs there"
+    reason = why_not("cuda_ipc", weights("cuda"), [Server(0, 1, "a"), Server(1, 2, "b")], TWO_HOSTS)
+    assert reason == "servers of one host have 2 tensor-parallel ranks together, the trainer has 1 GPUs there"
+
+
+def test_servers_have_the_gpus_of_the_ranks_on_their_host() -> None:
+    servers = [Server(0, 2, "a"), Server(1, 2, "b"), Server(2, 1, "a"), Server(3, 1, "a")]
+    assert ranks_of_servers(servers, ["a", "a", "b", "a", "b"]) == {0: [0, 1], 1: [2, 4], 2: [3], 3: []}
+
+
+def test_loopback_is_no_meeting_point_of_several_hosts() -> None:
+    """The sources of all stages and all servers meet in one group."""
+    here = [Server(0, 1, "a", FakeReceiver(0))]
+    assert why_not("distributed", weights(), here, APART) is None
+    assert why_not("distributed", weights(), here, Placement(("a", "b"), colocated=False)) is None  # one stage
+    for servers, model in (
+        ([*here, Server(1, 1, "b", FakeReceiver(1))], weights()),
+        (here, weights(world_size=2, pp=2)),
+    ):
+        reason = why_not("distributed", model, servers, Placement(("a", "b"), colocated=False))
+        assert reason is not None
+        assert reason.startswith("server 0 at http://127.0.0.1:31000 listens on loopback")
 
 
 def test_who_talks_to_a_server() -> None:
-    """Shared memory: the first rank of its host; else rank 0, which may be elsewhere."""
+    """Shared memory and devices: the first rank of its host; else rank 0, which may be elsewhere."""
     where = Placement(("a", "a", "b", "b"), colocated=True)
     server = Server(1, 1, "b")
     assert leader_of(server, SimpleNamespace(name="shared_memory"), where) == 2  # type: ignore[arg-type]
+    assert leader_of(server, SimpleNamespace(name="cuda_ipc"), where) == 2  # type: ignore[arg-type]
     assert leader_of(server, SimpleNamespace(name="disk"), where) == 0  # type: ignore[arg-type]
 
 
@@ -299,6 +331,7 @@ def test_settings_of_the_config_are_those_of_the_choice() -> None:
 def test_trainer_listens_where_the_server_looks() -> None:
     assert address_towards("http://127.0.0.1:30000") == "127.0.0.1"
     assert address_towards("http://localhost:30000") in ("127.0.0.1", "::1")
+    assert address_for(["http://127.0.0.1:30000", "http://127.0.0.2:30000"]) == "127.0.0.1"
 
 
 def test_cuda_handles_name_the_gpu_by_its_uuid() -> None:
@@ -309,6 +342,27 @@ def test_cuda_handles_name_the_gpu_by_its_uuid() -> None:
 
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[6] == "storage_device"
     assert with_uuid(range(9), "GPU-1") == (0, 1, 2, 3, 4, 5, "GPU-1", 7, 8)
+
+
+def test_handles_travel_between_ranks_as_json() -> None:
+    """Types are those of the rank that opens them; all else is as it was sent."""
+    sent = (
+        torch.Tensor,
+        torch.Size([8]),
+        (1,),
+        0,
+        torch.UntypedStorage,
+        torch.uint8,
+        "GPU-1",
+        b"\x00\xff",
+        8,
+        0,
+        False,
+    )
+    own = (torch.Tensor, torch.Size([4]), (1,), 0, torch.UntypedStorage, torch.uint8, 0, b"x", 4, 0, False)
+    received = from_json(json.loads(json.dumps(as_json(sent))), own)
+    assert received == sent
+    assert [type(value) for value in received] == [type(value) for value in sent]
 
 
 @pytest.mark.gpu

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import torch
 
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.weights.reshard import covers
+from mega_rl.rollout.sglang.weights.reshard import first_ranks
 from mega_rl.rollout.sglang.weights.transport import Server, Transport
 from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
 from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
@@ -87,10 +89,10 @@ def choose_transport(
 
 
 def leader_of(server: Server, transport: Transport, placement: Placement) -> int:
-    """Return the trainer's rank that talks to a server: with shared memory the first of its host, else 0."""
-    if transport.name != "shared_memory":
+    """Return the trainer's rank that talks to a server: where they share memory the first of its host, else 0."""
+    if transport.name not in ("shared_memory", "cuda_ipc"):
         return 0
-    assert server.host is not None, f"shared memory with server {server.index} on a host that is not known"
+    assert server.host is not None, f"{transport.name} with server {server.index} on a host that is not known"
     return placement.hosts.index(server.host)
 
 
@@ -100,9 +102,9 @@ def why_not(name: str, weights: TrainerWeights, servers: Sequence[Server], place
     if name == "cuda_ipc":
         return _why_not_cuda_ipc(servers, placement, on_gpu=on_gpu)
     if name == "shared_memory":
-        return _why_not_shared_memory(weights, servers, placement)
-    if name == "distributed" and on_gpu and placement.colocated:
-        return "NCCL has no groups of several processes on one GPU, and servers share the trainer's"
+        return _why_not_shared_memory(servers, placement)
+    if name == "distributed":
+        return _why_not_distributed(weights, servers, placement, on_gpu=on_gpu)
     return None
 
 
@@ -111,26 +113,49 @@ def _why_not_cuda_ipc(servers: Sequence[Server], placement: Placement, *, on_gpu
         return "the trainer runs on CPUs"
     if not placement.colocated:
         return "servers have GPUs of their own"
-    if len({*placement.hosts, *(server.host for server in servers)}) > 1:
-        return "trainer and servers are on several hosts"
-    needed = sum(server.tp for server in servers)
-    if needed > len(placement.hosts):
-        return f"servers have {needed} tensor-parallel ranks together, the trainer has {len(placement.hosts)} GPUs"
+    reason = _why_not_together(servers, placement)
+    if reason is not None:
+        return reason
+    for host in dict.fromkeys(server.host for server in servers):
+        needed, there = sum(server.tp for server in servers if server.host == host), placement.hosts.count(host or "")
+        if needed > there:
+            return (
+                f"servers of one host have {needed} tensor-parallel ranks together, the trainer has {there} GPUs there"
+            )
     return None
 
 
-def _why_not_shared_memory(weights: TrainerWeights, servers: Sequence[Server], placement: Placement) -> str | None:
+def _why_not_shared_memory(servers: Sequence[Server], placement: Placement) -> str | None:
     if not hasattr(os, "memfd_create"):
         return "memory without a file is shared on Linux only"
-    layout = weights.engine.sharding.layout
+    return _why_not_together(servers, placement)
+
+
+def _why_not_together(servers: Sequence[Server], placement: Placement) -> str | None:
+    """Return why some server shares no host with a rank of the trainer, or None."""
     for server in servers:
         if server.host is None:
             return f"whether server {server.index} runs on the trainer's host is not known"
-        ranks = [rank for rank, host in enumerate(placement.hosts) if host == server.host]
-        if not ranks:
+        if server.host not in placement.hosts:
             return f"server {server.index} runs on a host without ranks of the trainer"
-        if not covers(layout, ranks, experts=weights.experts):
-            return f"the ranks on the host of server {server.index} have no whole copy of the model in layout {layout}"
+    return None
+
+
+def _why_not_distributed(
+    weights: TrainerWeights, servers: Sequence[Server], placement: Placement, *, on_gpu: bool
+) -> str | None:
+    if on_gpu and placement.colocated:
+        return "NCCL has no groups of several processes on one GPU, and servers share the trainer's"
+    # Servers meet each other and the first rank of every pipeline stage.
+    hosts = {placement.hosts[rank] for rank in first_ranks(weights.engine.sharding.layout)}
+    hosts |= {server.host or "" for server in servers}
+    for server in servers:
+        url = "" if server.receiver is None else server.receiver.endpoint.url
+        if len(hosts) > 1 and is_loopback(urlsplit(url).hostname or ""):
+            return (
+                f"server {server.index} at {url} listens on loopback, and has to be reached from other hosts; name an "
+                "interface's address in rollout.sglang.server.host"
+            )
     return None
 
 
@@ -142,11 +167,8 @@ class _Settings:
     source: Path
 
 
-def _cuda_ipc(weights: TrainerWeights, servers: Sequence[Server], _: Placement, s: _Settings) -> Transport:
-    # Servers have the host's GPUs one after the other, and so have ranks.
-    ends = [sum(server.tp for server in servers[: i + 1]) for i in range(len(servers))]
-    ranks = [range(end - server.tp, end) for server, end in zip(servers, ends, strict=True)]
-    return CudaIpcTransport(weights, servers, ranks=ranks, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
+def _cuda_ipc(weights: TrainerWeights, servers: Sequence[Server], at: Placement, s: _Settings) -> Transport:
+    return CudaIpcTransport(weights, servers, hosts=at.hosts, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
 
 
 def _shared_memory(weights: TrainerWeights, servers: Sequence[Server], at: Placement, s: _Settings) -> Transport:

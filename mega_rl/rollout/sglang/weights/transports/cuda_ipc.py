@@ -1,8 +1,13 @@
-"""Weights through the memory of GPUs that the trainer's ranks share with servers: CUDA IPC.
+"""Weights through the memory of GPUs that the trainer's ranks share with servers: CUDA IPC, on any number of hosts.
 
 Every rank assembles each bucket on its GPU, and the servers' tensor-parallel rank on the same GPU opens that memory by
-its handle. Each bucket has a new buffer: SGLang may answer before its copies have ended, and torch frees a buffer only
-after the process that opened it has released it.
+its handle. The first rank of each host gathers the handles of its host's ranks, in one collective for each bucket that
+is also their barrier, and speaks with its host's servers. While servers load a bucket the ranks gather the next one.
+
+Who waits for whom on a device is torch's own protocol. Sharing a tensor records an event, for which the receiver's
+stream waits, so no rank waits for its device. The receiver counts the handle down once its stream has read the memory,
+and torch frees a buffer only then; so each bucket is shared anew. A handle that is sent once and opened for every
+bucket would be counted below zero, where the count, which has no sign, says that the memory is in use for ever.
 
 Written from torch.multiprocessing.reductions and SGLang 0.5.20's srt/utils/patch_torch.py, which names GPUs by their
 UUID, since processes count them differently. No machine with SGLang on a GPU has run this yet.
@@ -10,11 +15,11 @@ UUID, since processes count them differently. No machine with SGLang on a GPU ha
 
 from __future__ import annotations
 
+import base64
 import time
 from collections import deque
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,9 +27,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled, payload
+from mega_rl.rollout.sglang.weights.reshard import Bucket
 from mega_rl.rollout.sglang.weights.transport import (
     GRACE_S,
-    Meeting,
+    HostMeetings,
     Receiver,
     SendReport,
     Server,
@@ -35,7 +41,29 @@ from mega_rl.rollout.sglang.weights.transport import (
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
 
+Reduced = tuple[Callable[..., object], tuple[object, ...]]  # what a pickle calls, and with which arguments
+
 _DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
+
+
+class SharedDevice(Protocol):
+    """Memory of this rank's device that another process on it can open."""
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Return new memory, [nbytes] uint8."""
+        ...
+
+    def handle(self, data: Tensor) -> object:
+        """Return a handle of `data`, as it is after the work that is queued on the device by now; JSON."""
+        ...
+
+    def opened(self, handle: object) -> object:
+        """Return, on any rank, what unpickles to the tensor of a handle on its own device."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory that receivers have released."""
+        ...
 
 
 class CudaHandle:
@@ -44,20 +72,97 @@ class CudaHandle:
     def __init__(self, tensor: Tensor, uuid: str) -> None:
         self._tensor, self._uuid = tensor, uuid
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Reduced:
         rebuild, arguments = reduce_tensor(self._tensor)
         return rebuild, with_uuid(arguments, self._uuid)
 
 
-def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
+def with_uuid(arguments: Sequence[object], uuid: str) -> tuple[object, ...]:
     """Return the arguments of rebuild_cuda_tensor with the device's UUID for its number."""
     changed = list(arguments)
     changed[_DEVICE_ARGUMENT] = uuid
     return tuple(changed)
 
 
+class _Handle:
+    """Picklable by the function and the arguments that it is given."""
+
+    def __init__(self, reduced: Reduced) -> None:
+        self._reduced = reduced
+
+    def __reduce__(self) -> Reduced:
+        return self._reduced
+
+
+def as_json(arguments: Sequence[object]) -> list[object]:
+    """Return the arguments of rebuild_cuda_tensor for another rank: bytes in base64, None for types and dtypes."""
+    return [_as_json(value) for value in arguments]
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, (type, torch.dtype)):
+        return None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_json(arguments: object, like: Sequence[object]) -> tuple[object, ...]:
+    """Return the arguments that `as_json` made on another rank; `like`: this rank's of a tensor of the same kind."""
+    assert isinstance(arguments, list)
+    return tuple(_from_json(value, own) for value, own in zip(arguments, like, strict=True))
+
+
+def _from_json(value: object, like: object) -> object:
+    if isinstance(value, dict):
+        return base64.b64decode(value["bytes"])
+    if isinstance(like, (type, torch.dtype)):
+        return like
+    return type(like)(value) if isinstance(like, tuple) and isinstance(value, list) else value
+
+
+class CudaDevice:
+    """`SharedDevice` of CUDA, by handles as torch.multiprocessing makes them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self._like: Reduced | None = None  # of the last handle
+
+    def memory(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def handle(self, data: Tensor) -> object:
+        rebuild, arguments = reduce_tensor(data)
+        self._like = rebuild, arguments
+        return as_json(with_uuid(arguments, self._uuid))
+
+    def opened(self, handle: object) -> object:
+        assert self._like is not None, "handles of other ranks are opened after this rank's own is made"
+        rebuild, like = self._like
+        return _Handle((rebuild, from_json(handle, like)))
+
+    def close(self) -> None:
+        torch.cuda.ipc_collect()
+
+
+def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[str]) -> dict[int, list[int]]:
+    """Return by server the trainer's ranks on the GPUs of its tensor-parallel ranks.
+
+    hosts: of each rank. Servers of a host have its GPUs one after the other, and so have ranks. A list is too short
+    where a host has fewer ranks than its servers need.
+    """
+    free = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
+    ranks = {}
+    for server in servers:
+        left = free.get(server.host or "", [])
+        ranks[server.index] = left[: server.tp]
+        del left[: server.tp]
+    return ranks
+
+
 class CudaIpcTransport:
-    """`transports.Transport` on one host, where server i's rank t has the GPU of trainer rank `ranks[i][t]`."""
+    """`transports.Transport` to servers on the GPUs of the trainer's ranks."""
 
     name = "cuda_ipc"
 
@@ -66,55 +171,68 @@ class CudaIpcTransport:
         weights: TrainerWeights,
         servers: Sequence[Server],
         *,
-        ranks: Sequence[Sequence[int]],
+        hosts: Sequence[str],
         bucket_bytes: int,
         timeout_s: float,
+        device: SharedDevice | None = None,
     ) -> None:
-        """timeout_s: of a server's answer. A server's `receiver` is needed on rank 0."""
-        self._weights, self._servers = weights, list(servers)
-        self._ranks = {server.index: list(own) for server, own in zip(servers, ranks, strict=True)}
+        """hosts: of each rank of the run. timeout_s: of a server's answer. device: None takes the weights'.
+
+        A server's `receiver` is needed on the first rank of its host.
+        """
+        self._weights, self._servers, self._hosts = weights, list(servers), list(hosts)
+        self._ranks = ranks_of_servers(servers, hosts)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s + GRACE_S
-        self._world: Meeting | None = None
+        self._device = device
+        self._meetings: HostMeetings | None = None
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
         started = time.perf_counter()
-        if self._world is None:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
-            self._world = Meeting(group, timeout_s=self._timeout_s)
-        world, device, dtype = self._world, self._weights.device, self._weights.dtype
+        if self._meetings is None:
+            self._meetings = HostMeetings(self._hosts, timeout_s=self._timeout_s)
+        device = self._device or CudaDevice(self._weights.device)
+        host = self._meetings.host
         to = chosen(self._servers, servers)
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        own_host = self._hosts[dist.get_rank()]
+        here = [server for server in to if server.host == own_host]
         buckets = self._weights.buckets(self._bucket_bytes)
         stream = self._weights.export(bucket_bytes=self._bucket_bytes)
-
-        def memory(_: int, nbytes: int) -> Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-        with ServerRequests(to if world.leads else []) as requests:
-            held: deque[Tensor] = deque(maxlen=2)  # those that servers may not have opened yet
-            for bucket, data in filled(stream, buckets, memory, dtype):
+        with ServerRequests(here if host.leads else []) as requests:
+            # The bucket that servers load and the one before it, which they have answered; a third is being filled.
+            held: deque[Tensor] = deque(maxlen=2)
+            for bucket, data in filled(stream, buckets, lambda _, n: device.memory(n), self._weights.dtype):
                 held.append(data)
-                torch.cuda.synchronize(device)
-                own = payload(CudaHandle(data, uuid), bucket, dtype)
-                texts = [world.broadcast(own, source=rank, what="to share handles") for rank in range(world.size)]
                 requests.wait()
-                requests.start(self._post(texts, version if bucket is buckets[-1] else None))
+                handles = host.gather(device.handle(data), what="to share handles")
+                last = bucket is buckets[-1]
+                if host.leads:
+                    requests.start(self._post(bucket, handles, device, version if last else None))
             requests.wait()
             slots = sum(len(bucket.slots) for bucket in buckets)
             report = SendReport(bytes=sum(b.nbytes for b in buckets), buckets=len(buckets), tensors=slots)
-            report = requests.agree(report, world, leaders=[0], started=started)
+            leaders = sorted({self._hosts.index(server.host) for server in to if server.host is not None})
+            report = requests.agree(report, self._meetings.world, leaders=leaders, started=started)
         held.clear()
-        torch.cuda.ipc_collect()
+        device.close()
         return report
 
     def close(self) -> None:
-        if self._world is not None:
-            self._world.close()
-            self._world = None
+        if self._meetings is not None:
+            self._meetings.close()
+            self._meetings = None
 
-    def _post(self, texts: Sequence[str], version: int | None) -> Any:
+    def _post(
+        self, bucket: Bucket, handles: Sequence[object], device: SharedDevice, version: int | None
+    ) -> Callable[[Server, Receiver], None]:
+        """Return the request for one bucket; handles: of this host's ranks."""
+        own = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[dist.get_rank()]]
+        texts = {
+            rank: payload(device.opened(handle), bucket, self._weights.dtype)
+            for rank, handle in zip(own, handles, strict=True)
+        }
+
         def post(server: Server, receiver: Receiver) -> None:
-            own = [texts[rank] for rank in self._ranks[server.index]]
-            receiver.update_from_tensor(own, load_format=FORMAT, version=version)
+            payloads = [texts[rank] for rank in self._ranks[server.index]]
+            receiver.update_from_tensor(payloads, load_format=FORMAT, version=version)
 
         return post

@@ -1,8 +1,9 @@
 """Transport through memory that a host's ranks and servers share. Linux.
 
-Every rank writes its parts of a bucket straight to their places: without gathering, so that no rank holds more of the
-model than its part. Then the host's first rank sends each server one request with the place of the bytes. While
-servers load a bucket, the ranks write the next one.
+Where the ranks of every host hold a whole copy of the model, each writes its parts of a bucket straight to their
+places: without gathering, so that no rank holds more of the model than its part. Elsewhere all ranks gather each
+bucket, and the first rank of each host writes it. That rank then sends each server of its host one request with the
+place of the bytes. While servers load a bucket, the next one is written.
 
 The memory is an anonymous file of the first rank (memfd_create(2)), which others open through /proc. Unlike a file of
 /dev/shm it is not limited to the 64 MB of many containers, and leaves no name behind: the kernel frees it with the last
@@ -13,19 +14,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.rollout.sglang.weights.buckets import FORMAT, MappedFile, payload, write_parts
-from mega_rl.rollout.sglang.weights.reshard import Bucket, ParamWrites, writes
+from mega_rl.rollout.sglang.weights.buckets import FORMAT, MappedFile, filled, payload, write_parts
+from mega_rl.rollout.sglang.weights.reshard import Bucket, ParamWrites, covers, writes
 from mega_rl.rollout.sglang.weights.transport import (
     GRACE_S,
-    Meeting,
+    HostMeetings,
     Receiver,
     SendReport,
     Server,
@@ -40,7 +41,7 @@ _ALIGNMENT = 64  # bytes; of any dtype, and of a cache line
 
 
 class SharedMemoryTransport:
-    """`transports.Transport` through shared memory, on any number of hosts, each with a whole copy of the model."""
+    """`transports.Transport` through shared memory, on any number of hosts, each with ranks of the trainer."""
 
     name = "shared_memory"
 
@@ -74,14 +75,12 @@ class SharedMemoryTransport:
         opened = self._open
         to = chosen(self._servers, servers)
         here = [server for server in to if server.host == opened.host_name]
-        live, sharded = self._weights.live(), self._weights.sharded
         with ServerRequests(here if opened.host.leads else []) as requests:
-            for number, part in enumerate(opened.parts):
-                if here or sharded:
-                    write_parts(part, live, opened.view(number), self._weights.dtype)
+            for number in self._written(opened, to_host=bool(here)):
                 requests.wait()  # for the bucket before this one: the one after this one takes its place
-                opened.host.barrier(f"when bucket {number} of {len(opened.parts)} was written")
-                last = number == len(opened.parts) - 1
+                if opened.parts is not None:
+                    opened.host.barrier(f"when bucket {number} of {len(opened.buckets)} was written")
+                last = number == len(opened.buckets) - 1
                 requests.start(_Post(opened.payload(number), version if last else None))
             requests.wait()
             report = SendReport(
@@ -90,7 +89,26 @@ class SharedMemoryTransport:
                 tensors=sum(len(bucket.slots) for bucket in opened.buckets),
             )
             leaders = sorted({self._hosts.index(server.host) for server in to if server.host is not None})
-            return requests.agree(report, opened.world, leaders=leaders, started=started)
+            return requests.agree(report, opened.meetings.world, leaders=leaders, started=started)
+
+    def _written(self, opened: _Opened, *, to_host: bool) -> Iterator[int]:
+        """Yield the number of each bucket when this rank's part in writing it is done.
+
+        On ranks that write nothing of what is gathered, only take part. `to_host`: servers of this host need them.
+        """
+        weights = self._weights
+        if opened.parts is not None:
+            live = weights.live()
+            for number, part in enumerate(opened.parts):
+                if to_host or weights.sharded:
+                    write_parts(part, live, opened.view(number), weights.dtype)
+                yield number
+            return
+        stream = weights.export(bucket_bytes=self._bucket_bytes)
+        if to_host and opened.host.leads:
+            gathered = filled(stream, opened.buckets, lambda number, _: opened.view(number), weights.dtype)
+            yield from (number for number, _ in enumerate(gathered))
+        deque(stream, maxlen=0)  # gathering takes all ranks
 
     def close(self) -> None:
         if self._open is not None:
@@ -117,15 +135,16 @@ class _Opened:
         self.host_name = hosts[rank]
         self.buckets: tuple[Bucket, ...] = weights.buckets(bucket_bytes)
         together = [other for other, host in enumerate(hosts) if host == self.host_name]
-        self.parts: list[list[ParamWrites]] = writes(self.buckets, layout, rank=rank, ranks=together)
-        timeout = timedelta(seconds=timeout_s)
-        self.world = Meeting(dist.new_group(backend="gloo", timeout=timeout), timeout_s=timeout_s)
-        self.host = self.world
-        for name in sorted(set(hosts)) if len(set(hosts)) > 1 else ():
-            members = [other for other, host in enumerate(hosts) if host == name]
-            group = dist.new_group(members, backend="gloo", timeout=timeout)
-            if name == self.host_name:
-                self.host = Meeting(group, timeout_s=timeout_s)
+        # The same on all hosts: gathering takes the ranks of all.
+        whole = all(
+            covers(layout, [other for other, host in enumerate(hosts) if host == name], experts=weights.experts)
+            for name in set(hosts)
+        )
+        self.parts: list[list[ParamWrites]] | None = None
+        if whole:
+            self.parts = writes(self.buckets, layout, rank=rank, ranks=together)
+        self.meetings = HostMeetings(hosts, timeout_s=timeout_s)
+        self.host = self.meetings.host
         self._dtype = weights.dtype
         self._offsets, size = _places(self.buckets)
         self._descriptor = _anonymous_file(size) if self.host.leads else -1
@@ -153,9 +172,7 @@ class _Opened:
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        if self.host is not self.world:
-            self.host.close()
-        self.world.close()
+        self.meetings.close()
 
 
 def _places(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
