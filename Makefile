@@ -31,7 +31,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device two-hosts campaign-checkpoint planted-faults parity terminal-check docs site
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device two-hosts campaign-checkpoint planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -104,6 +104,11 @@ compare-megatron: setup
 test-swanlab: setup
 	@$(BIN)/python -m pip install -q --upgrade --target $(VENV)/swanlab 'swanlab>=0.10'
 	@PYTHONPATH=$(VENV)/swanlab OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/metrics/test_trackers.py -k swanlab
+
+# Into .triton/, a folder that only this test sees: Triton's kernels in its interpreter, which needs no GPU.
+test-triton: setup
+	@$(BIN)/python -m pip install -q --upgrade --target .triton 'triton>=3.4'
+	@PYTHONPATH=.triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/parallel/test_vocab_kernels.py
 
 # What must hold on every release of a dependency, in an environment of its own, without constraints.txt:
 # make test-versions                                     the newest of everything that pyproject.toml allows

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -77,9 +78,11 @@ def machine(*, tiny: bool) -> Iterator[Record]:
 
 
 def head(*, tiny: bool) -> Iterator[Record]:
-    """Time and memory of log-probs from hidden states, forward and backward, at Qwen3-4B's output layer."""
-    from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
+    """Time and memory of log-probs from hidden states, forward and backward, at Qwen3-4B's output layer.
 
+    With kernels where the run has them (Triton on a GPU), with the loops that are their reference, with float32 logits
+    (`model.fp32_head`), and as torch writes it.
+    """
     vocab, hidden = (1000, 64) if tiny else (151936, 2560)
     weight = (torch.randn(vocab, hidden, device=DEVICE) * 0.02).bfloat16().requires_grad_()
     for tokens in (64,) if tiny else (8192, 16384):
@@ -91,21 +94,35 @@ def head(*, tiny: bool) -> Iterator[Record]:
             logits.backward(logits)
 
         gemm = timed(product, rounds=3, warmup=1)
-        for name, work in _heads(vocab_parallel_logprobs_entropy, states, weight, targets).items():
+        for name, work in _heads(states, weight, targets).items():
             yield _head_record(name, work, gemm=gemm, logits=tokens * vocab) | {"tokens": tokens}
 
 
-def _heads(ours: Callable[..., Any], states: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], None]]:
-    def fused(*, with_entropy: bool) -> None:
-        logprobs, entropy = ours(states @ weight.T, targets, group=None, with_entropy=with_entropy)
-        (logprobs.sum() + (entropy.sum() if with_entropy else 0.0)).backward()
+# What the name of a form ends with -> the suffix of its figures. Expectations hold for forms without one alone.
+SUFFIXES = {"without kernels": "_loops", "float32 logits": "_fp32", "in float32": "_plain"}
+
+
+def _heads(states: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Callable[[], None]]:
+    from mega_rl.parallel import vocab
+    from mega_rl.parallel.fp32_linear import fp32_linear
+
+    def ours(*, with_entropy: bool, kernels: bool = True, fp32: bool = False) -> None:
+        logits = fp32_linear(states, weight) if fp32 else states @ weight.T
+        with contextlib.nullcontext() if kernels else patch.object(vocab, "_kernels", lambda logits: None):
+            logprobs, entropy = vocab.vocab_parallel_logprobs_entropy(
+                logits, targets, group=None, with_entropy=with_entropy
+            )
+            (logprobs.sum() + (entropy.sum() if with_entropy else 0.0)).backward()
 
     def plain() -> None:
         torch.log_softmax((states @ weight.T).float(), -1).gather(1, targets[:, None]).sum().backward()
 
     return {
-        "log-probs": lambda: fused(with_entropy=False),
-        "log-probs and entropy": lambda: fused(with_entropy=True),
+        "log-probs": lambda: ours(with_entropy=False),
+        "log-probs and entropy": lambda: ours(with_entropy=True),
+        "log-probs without kernels": lambda: ours(with_entropy=False, kernels=False),
+        "log-probs and entropy without kernels": lambda: ours(with_entropy=True, kernels=False),
+        "log-probs of float32 logits": lambda: ours(with_entropy=False, fp32=True),
         "log_softmax in float32": plain,
     }
 
@@ -117,8 +134,7 @@ def _head_record(name: str, work: Callable[[], None], *, gemm: float, logits: in
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return {"case": f"{name}: out of memory"}
-    # An expectation holds for the project's own forms alone: other names for the plain one's.
-    suffix = "_plain" if name.startswith("log_softmax") else ""
+    suffix = next((suffix for end, suffix in SUFFIXES.items() if name.endswith(end)), "")
     ratios = {f"over_gemm{suffix}": seconds / gemm, f"peak_bytes_per_logit{suffix}": peak / logits}
     return {"case": name, "ms": seconds * 1e3, "gemm_ms": gemm * 1e3} | ratios
 

@@ -112,6 +112,7 @@ _NEEDS = (
     _within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1", lambda megatron: megatron.tp > 1),
     _within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1", lambda megatron: megatron.pp > 1),
     _within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1", lambda megatron: megatron.vpp > 1),
+    Need(("model.fp32_head",), "model.dtype=bf16", lambda config: config.model.dtype == "bf16"),
     Need(("model.recompute_modules",), "model.recompute=selective", lambda c: c.model.recompute == "selective"),
     Need(("model.recompute_layers",), "model.recompute=full", lambda config: config.model.recompute == "full"),
     _within(

@@ -21,9 +21,10 @@ class MicroBatch:
     """Rows of a batch as one forward pass takes them; packed [1, T] (THD) or padded [b, S].
 
     Packed: sequences lie one after another, each followed by the zeros that its length is rounded up with; when T is
-    padded, one more sequence of zeros stands at the end, counted in `cu_seqlens` and in no row. Padded: each row is
-    followed by zeros. Without rows there is a single dummy sequence, so that a rank with fewer rows than its neighbours
-    can still take part in every collective. Under context parallelism a rank has the columns `held` of all this.
+    padded, sequences of zeros stand at the end, counted in `cu_seqlens` and in no row. Padded: each row is followed by
+    zeros, and rows of zeros may follow. Without rows there is a single dummy sequence, so that a rank with fewer rows
+    than its neighbours can still take part in every collective. Under context parallelism a rank has the columns `held`
+    of all this.
     """
 
     tokens: Tensor  # [1, T] or [b, S] int64
@@ -31,7 +32,7 @@ class MicroBatch:
     targets: Tensor  # like tokens, int64: the token that position i predicts; 0 at sequence ends and on padding
     # [num_sequences + 1] int32 on the host, where packed sequences begin, zeros counted; None if padded
     cu_seqlens: Tensor | None
-    max_seqlen: int  # longest sequence, its zeros and a trailing dummy included
+    max_seqlen: int  # longest sequence, its zeros included; trailing dummies are no longer
     rows: tuple[int, ...]  # rows of the batch, in order
     lengths: tuple[int, ...]  # their lengths, in tokens, without zeros
     fields: dict[str, Tensor]  # like tokens: the batch's value of token i + 1 at position i; 0 as in targets
@@ -59,20 +60,22 @@ def pack(
     field_names: Iterable[str] = (),
     pad_to_multiple: int = 1,
     sequence_multiple: int = 1,
+    min_tokens: int = 1,
 ) -> MicroBatch:
     """Pack rows of the batch one after another, without padding between them unless `sequence_multiple` asks for it.
 
     `field_names` are the batch's per-token tensors ([B, S]) that the loss needs. Every sequence is rounded up to
-    `sequence_multiple` by tokens 0 at its end, and T to `pad_to_multiple`, a multiple of it, by one dummy sequence of
-    token 0; the fields of all these are 0. No rows give a micro-batch of `pad_to_multiple` dummy tokens.
+    `sequence_multiple` by tokens 0 at its end, and T, at least `min_tokens`, to `pad_to_multiple`, a multiple of it, by
+    dummy sequences of token 0, none longer than the rows; the fields of all these are 0. No rows give a micro-batch of
+    one dummy sequence.
     """
     assert pad_to_multiple % sequence_multiple == 0, f"{pad_to_multiple} is no multiple of {sequence_multiple}"
     lengths = _lengths(batch, rows)
     sequence_lengths = [_round_up(length, sequence_multiple) for length in lengths]
     total = sum(sequence_lengths)
-    size = _round_up(max(total, 1), pad_to_multiple)
-    if size > total:
-        sequence_lengths.append(size - total)
+    size = _round_up(max(total, min_tokens), pad_to_multiple)
+    longest = max(sequence_lengths, default=size)
+    sequence_lengths += [min(longest, size - start) for start in range(total, size, longest)]
     device = batch.tokens.device
     starts = torch.tensor([0, *sequence_lengths], dtype=torch.int64).cumsum(0)
     cu_seqlens = starts.to(torch.int32)
@@ -90,15 +93,20 @@ def pack(
 
 
 def pad(
-    batch: Rollout | Experience, rows: Sequence[int], *, field_names: Iterable[str] = (), pad_to_multiple: int = 1
+    batch: Rollout | Experience,
+    rows: Sequence[int],
+    *,
+    field_names: Iterable[str] = (),
+    pad_to_multiple: int = 1,
+    min_shape: tuple[int, int] = (1, 1),
 ) -> MicroBatch:
     """Pad rows of the batch, under each other, on the right with 0 to the longest, rounded up to `pad_to_multiple`.
 
-    `field_names` as in `pack`. No rows give a single dummy row of `pad_to_multiple` tokens.
+    `field_names` as in `pack`. Dummy rows and zeros make it at least `min_shape`, so no rows give a dummy row.
     """
     lengths = _lengths(batch, rows)
-    size = _round_up(max(lengths, default=1), pad_to_multiple)
-    shape = (max(len(rows), 1), size)
+    size = _round_up(max(*lengths, min_shape[1]) if lengths else min_shape[1], pad_to_multiple)
+    shape = (max(len(rows), min_shape[0]), size)
     device = batch.tokens.device
     starts = torch.arange(len(rows), dtype=torch.int64) * size
     cells = _cells(rows, lengths, starts, device=device)

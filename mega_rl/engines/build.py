@@ -78,6 +78,7 @@ def _batching(microbatch: MicrobatchConfig, groups: Groups) -> Batching:
         micro_batch_size=microbatch.size,
         pad_to_multiple=(layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1),
         count_multiple=layout.pp if layout.vpp > 1 else 1,
+        same_shapes=layout.pp > 1,
         cp_rank=groups.coordinates.cp_rank,
         cp_size=layout.cp,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,10 @@ from mega_rl.data.zigzag import cut
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Rollout
 
+# Tokens that micro-batches may grow by to be of one shape. A shape that travels costs each message a wait of the host,
+# some tenths of a millisecond of the tens that a stage computes.
+SHAPE_PADDING = 0.05
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -30,6 +34,7 @@ class Batching:
     micro_batch_size: int  # padded: sequences per micro-batch
     pad_to_multiple: int = 1  # tokens; 2 * cp with context parallelism, times tp under sequence parallelism
     count_multiple: int = 1  # micro-batches; the pipeline size under the interleaved schedule
+    same_shapes: bool = False  # where little padding does it, as a pipeline wants: shapes then need not travel
     cp_rank: int = 0
     cp_size: int = 1
 
@@ -37,7 +42,7 @@ class Batching:
         """Return the batch as micro-batches on the host, equally many on every data-parallel rank.
 
         A rank with less work than the others ends with empty micro-batches, which cost next to nothing. `batch` is the
-        same on all context-parallel ranks, and each gets its part of every micro-batch.
+        same on all ranks of a replica, and each context-parallel one gets its part of every micro-batch.
         """
         lengths: list[int] = batch.lengths.tolist()
         multiple = self.sequence_multiple
@@ -54,10 +59,26 @@ class Batching:
             order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
             size = self.micro_batch_size
             plan = [sorted(order[i * size : (i + 1) * size]) for i in range(count)]
-        make = partial(pack, sequence_multiple=multiple) if self.packing else pad
+        shape = self._common_shape(lengths, plan)
+        if self.packing:
+            make = partial(pack, sequence_multiple=multiple, min_tokens=shape[1])
+        else:
+            make = partial(pad, min_shape=shape)
         names = token_fields(batch)
         micros = [make(batch, rows, field_names=names, pad_to_multiple=self.pad_to_multiple) for rows in plan]
         return [cut(micro, cp_rank=self.cp_rank, cp_size=self.cp_size) for micro in micros]
+
+    def _common_shape(self, lengths: Sequence[int], plan: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Return (rows, tokens of each) that every micro-batch is padded to, (1, 1) where that would add too much."""
+        if not self.same_shapes:
+            return 1, 1
+        if self.packing:
+            shapes = [(1, sum(lengths[row] for row in rows)) for rows in plan]
+        else:
+            shapes = [(len(rows), max((lengths[row] for row in rows), default=0)) for rows in plan]
+        rows, tokens = (max(sizes) for sizes in zip(*shapes, strict=True))
+        padded, needed = len(plan) * rows * tokens, sum(rows * tokens for rows, tokens in shapes)
+        return (rows, tokens) if 1 <= padded <= (1.0 + SHAPE_PADDING) * needed else (1, 1)
 
     @property
     def sequence_multiple(self) -> int:

@@ -158,7 +158,8 @@ def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) 
         "sequence_parallel": layout.sequence_parallel,
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p,
-        "variable_seq_lengths": layout.pp > 1,
+        "batch_p2p_sync": False,  # a wait of the host for each message, against a race in releases of torch before 2
+        "variable_seq_lengths": layout.pp > 1,  # where micro-batches have several shapes: set for each pass
     }
 
 

@@ -1,12 +1,23 @@
-"""Output heads besides the vocabulary projection."""
+"""The value head, and logits in float32 of the vocabulary projection."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mega_rl.parallel.fp32_linear import fp32_linear
 
 
 class ValueHead(MegatronModule):
@@ -36,3 +47,35 @@ class ValueHead(MegatronModule):
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return values, None
+
+
+def use_fp32_logits(chunks: Sequence[GPTModel]) -> None:
+    """Make the vocabulary projections of bf16 chunks, tied ones too, return float32 logits: `model.fp32_head`."""
+    for chunk in chunks:
+        if chunk.post_process:
+            chunk.output_layer._forward_impl = _fp32_logits
+
+
+def _fp32_logits(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: ProcessGroup,
+    **others: object,
+) -> Tensor:
+    """Return [S, B, V / tp] float32 of `input` [S, B, H] (S sharded over TP under sequence parallelism).
+
+    Takes the arguments of Megatron-Core's own product in `ColumnParallelLinear`. Those in `others` are about adding to
+    `main_grad` inside of the backward: here the weight's gradient is rounded to its dtype and added by DDP's hook.
+    """
+    assert bias is None, "heads have no bias"
+    gather = reduce = None
+    if sequence_parallel:
+        gather = partial(gather_from_sequence_parallel_region, group=tp_group)
+        reduce = partial(reduce_scatter_to_sequence_parallel_region, group=tp_group)
+    elif allreduce_dgrad:
+        reduce = partial(reduce_from_tensor_model_parallel_region, group=tp_group)
+    return fp32_linear(input, weight, gather=gather, reduce=reduce)

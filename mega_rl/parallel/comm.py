@@ -121,8 +121,9 @@ class GroupRanks:
         received = {}
         for name, tensor in parts.tensors.items():
             length = max(one["lengths"].get(name, 0) for one in messages)
-            sent = torch.cat([_padded(tensor.detach(), length)] * self.size)
-            received[name] = self._send(sent, [len(tensor)] * self.size, counts).to(tensor.device)
+            received[name] = _broadcast_rows(
+                tensor.detach(), counts, length, group=self._group, device=self._device
+            ).to(tensor.device)
         return parts.joined(received, messages)
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
@@ -171,6 +172,35 @@ class GroupRanks:
     def _travelling(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy on the group's device."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device).copy_(tensor.detach())
+
+
+def _broadcast_rows(
+    rows: Tensor, counts: Sequence[int], length: int, *, group: ProcessGroup, device: torch.device
+) -> Tensor:
+    """Return all ranks' rows [B] or [B, S, ...], S filled up with zeros to `length`, in rank order, on the device.
+
+    counts: rows of each rank. The result is all that is allocated: each rank broadcasts its rows out of their place in
+    it. device: that of the group.
+    """
+    width = rows.shape[1:2]  # empty of [B]
+    shape = (sum(counts), *(length for _ in width), *rows.shape[2:])
+    gathered = torch.empty(shape, dtype=rows.dtype, device=device)
+    parts = gathered.split(list(counts))
+    own = parts[group.rank()]
+    if width:
+        own[:, width[0] :] = 0
+        own[:, : width[0]] = rows
+    else:
+        own.copy_(rows)
+    # As bytes: not every backend carries every dtype.
+    works = [
+        dist.broadcast(part.flatten().view(torch.uint8), group_src=rank, group=group, async_op=True)
+        for rank, part in enumerate(parts)
+        if part.numel()
+    ]
+    for work in works:
+        work.wait()
+    return gathered
 
 
 class _Parts:

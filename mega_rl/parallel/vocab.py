@@ -7,17 +7,27 @@ With z = (logits - m) / temperature, m the maximum of a token's logits, and Z = 
 
 Every rank of the tensor-parallel group sums over its own columns against its own maximum; the sums are brought to the
 common maximum as [T] vectors, so each logit is read once and only [T] vectors travel.
+
+On a CUDA device with Triton, which torch for CUDA brings along, both passes over the logits are one kernel each
+(`vocab_kernels`). What this module does instead, in chunks of rows, is their reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+vocab_kernels: ModuleType | None
+try:
+    from mega_rl.parallel import vocab_kernels
+except ModuleNotFoundError:  # of Triton
+    vocab_kernels = None
 
 # Elements of one float32 temporary. A CPU wants it in its cache, a GPU wants few and large kernels.
 CPU_CHUNK_ELEMENTS = 2**18
@@ -37,8 +47,9 @@ def vocab_parallel_logprobs_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and entropy (nats) of each row's distribution, both [T] float32.
 
-    Temporaries are a few float32 chunks of [chunk_rows, V / tp]; beside the logits nothing of their size is allocated,
-    forward or backward. Two all-reduces of [T] and [2 or 3, T] in the forward, none in the backward.
+    Temporaries are a few float32 chunks of [chunk_rows, V / tp], or with kernels none; beside the logits nothing of
+    their size is allocated, forward or backward. Two all-reduces of [T] and [2 or 3, T] in the forward, none in the
+    backward.
 
     Args:
         logits: [T, V / tp] float32 or bfloat16, finite; rank r of `group` holds columns r * V / tp and up.
@@ -46,7 +57,7 @@ def vocab_parallel_logprobs_entropy(
         group: tensor-parallel group; None where the logits hold the whole vocabulary.
         vocab_size: entries of the vocabulary; columns beyond are padding and count as if absent. None: no padding.
         temperature: the logits are divided by it.
-        chunk_rows: rows handled at a time; None chooses.
+        chunk_rows: rows handled at a time; None chooses. The kernels need none.
         with_entropy: False saves its share of the work and returns None in its place.
         inplace_backward: write the gradient over the logits, which must be a temporary without later readers, as
             an output layer's result is; autograd raises where somebody does, and on a second backward. False allocates
@@ -92,9 +103,15 @@ class _LogprobsEntropy(torch.autograd.Function):
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        maximum, sums = _local_sums(
-            logits, local_targets, columns=columns, scale=scale, chunk_rows=chunk_rows, with_entropy=with_entropy
-        )
+        kernels = _kernels(logits)
+        if kernels is not None:
+            maximum, sums = kernels.local_sums(
+                logits, local_targets, columns=columns, scale=scale, with_entropy=with_entropy
+            )
+        else:
+            maximum, sums = _local_sums(
+                logits, local_targets, columns=columns, scale=scale, chunk_rows=chunk_rows, with_entropy=with_entropy
+            )
         if group is not None:
             local_maximum = maximum.clone()
             dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -120,23 +137,53 @@ class _LogprobsEntropy(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_sum)
         grad = logits if ctx.inplace else torch.empty_like(logits)
-        columns, scale = ctx.columns, ctx.scale
-        grad[:, columns:] = 0
-        hit = _hits(local_targets, columns)
-        for rows in _row_chunks(len(logits), ctx.chunk_rows if columns else 0):
-            # log p, then p; the rest is the two formulas at the top of the module, with p factored out.
-            logp = _scaled_difference(logits[rows, :columns], maximum[rows], scale).sub_(log_sum[rows, None])
-            weight = -scale * grad_logprobs[rows]
-            if grad_entropy is None:
-                piece = logp.exp_().mul_(weight[:, None])
-            else:
-                slope = -scale * grad_entropy[rows]
-                probability = logp.exp()
-                piece = logp.add_(entropy[rows, None]).mul_(slope[:, None]).add_(weight[:, None]).mul_(probability)
-            at_target = torch.where(hit[rows], -weight, 0.0)[:, None]
-            piece.scatter_add_(1, _inside(local_targets[rows], columns)[:, None], at_target)
-            grad[rows, :columns] = piece
+        row_values, of_results = (maximum, log_sum, entropy), (grad_logprobs, grad_entropy)
+        kernels, how = _kernels(logits), {"columns": ctx.columns, "scale": ctx.scale}
+        if kernels is not None:
+            kernels.write_gradient(grad, logits, local_targets, row_values, of_results, **how)
+        else:
+            _write_gradient(grad, logits, local_targets, row_values, of_results, chunk_rows=ctx.chunk_rows, **how)
         return (grad, *nothing)
+
+
+def _kernels(logits: Tensor) -> ModuleType | None:
+    """Return the kernels where they run: on CUDA with Triton, and rows of neighbouring logits."""
+    return vocab_kernels if logits.is_cuda and logits.stride(1) == 1 else None
+
+
+def _write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    local_targets: Tensor,
+    row_values: tuple[Tensor, Tensor, Tensor],
+    of_results: tuple[Tensor, Tensor | None],
+    *,
+    columns: int,
+    scale: float,
+    chunk_rows: int,
+) -> None:
+    """Write the gradient of logits [T, V / tp] into `grad`, which may be the logits themselves; 0 beyond `columns`.
+
+    row_values: maximum over all ranks, log of the sum and entropy of each row, [T] float32.
+    of_results: gradients of the log-probs and, unless None, of the entropies, [T] float32.
+    """
+    maximum, log_sum, entropy = row_values
+    grad_logprobs, grad_entropy = of_results
+    grad[:, columns:] = 0
+    hit = _hits(local_targets, columns)
+    for rows in _row_chunks(len(logits), chunk_rows if columns else 0):
+        # log p, then p; the rest is the two formulas at the top of the module, with p factored out.
+        logp = _scaled_difference(logits[rows, :columns], maximum[rows], scale).sub_(log_sum[rows, None])
+        weight = -scale * grad_logprobs[rows]
+        if grad_entropy is None:
+            piece = logp.exp_().mul_(weight[:, None])
+        else:
+            slope = -scale * grad_entropy[rows]
+            probability = logp.exp()
+            piece = logp.add_(entropy[rows, None]).mul_(slope[:, None]).add_(weight[:, None]).mul_(probability)
+        at_target = torch.where(hit[rows], -weight, 0.0)[:, None]
+        piece.scatter_add_(1, _inside(local_targets[rows], columns)[:, None], at_target)
+        grad[rows, :columns] = piece
 
 
 def _local_sums(

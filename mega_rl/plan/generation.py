@@ -9,7 +9,6 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.state.fsdp import transformers_parameters
 
-_FIRST_RESERVE = 64  # tokens (`mega_rl.rollout.embedded.kv_cache`)
 # Memory of a server that no release gives back: CUDA's context, graphs and workspaces (measured by nobody yet; SGLang
 # reserves as much when it chooses its share).
 SERVER_RESIDUE = 3 * 10**9
@@ -20,7 +19,7 @@ class EmbeddedBytes:
     """Bytes of the embedded engine on one device."""
 
     weights: int
-    cache: int  # largest, with room to grow
+    cache: int  # of full length
     rows: int  # generated together
 
 
@@ -59,23 +58,14 @@ def embedded(setup: RunSetup) -> EmbeddedBytes:
     if hf.mla is not None:
         width = hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim + hf.mla.v_head_dim
         per_token = hf.num_layers * hf.num_heads * width * b
-    room = cache_room(config.data.max_prompt_tokens, setup.longest)
     logits = rows * hf.vocab_size * (b + 3 * 4)  # of the last token; sampling works on float32
-    return EmbeddedBytes(weight_bytes(hf, b), rows * room * per_token + logits, rows)
+    return EmbeddedBytes(weight_bytes(hf, b), rows * setup.longest * per_token + logits, rows)
 
 
 def rows_of_a_rank(setup: RunSetup) -> int:
     """Return the sequences that one rank generates in a step; every rank generates its share."""
     trainer = setup.config.trainer
     return -(-trainer.prompts_per_step // setup.machine.world_size) * setup.config.rollout.n
-
-
-def cache_room(prompt: int, longest: int) -> int:
-    """Return the tokens of a row's buffers once it has `longest`: they double when they are full."""
-    room = prompt + _FIRST_RESERVE
-    while room < longest:
-        room = 2 * room + 1
-    return room
 
 
 def server_of(setup: RunSetup) -> ServerBytes:

@@ -90,7 +90,7 @@ def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByte
     if pp_rank < layout.pp - 1 or model.head == "value":
         return PassBytes(working=round(working))
     logits = _logits(setup, model, tokens)
-    temporaries = _temporaries(logits, setup.itemsize) + gathered
+    temporaries = _temporaries(logits, setup.logit_itemsize) + gathered
     if logits + temporaries >= working:
         return PassBytes(logits=logits, working=temporaries + tokens * model.hf.hidden_size * setup.itemsize)
     return PassBytes(working=round(working))
@@ -171,15 +171,32 @@ def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, PassB
         fp32 = round(tokens * hf.hidden_size * FP32 * share)
         return 2 * hidden, PassBytes(working=2 * fp32)
     logits = _logits(setup, model, tokens)
-    weight = logits // max(tokens, 1) // b * hf.hidden_size * b  # the gradient of the head's weight
+    weight = _columns(setup, model) * hf.hidden_size * b  # the gradient of the head's weight
     gathered = 2 * tokens * hf.hidden_size * b if setup.layout.sequence_parallel and setup.layout.tp > 1 else hidden
-    backward = max(weight + gathered, _temporaries(logits, b))
+    products = _fp32_products(setup, model, tokens) if setup.config.model.fp32_head else 0
+    backward = max(weight + gathered + products, _temporaries(logits, setup.logit_itemsize))
     return 2 * hidden, PassBytes(logits=logits, working=backward)
 
 
+def _fp32_products(setup: RunSetup, model: PlannedModel, tokens: int) -> int:
+    """Return the bytes that `parallel.fp32_linear` needs in its backward before it rounds the gradients.
+
+    Both gradients in float32, the larger once more as a product that is added, and half of the logits' gradient in
+    bf16.
+    """
+    logits, hidden = _logits(setup, model, tokens), FP32 * tokens * model.hf.hidden_size
+    weight = FP32 * _columns(setup, model) * model.hf.hidden_size
+    return weight + hidden + max(weight, hidden) + logits // 2
+
+
 def _logits(setup: RunSetup, model: PlannedModel, tokens: int) -> int:
+    return tokens * _columns(setup, model) * setup.logit_itemsize
+
+
+def _columns(setup: RunSetup, model: PlannedModel) -> int:
+    """Return the entries of the vocabulary on one rank."""
     tp = setup.layout.tp
-    return tokens * (padded_vocab_size(model.hf.vocab_size, tp) // tp) * setup.itemsize
+    return padded_vocab_size(model.hf.vocab_size, tp) // tp
 
 
 def _temporaries(logits: int, itemsize: int) -> int:

@@ -85,6 +85,11 @@ class RunSetup:
         return _BYTES[self.config.model.dtype]
 
     @property
+    def logit_itemsize(self) -> int:
+        """Return the bytes of a logit in training."""
+        return _BYTES["fp32"] if self.config.model.fp32_head else self.itemsize
+
+    @property
     def rollout_itemsize(self) -> int:
         """Return the bytes of a weight in rollouts."""
         dtype = self.config.rollout.dtype

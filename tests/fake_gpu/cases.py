@@ -97,6 +97,7 @@ class Case:
     micros: int = 2
     head: str = "lm"
     entropy_coef: float = 0.0
+    fp32_head: bool = False
 
 
 @dataclass
@@ -141,16 +142,10 @@ def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
     from mega_rl.engines.megatron import build, engine
     from mega_rl.parallel import groups as process_groups
 
-    local = (
-        case.tokens
-        // config_size(case, "cp")
-        // (config_size(case, "tp") if case.layout.get("sequence_parallel") else 1)
-    )
-    watch.answers["_communicate_shapes"] = lambda: [local, 1, MODELS[case.model]["hidden_size"]]
     (folder / "config.json").write_text(json.dumps(MODELS[case.model]))
     config = Config(
         engine=EngineConfig(megatron=MegatronConfig(**case.layout, transformer_impl="local")),
-        model=ModelConfig(path=str(folder), dtype="bf16", recompute=case.recompute),
+        model=ModelConfig(path=str(folder), dtype="bf16", recompute=case.recompute, fp32_head=case.fp32_head),
         trainer=TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(max_tokens=case.tokens)),
     )
     engine.broadcast_json = lambda value, *_, **__: value  # type: ignore[assignment]  # nobody sends metrics
@@ -166,11 +161,6 @@ def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
             yield Run(build_actor(config, groups, prepare(), head=case.head), watch, case)
     finally:
         process_groups.destroy()
-
-
-def config_size(case: Case, name: str) -> int:
-    """Return a size of the case's layout."""
-    return int(case.layout.get(name, 1))
 
 
 def report(phase: Phase) -> dict[str, Any]:

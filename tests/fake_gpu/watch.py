@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,11 +57,10 @@ class Phase:
 
 
 class Watch(TorchDispatchMode):
-    """Dispatch mode above FakeTensorMode. `answers` maps a function's name to the whole numbers it reads."""
+    """Dispatch mode above FakeTensorMode."""
 
-    def __init__(self, answers: Mapping[str, Callable[[], list[int]]] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.answers = dict(answers or {})
         self.phase = Phase()
         self._live: dict[int, tuple[int, str]] = {}  # storage -> (bytes, what made it)
         self._references: dict[int, Any] = {}
@@ -133,7 +132,7 @@ class Watch(TorchDispatchMode):
         return None
 
     def _values(self, tensor: Tensor) -> Tensor:
-        """Return known values, those of `answers`, or ones for floats (zeros where they are many).
+        """Return known values, or ones for floats (zeros where they are many).
 
         Raises:
             UnknownValueError: whole numbers of which nothing is known.
@@ -141,11 +140,6 @@ class Watch(TorchDispatchMode):
         value = getattr(tensor, "known", None)
         if value is not None:
             return value  # type: ignore[no-any-return]
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name in self.answers:
-                return torch.tensor(self.answers[frame.f_code.co_name]())
-            frame = frame.f_back
         if not tensor.dtype.is_floating_point and tensor.dtype is not torch.uint8:  # which are bytes of anything
             raise UnknownValueError(f"{_place()} reads {tensor.dtype} {tuple(tensor.shape)} that depends on floats")
         with unset_fake_temporarily():

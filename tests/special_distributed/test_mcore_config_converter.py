@@ -27,6 +27,7 @@ OF_THE_LAYOUT = {
     "sequence_parallel": True,
     "microbatch_group_size_per_vp_stage": 2,
     "variable_seq_lengths": True,
+    "batch_p2p_sync": False,
     "bf16": True,
     "params_dtype": "torch.bfloat16",
     "autocast_dtype": "torch.bfloat16",

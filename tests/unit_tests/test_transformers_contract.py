@@ -136,7 +136,7 @@ def test_a_cache_continues_the_rows_that_are_selected_from_it(family: str) -> No
     tokens[:, :12] = prompts[of_row]
     mask = (torch.arange(14) >= padding[:, None]).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = make_cache(model.config)
+    cache = make_cache(model.config, max_tokens=14)
 
     def forward(ids: Tensor, rows: Tensor, first: int, last: int) -> Tensor:
         return model(
@@ -158,9 +158,9 @@ def test_a_cache_continues_the_rows_that_are_selected_from_it(family: str) -> No
 
 
 def test_a_cache_is_made_of_our_layers_or_of_windows() -> None:
-    kinds = [type(layer) for layer in make_cache(tiny("qwen3")).layers]
+    kinds = [type(layer) for layer in make_cache(tiny("qwen3"), max_tokens=8).layers]
     assert kinds == [GrowingLayer] * 4, "Cache(layers=[...]) holds other layers than it is given"
-    cache = make_cache(tiny("gemma3_text"))
+    cache = make_cache(tiny("gemma3_text"), max_tokens=8)
     assert isinstance(cache, DynamicCache)
     assert cache.is_sliding == [True, True, False, True], "DynamicCache(config=...) does not follow layer_types"
 
@@ -175,7 +175,7 @@ def test_a_cache_layer_has_the_interface_that_ours_overrides() -> None:
     }.items():
         parameters = list(inspect.signature(getattr(DynamicLayer, name)).parameters)
         assert tuple(parameters[1 : 1 + len(arguments)]) == arguments, f"DynamicLayer.{name}{tuple(parameters)}"
-    layer = GrowingLayer()
+    layer = GrowingLayer(max_tokens=8)
     assert not layer.is_initialized
     layer.update(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 3))
     assert layer.is_initialized

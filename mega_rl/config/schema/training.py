@@ -20,6 +20,11 @@ class ModelConfig:
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
+    fp32_head: bool = setting(
+        False,
+        "Compute the output layer's logits in FP32, in training and in passes for log-probs: bf16 logits are rounded "
+        "to 8 bits, by up to 1/16 at 16 and above. They take twice the memory.",
+    )
     attn_implementation: str = setting(
         "auto",
         "Attention kernel of every role that names no other: plain matrix products (eager), torch's fused attention "

@@ -13,7 +13,7 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelRequest
 from mega_rl.engines.fsdp.engine import FSDPEngine
-from mega_rl.engines.fsdp.model import freeze, shard, sharded_parameters, skeleton
+from mega_rl.engines.fsdp.model import freeze, shard, sharded_parameters, skeleton, use_fp32_logits
 from mega_rl.engines.fsdp.optimizer import build_adam
 from mega_rl.engines.fsdp.weights import load
 from mega_rl.engines.microbatches import Batching
@@ -43,6 +43,8 @@ def build_fsdp_engine(
         settings=fsdp,
         recompute=request.trainable and settings.model.recompute == "full",
     )
+    if settings.model.fp32_head and request.head == "lm":
+        use_fp32_logits(transformers_model)
     sharding = Sharding(request.hf, groups.layout, spec="hf", head=request.head)
     with progress.phase(f"{request.name}: reading the weights"):
         report = load(model, request.path, sharding=sharding)

@@ -23,6 +23,7 @@ from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.fsdp.attention import attention_name
 from mega_rl.engines.fsdp.collectives import use_host_collectives
 from mega_rl.errors import UserError
+from mega_rl.parallel.fp32_linear import fp32_linear
 
 
 class TokenClassifier(nn.Module):
@@ -129,6 +130,16 @@ def shard(
             # Inside FSDP's hooks: what the backward gathers once serves the second forward and the backward.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return use_host_collectives(fsdp_modules(model), mesh.get_group(mesh.ndim - 1), largest=largest)
+
+
+def use_fp32_logits(hf: PreTrainedModel) -> None:
+    """Make the head of a model that computes in bf16, a tied one too, return float32 logits: `model.fp32_head`.
+
+    Inside FSDP's hooks, which give it the whole weight in bf16.
+    """
+    head = hf.get_output_embeddings()
+    assert head.bias is None, "heads have no bias"
+    head.forward = lambda hidden: fp32_linear(hidden, head.weight)
 
 
 def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:

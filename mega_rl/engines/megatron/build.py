@@ -21,6 +21,7 @@ from mega_rl.engines.base import EngineSettings, ModelRequest
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.engines.microbatches import Batching
 from mega_rl.models.build import ModelSettings, build_chunks, fuse_weight_gradients, transformer_config
+from mega_rl.models.heads import use_fp32_logits
 from mega_rl.models.routing import Routing
 from mega_rl.models.specs import check_experts
 from mega_rl.parallel.comm import GroupRanks
@@ -53,6 +54,8 @@ def build_megatron_engine(
         device=accelerator.device,
         experts_apart=megatron.ddp.implementation == "ddp",
     )
+    if settings.model.fp32_head and request.head == "lm":
+        use_fp32_logits(chunks)
     with progress.phase(f"{request.name}: reading the weights"):
         report = load_hf(chunks, request.path, sharding=sharding, coordinates=groups.coordinates)
     log.info("%s: read %s", request.name, report)

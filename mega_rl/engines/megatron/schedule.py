@@ -57,13 +57,15 @@ class Schedule:
         # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
         scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
         finish = partial(self._finish_microbatch, loss, scale, with_entropy)
+        # Between stages shapes travel ahead of tensors, and the host waits for them: not where all are the same.
+        self.config.variable_seq_lengths = len({micro.tokens.shape for micro in micros}) > 1
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
         results: list[Finished] = schedule(
             forward_step_func=partial(self._forward_step, chunks, finish),
             data_iterator=[to_device(micros, self.device) for _ in chunks],
             model=list(chunks),
             num_microbatches=len(micros),
-            # Upstream divides by cp (and tp); where it matters, with a pipeline, shapes travel with the tensors.
+            # Upstream divides by cp (and tp).
             seq_length=max(micro.tokens.size(1) for micro in micros) * layout.cp,
             micro_batch_size=micros[0].tokens.size(0),
             forward_only=loss is None,

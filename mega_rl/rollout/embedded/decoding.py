@@ -15,6 +15,10 @@ from mega_rl.rollout.embedded.sampling import Sampler
 
 # Finished rows leave the batch when at least this share of it is finished: each removal copies the cache once.
 _SHRINK_SHARE = 0.25
+# Tokens from one look at who is finished to the next. On a GPU the host waits for the device to look, and a finished
+# row costs little; on a CPU it costs what it computes.
+CHECK_TOKENS = {"cpu": 1}
+_CHECK_TOKENS_ON_DEVICE = 16
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class DecodingLoop:
         logprobs = torch.zeros(num_rows, self._max_new_tokens, dtype=torch.float32, device=device)
         lengths = torch.full((num_rows,), self._max_new_tokens, dtype=torch.int64, device=device)
         finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        check_tokens = CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)
         rows = torch.arange(num_rows, device=device)  # row of the result that each row of the shrinking batch fills
         logits, mask, positions = self._prefill(model, input_ids, attention_mask)
         for step in range(self._max_new_tokens):
@@ -76,12 +81,13 @@ class DecodingLoop:
             finished[rows] |= newly
             if step + 1 == self._max_new_tokens:
                 break
-            keep = (~finished[rows]).nonzero()[:, 0]
-            if not len(keep):
-                break
-            if len(keep) <= (1.0 - _SHRINK_SHARE) * len(rows):
-                self._cache.batch_select_indices(keep)
-                rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
+            if (step + 1) % check_tokens == 0:
+                keep = (~finished[rows]).nonzero()[:, 0]
+                if not len(keep):
+                    break
+                if len(keep) <= (1.0 - _SHRINK_SHARE) * len(rows):
+                    self._cache.batch_select_indices(keep)
+                    rows, drawn, mask, positions = rows[keep], drawn[keep], mask[keep], positions[keep]
             logits = self._forward(model, drawn[:, None], mask[:, : input_ids.shape[1] + step + 1], positions + step)
         return Decoded(tokens=tokens, logprobs=logprobs, lengths=lengths, finished=finished)
 

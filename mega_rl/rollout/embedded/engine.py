@@ -138,6 +138,8 @@ class HFRolloutEngine:
         place = {prompt: i for i, prompt in enumerate(distinct)}
         indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
         samples = torch.tensor([row.sample for row in rows], dtype=torch.int64, device=self._device)
+        token_ids = [prompts[prompt].token_ids for prompt in distinct]
+        longest = max(len(ids) for ids in token_ids) + self._max_new_tokens
         loop = DecodingLoop(
             prompt_of_row=torch.tensor([place[row.prompt] for row in rows], device=self._device),
             keys=stream_keys(seed, indices, samples),
@@ -145,9 +147,8 @@ class HFRolloutEngine:
             greedy=greedy,
             max_new_tokens=self._max_new_tokens,
             stop_token_ids=self._stop_token_ids,
-            cache=make_cache(self._model.config),
+            cache=make_cache(self._model.config, max_tokens=longest),
         )
-        token_ids = [prompts[prompt].token_ids for prompt in distinct]
         input_ids, attention_mask = _left_padded(token_ids, self._device)
         return loop.run(self._model, input_ids, attention_mask)
 

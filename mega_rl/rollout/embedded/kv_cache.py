@@ -19,11 +19,12 @@ class GrowingLayer(DynamicLayer):
     """Keys and values of one layer in a buffer with room to spare.
 
     transformers' own dynamic layer copies everything it holds for each new token; this one writes the token in place
-    and doubles its room when it is full.
+    and doubles its room when it is full, up to `max_tokens` of a row, the most that will come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
         super().__init__()
+        self._max_tokens = max_tokens
         self.num_tokens = 0
         self._key_buffer: Tensor | None = None  # [B, kv heads, room, head size]
         self._value_buffer: Tensor | None = None
@@ -33,8 +34,9 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, self.num_tokens = self.num_tokens, self.num_tokens + key_states.shape[2]
-        self._key_buffer = _with_room(self._key_buffer, key_states, first, self.num_tokens)
-        self._value_buffer = _with_room(self._value_buffer, value_states, first, self.num_tokens)
+        room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)
+        self._key_buffer = _with_room(self._key_buffer, key_states, first, self.num_tokens, room)
+        self._value_buffer = _with_room(self._value_buffer, value_states, first, self.num_tokens, room)
         self._key_buffer[:, :, first : self.num_tokens] = key_states
         self._value_buffer[:, :, first : self.num_tokens] = value_states
         self.keys = self._key_buffer[:, :, : self.num_tokens]
@@ -55,23 +57,25 @@ class GrowingLayer(DynamicLayer):
         self.values = self._value_buffer[:, :, : self.num_tokens]
 
 
-def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: int) -> Tensor:
-    """Return `buffer`, or a larger one with the same first `num_held` tokens, that has room for `num_needed`."""
+def _with_room(buffer: Tensor | None, like: Tensor, num_held: int, num_needed: int, room: int) -> Tensor:
+    """Return `buffer` if it has room for `num_needed` tokens, else one of `room` with the same first `num_held`."""
     if buffer is not None and buffer.shape[2] >= num_needed:
         return buffer
     batch_size, num_heads, _, head_size = like.shape
-    room = num_needed + max(num_held, _FIRST_RESERVE)
     larger = like.new_empty(batch_size, num_heads, room, head_size)
     if buffer is not None:
         larger[:, :, :num_held] = buffer[:, :, :num_held]
     return larger
 
 
-def make_cache(config: PreTrainedConfig) -> Cache:
-    """An empty cache for one batch; models with other layers than full attention get transformers' own."""
+def make_cache(config: PreTrainedConfig, *, max_tokens: int) -> Cache:
+    """An empty cache for one batch, whose rows reach `max_tokens` tokens at most.
+
+    Models with other layers than full attention get transformers' own.
+    """
     layer_types = config.to_dict().get("layer_types") or ["full_attention"] * config.num_hidden_layers
     if all(layer_type == "full_attention" for layer_type in layer_types):
-        return Cache(layers=[GrowingLayer() for _ in layer_types])
+        return Cache(layers=[GrowingLayer(max_tokens) for _ in layer_types])
     return DynamicCache(config=config)
 
 

@@ -275,6 +275,7 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
         ("data.val_size=4", "data.val_size", "trainer.val_interval above 0"),
         ("engine.megatron.pipeline=EttL", "engine.megatron.pipeline", "engine.megatron.pp above 1"),
         ("model.recompute_layers=2", "model.recompute_layers", "model.recompute=full"),
+        ("model.fp32_head=true model.dtype=fp32", "model.fp32_head", "model.dtype=bf16"),
         (
             "engine.megatron.ddp.fsdp_sharding=optim",
             "engine.megatron.ddp.fsdp_sharding",

@@ -58,8 +58,11 @@ def test_pack_adds_no_dummy_where_none_is_needed() -> None:
     assert micro.fields == {}
 
 
-def test_a_long_dummy_counts_in_max_seqlen() -> None:
-    assert pack(batch_of([2], size=2), [0], pad_to_multiple=16).max_seqlen == 14
+def test_dummies_are_no_longer_than_the_rows() -> None:
+    """Or as long as the micro-batch where there are no rows."""
+    batch = batch_of([2], size=2)
+    assert pack(batch, [0], pad_to_multiple=16).max_seqlen == 2
+    assert pack(batch, [], pad_to_multiple=16).max_seqlen == 16
 
 
 def test_pad_by_hand() -> None:

@@ -110,6 +110,7 @@ CHECKS: dict[str, Check] = {
     "memory given back and taken again, bit for bit": shown("offload"),
     "packed sequences": shown("packed"),
     "bf16 with FP32 main weights and moments": shown("bf16"),
+    "logits in FP32": setting("model.fp32_head=true"),
     "moments in bf16": setting(
         "engine.megatron.optimizer.precision_aware=true", "engine.megatron.optimizer.moment_dtype=bf16"
     ),

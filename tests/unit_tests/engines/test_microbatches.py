@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from mega_rl.config.schema import MicrobatchConfig
+from mega_rl.data.packing import pack, pad
+from mega_rl.engines.build import _batching
 from mega_rl.engines.microbatches import Batching, to_device, token_fields
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.types import Experience
 from tests.helpers.models import random_experience
 
@@ -48,6 +55,62 @@ def test_padded_micro_batches_hold_a_number_of_rows() -> None:
     assert [micro.rows for micro in micros] == [(1, 3, 5), (0, 2, 6), (4,)]
     assert [tuple(micro.tokens.shape) for micro in micros] == [(3, 24), (3, 8), (1, 5)]
     assert not any(micro.packed for micro in micros)
+
+
+def test_packed_micro_batches_of_a_pipeline_have_one_shape() -> None:
+    """Where that adds at most a twentieth: 94 tokens in two of 48, the missing ones in dummies as short as the rows."""
+    batch = batch_of([12, 12, 12, 12, 12, 12, 11, 11])
+    plain, same = (batching(same_shapes=on).split(batch, data_parallel=SingleRank()) for on in (False, True))
+    assert [micro.tokens.shape for micro in plain] == [(1, 47), (1, 47)]
+    batch = batch_of([12, 12, 12, 12, 12, 12, 12, 10])
+    plain, same = (batching(same_shapes=on).split(batch, data_parallel=SingleRank()) for on in (False, True))
+    assert [micro.tokens.shape for micro in plain] == [(1, 48), (1, 46)]
+    assert [micro.tokens.shape for micro in same] == [(1, 48), (1, 48)]
+    short = same[1]
+    assert short.cu_seqlens is not None
+    assert short.cu_seqlens.tolist()[-2:] == [46, 48]
+    assert not any(field[:, 46:].any() for field in short.fields.values())
+    for before, after in zip(plain, same, strict=True):
+        assert (before.rows, before.lengths, before.max_seqlen) == (after.rows, after.lengths, after.max_seqlen)
+        tokens = before.tokens.shape[1]
+        assert torch.equal(after.tokens[:, :tokens], before.tokens)
+        assert torch.equal(after.targets[:, :tokens], before.targets)
+
+
+def test_dummies_are_no_longer_than_the_rows() -> None:
+    """So that attention, which grows with the square of a length, stays what it is."""
+    batch = batch_of([4, 4, 4])
+    micro = pack(batch, [0, 1, 2], min_tokens=23)
+    assert micro.cu_seqlens is not None
+    assert micro.cu_seqlens.diff().tolist() == [4, 4, 4, 4, 4, 3]
+    assert micro.max_seqlen == 4
+    assert micro.position_ids[0, -7:].tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert not micro.tokens[:, 12:].any()
+
+
+def test_padded_micro_batches_of_a_pipeline_have_one_shape() -> None:
+    batch = batch_of([24, 24, 24, 24, 24, 23, 23, 23, 23])
+    micros = batching(packing=False, same_shapes=True).split(batch, data_parallel=SingleRank())
+    assert [tuple(micro.tokens.shape) for micro in micros] == [(3, 24), (3, 24), (3, 24)]
+    fewer = pad(batch, [0], min_shape=(2, 30))
+    assert tuple(fewer.tokens.shape) == (2, 30)
+    assert fewer.rows == (0,)
+    assert not fewer.tokens[1].any()
+    assert not fewer.tokens[0, 24:].any()
+
+
+@pytest.mark.parametrize(("packing", "lengths"), [(True, [24, 24, 24]), (False, [24, 24, 24, 24]), (True, [])])
+def test_what_would_be_mostly_padding_keeps_its_shapes(packing: bool, lengths: list[int]) -> None:
+    """Of 72 tokens in 48 and 24, or four rows in threes, a quarter and more; without rows there is nothing to pad."""
+    batch = batch_of(lengths) if lengths else batch_of([9])[:0]
+    plain, same = (
+        [
+            micro.tokens.shape
+            for micro in batching(packing=packing, same_shapes=on).split(batch, data_parallel=Busier(2))
+        ]
+        for on in (False, True)
+    )
+    assert plain == same
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -124,3 +187,9 @@ def test_fields() -> None:
     assert set(micro.fields) == set(names)
     # The shift moves what is said of token i + 1 to position i and loses nothing: no first token is ever in the mask.
     assert micro.fields["advantages"].double().sum() == pytest.approx(float(batch.advantages.double().sum()))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_pipelines_ask_for_one_shape(pp: int) -> None:
+    groups: Any = SimpleNamespace(layout=ParallelLayout(world_size=2, pp=pp), coordinates=SimpleNamespace(cp_rank=0))
+    assert _batching(MicrobatchConfig(), groups).same_shapes == (pp > 1)

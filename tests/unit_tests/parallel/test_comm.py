@@ -11,10 +11,12 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import GroupRanks, SingleRank
 from mega_rl.types import Rollout
+from tests.helpers.counting import CollectiveRecorder
 from tests.helpers.distributed import run_ranks
 
 BATCHES = {2: [3, 0], 4: [2, 0, 5, 1]}  # rows of each rank
@@ -184,6 +186,52 @@ def reductions(ranks: GroupRanks) -> None:
         assert ranks.max(torch.tensor(-rank, dtype=dtype)).dtype == dtype
     learned = torch.ones(2, requires_grad=True)
     assert not ranks.sum(learned).requires_grad
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the storages that appear while it is active."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.storages = {tensor.untyped_storage().data_ptr(): 0 for tensor in known}
+        self._kept: list[Tensor] = []  # so that no storage takes the place of another
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self._kept.append(tensor)
+                self.storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return result
+
+
+def bytes_of_a_gather(rank: int) -> tuple[int, int, dict[str, int]]:
+    """(allocated, result, sent by operation) of rows of which rank 0 has most."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups
+    from mega_rl.parallel.layout import ParallelLayout
+
+    built = groups.initialize(ParallelLayout(world_size=4), accelerator=accelerator, timeout_s=60)
+    ranks = GroupRanks(built.dp)
+    count = 5 if rank == 0 else 1
+    batch = TensorDict({"tokens": torch.full((count, 1000 + rank, 3), rank)}, batch_size=[count])
+    with CollectiveRecorder() as recorder, Allocated(batch["tokens"]) as memory:
+        gathered = ranks.gather_tensordict(batch)["tokens"]
+    large: dict[str, int] = {}
+    for call in recorder.collectives:
+        if call.nbytes > 10_000:
+            large[call.op] = large.get(call.op, 0) + call.nbytes
+    return sum(memory.storages.values()), gathered.nbytes, large
+
+
+def test_gathered_rows_are_allocated_and_sent_once() -> None:
+    """Not once for every rank: beside the result there are numbers of rows and names of fields alone."""
+    for allocated, result, sent in run_ranks(4, bytes_of_a_gather):
+        assert result == 8 * 1003 * 3 * 8
+        assert result <= allocated < 1.1 * result
+        assert sent == {"broadcast": result}
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -16,8 +16,8 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.changes import changed, cheapest, is_legal
-from mega_rl.plan.generation import cache_room, kv_bytes_per_token
-from mega_rl.plan.passes import num_microbatches, training_pass
+from mega_rl.plan.generation import embedded, kv_bytes_per_token
+from mega_rl.plan.passes import forward_pass, num_microbatches, tokens_of_a_pass, training_pass
 from mega_rl.plan.phases import memory_of_stages
 from mega_rl.plan.report import advice, as_json, as_text, make_plan
 from mega_rl.plan.request import parse_bytes, read_setup, smallest_world
@@ -138,6 +138,19 @@ def test_what_saves_memory_saves_it(settings: dict[str, Any], fewer: str) -> Non
     assert all(after[name] <= size * 1.001 for name, size in before.items())
 
 
+def test_logits_in_float32_take_twice_the_memory() -> None:
+    """And the backward of the head both gradients in float32, half of the logits' gradient in bf16, and a product."""
+    setup = changed(run("8b"), {f"{MEGATRON}.pp": 1})
+    fp32 = changed(setup, {"model.fp32_head": True})
+    columns, hidden, tokens = 151936 // setup.layout.tp, 4096, tokens_of_a_pass(setup)
+    before, after = (training_pass(each, each.actor, 0) for each in (setup, fp32))
+    assert (before.logits, after.logits) == (2 * tokens * columns, 4 * tokens * columns)
+    products = 4 * columns * hidden + 4 * tokens * hidden + 4 * max(columns, tokens) * hidden + 2 * tokens * columns
+    assert after.working >= products
+    forwards = [forward_pass(each, each.actor, 0) for each in (setup, fp32)]
+    assert forwards[1].logits == 2 * forwards[0].logits > 0
+
+
 def test_frozen_weights_have_neither_gradient_nor_optimizer_state() -> None:
     setup = run("8b")
     state = memory_of_stages(setup)[0].states["actor"]
@@ -212,9 +225,11 @@ def test_models_beside_servers_take_turns_by_themselves() -> None:
     assert "gradients" not in saving
 
 
-def test_the_cache_of_the_embedded_engine_doubles() -> None:
-    """576 tokens of room after a prompt of 512, then twice as much and one whenever it is full."""
-    assert [cache_room(512, longest) for longest in (512, 576, 577, 1154, 2560)] == [576, 576, 1153, 2307, 4615]
+def test_the_cache_of_the_embedded_engine_has_room_for_the_longest_sequence() -> None:
+    setup = run("8b")
+    memory = embedded(setup)
+    logits = memory.rows * 151936 * (2 + 3 * 4)
+    assert memory.cache == memory.rows * setup.longest * kv_bytes_per_token(QWEN3_8B, 2) + logits
     assert kv_bytes_per_token(QWEN3_8B, 2) == 36 * 2 * 8 * 128 * 2
     assert kv_bytes_per_token(QWEN3_8B, 2, tp=4) == 36 * 2 * 2 * 128 * 2
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from mega_rl.errors import UserError
+from mega_rl.rollout.embedded import decoding
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.rollout.embedded.kv_cache import GrowingLayer
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.types import Prompt, Rollout
@@ -244,6 +248,41 @@ def test_long_responses_outgrow_the_first_room_of_the_cache(tmp_path: Path) -> N
     with torch.no_grad():
         expected = made.model(tokens[None]).logits[0].double().log_softmax(-1)[torch.arange(8, 208), tokens[9:]]
     torch.testing.assert_close(rollout.rollout_logprobs[0, 9:].double(), expected, rtol=0, atol=2e-5)
+
+
+def test_the_cache_grows_to_the_longest_sequence_and_no_further() -> None:
+    """64 tokens of room first, twice as much when they are full, 200 at most; what it holds stays."""
+    layer, rooms = GrowingLayer(max_tokens=200), set()
+    tokens = torch.randn(2, 1, 200, 4)
+    for first, last in [(0, 30), *((token, token + 1) for token in range(30, 200))]:
+        keys, values = layer.update(tokens[:, :, first:last], -tokens[:, :, first:last])
+        rooms.add(keys.untyped_storage().nbytes() // (2 * 4 * 4))
+        assert torch.equal(keys, tokens[:, :, :last])
+        assert torch.equal(values, -tokens[:, :, :last])
+    assert sorted(rooms) == [94, 189, 200]
+
+
+class Waits(TorchDispatchMode):
+    """Number of times that the host would wait for a device to know which rows are finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.nonzero.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_is_seldom_asked_who_is_finished(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 16 tokens, and the samples are those of a look at each token."""
+    prompts, index = make_prompts(LENGTHS), list(range(6))
+    engine = make_engine(checkpoint, stop_token_ids=STOPS, max_new_tokens=24)
+    expected = engine.generate(prompts, index, n=4, seed=SEED)
+    monkeypatch.setattr(decoding, "CHECK_TOKENS", {})
+    with Waits() as waits:
+        assert_same_samples(expected, engine.generate(prompts, index, n=4, seed=SEED))
+    assert waits.count == 1
 
 
 # -- how a response ends ----------------------------------------------------------------------------------------------
