@@ -48,6 +48,12 @@ def tokens_of_a_pass(setup: RunSetup) -> int:
     return -(-tokens // setup.layout.cp)
 
 
+def tokens_of_longest(setup: RunSetup) -> int:
+    """Return the tokens of a micro-batch on one rank that is filled with longest sequences as far as they go."""
+    whole = tokens_of_a_pass(setup) * setup.layout.cp // setup.longest * setup.longest
+    return -(-whole // setup.layout.cp)
+
+
 def rows_of_a_minibatch(setup: RunSetup) -> int:
     """Return the sequences that one data-parallel rank has in a mini-batch."""
     trainer = setup.config.trainer
