@@ -20,7 +20,6 @@ from tests.unit_tests.plan.states_on_ranks import config_of as config_of_section
 LENGTH = 16  # tokens of every sequence
 ROWS = 8  # sequences of a mini-batch on a data-parallel rank
 MICRO = 64  # tokens of a micro-batch
-EVEN = {"dispatcher": "alltoall"}
 ALLGATHER = {"dispatcher": "allgather"}
 # name -> (world size, checkpoint, case); a case has sections of `engine.megatron`, and "model".
 ALL: dict[str, tuple[int, str, dict[str, Any]]] = {
