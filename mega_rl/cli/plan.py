@@ -29,15 +29,33 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Propose layouts of these GPUs that fit, least work first.")
     ] = False,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="KIND", help="Expected time of a step on a100, h100, h200 or b200, too.")
+    ] = "",
+    rates: Annotated[
+        list[str] | None,
+        typer.Option("--rate", metavar="NAME=VALUE", help="Coefficient of the cost model, as network=25e9."),
+    ] = None,
+    server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes.")] = False,
 ) -> None:
     """Say whether a run fits its GPUs, from config.json and the recipe alone: memory of each phase, and what to change.
 
-    Nothing is started and no weight is read. Weights, gradients and optimizer state are exact; activations and caches
-    are those of the longest sequences.
+    With --gpu the expected time of a step, too. Nothing is started and no weight is read. Weights, gradients and
+    optimizer state are exact; activations and caches are those of the longest sequences.
     """
     from mega_rl.preflight.plan import PlanOptions, plan_lines
 
-    options = PlanOptions(gpus, gpus_per_node, gpu_memory, layers, search=search, as_json=as_json)
+    options = PlanOptions(
+        gpus,
+        gpus_per_node,
+        gpu_memory,
+        layers,
+        search=search,
+        as_json=as_json,
+        gpu=gpu,
+        rates=rates or [],
+        server_gpus=server_gpus,
+    )
     for line in plan_lines(recipe, overrides or [], options):
         typer.echo(line)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
+from functools import lru_cache
 from math import prod
 
 from mega_rl.converters.architecture import HFConfig
@@ -23,6 +25,7 @@ PEAK_TFLOPS = {
     "A800": 312.0,
     "L40S": 362.0,
 }
+_LAYER, _OUTPUT = re.compile(r"\.layers\.(\d+)\."), -1
 
 
 class ModelWork:
@@ -33,16 +36,18 @@ class ModelWork:
     packing keeps them. Norms, activations and what recomputation runs again count nothing.
     """
 
-    def __init__(self, hf: HFConfig, *, head: Head) -> None:
-        self._per_token = 2.0 * _elements(hf, head)
+    def __init__(self, hf: HFConfig, *, head: Head, layers: Collection[int] | None = None, output: bool = True) -> None:
+        """layers: those that count, None for all. output: whether the layer behind them counts, too."""
+        counted = range(hf.num_layers) if layers is None else layers
+        self._per_token = 2.0 * _elements(hf, head, counted, output=output)
         sizes = (hf.head_dim, hf.head_dim)  # of queries and keys, and of values
         if hf.mla is not None:
             sizes = (hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim, hf.mla.v_head_dim)
         self._per_pair = 2.0 * hf.num_heads * sum(sizes)  # of one layer
         windows = hf.window.layers if hf.window is not None else ()
-        self._windowed = sum(windows)
+        self._windowed = sum(windows[i] for i in counted) if windows else 0
         self._window = hf.window.size if hf.window is not None else 0
-        self._layers = hf.num_layers
+        self._layers = len(counted)
 
     def forward(self, lengths: Iterable[int], *, causal: bool = True) -> float:
         """Return the operations of a forward; without `causal` every token sees all of its sequence."""
@@ -64,14 +69,24 @@ def peak_flops(device_name: str) -> float | None:
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
-def _elements(hf: HFConfig, head: Head) -> float:
-    """Return the elements of the matrices that a token meets on its way."""
-    total = float(hf.vocab_size * hf.hidden_size) if hf.tied and head == "lm" else 0.0
+def _elements(hf: HFConfig, head: Head, layers: Collection[int], *, output: bool) -> float:
+    """Return the elements of the matrices that a token meets in some layers, and in the output layer."""
+    by_layer = _elements_by_layer(hf, head)
+    return sum(by_layer.get(layer, 0.0) for layer in layers) + (by_layer[_OUTPUT] if output else 0.0)
+
+
+@lru_cache(maxsize=16)
+def _elements_by_layer(hf: HFConfig, head: Head) -> dict[int, float]:
+    """Return the elements of the matrices that a token meets, by layer; the output layer is `_OUTPUT`."""
+    elements = {_OUTPUT: float(hf.vocab_size * hf.hidden_size) if hf.tied and head == "lm" else 0.0}
     share = hf.moe.top_k / hf.moe.num_experts if hf.moe is not None else 1.0
     for name, tensor in hf_tensors(hf, head=head).items():
-        if len(tensor.shape) > 1 and "embed_tokens" not in name and "bias" not in name:
-            total += prod(tensor.shape) * (share if ".experts." in name else 1.0)
-    return total
+        if len(tensor.shape) < 2 or "embed_tokens" in name or "bias" in name:
+            continue
+        match = _LAYER.search(name)
+        layer = _OUTPUT if match is None else int(match[1])
+        elements[layer] = elements.get(layer, 0.0) + prod(tensor.shape) * (share if ".experts." in name else 1.0)
+    return elements
 
 
 def _pairs(length: int, window: int) -> float:

@@ -16,8 +16,9 @@ from mega_rl.converters.plan.sharding import Spec
 from mega_rl.parallel.layout import ParallelLayout
 
 FP32, INDEX = 4, 8
-# How core attention holds packed sequences: copies padded to length classes, as they are, or with score matrices.
-Kernel = Literal["classes", "packed", "eager"]
+# How core attention holds packed sequences: copies padded to length classes, as they are (by Transformer Engine, or by
+# torch's kernel for variable lengths, which wants values as wide as queries), or with score matrices.
+Kernel = Literal["classes", "packed", "varlen", "eager"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _attention(shape: LayerShape) -> dict[str, float]:
     entries = {
         "attention input": shape.hidden,
         # Keys and values are views of the one product; the queries of several groups are gathered into a copy.
-        "query, key and value": q + 2 * kv if normed or shape.core == "packed" else 0.0,
+        "query, key and value": q + 2 * kv if normed or shape.core in ("packed", "varlen") else 0.0,
         "query before its norm": q if normed and hf.num_kv_heads > tp else 0.0,
         "rotary tables": _rotary(shape, hf.head_dim * hf.rope.percent),
         "context": q,
@@ -182,6 +183,10 @@ def _core_attention(shape: LayerShape, *, q: float, k: float, v: float, context:
     if shape.core == "packed":
         # The result is the next linear's input, and the values a view of the product, but for latent attention's.
         return {"keys and queries": q + k + (v if shape.hf.mla is not None else 0.0), "softmax": statistics}
+    if shape.core == "varlen":
+        if shape.hf.mla is None:
+            return {"keys and queries": q + k, "softmax": statistics}
+        return {"keys and queries": q + k + q, "softmax": q + statistics}
     if shape.core == "eager":
         scores = heads * max(shape.seqlen, 1) * (FP32 + shape.itemsize)
         return {"keys and queries": (q + k + v) * shape.padding, "softmax": scores * shape.padding}

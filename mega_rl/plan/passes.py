@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from mega_rl.config.attention import requested_attention
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import Head, padded_vocab_size
 from mega_rl.plan.activations import FP32, Kernel, LayerShape, Recompute, kept, saved
@@ -13,6 +14,7 @@ from mega_rl.plan.state.fsdp import transformers_parameters
 
 # A float32 temporary of the log-probs has this many elements at most, and three are alive at once.
 _CHUNK, _CHUNKS = 2**24, 3
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # of the kernel for variable lengths (`mega_rl.models.varlen`)
 # Slots per token where sequences are padded to powers of two: lengths spread evenly fill three quarters.
 CLASS_PADDING = 4 / 3
 
@@ -46,6 +48,12 @@ def tokens_of_a_pass(setup: RunSetup) -> int:
     else:
         tokens = min(micro.size, rows_of_a_minibatch(setup)) * longest
     return -(-tokens // setup.layout.cp)
+
+
+def tokens_of_longest(setup: RunSetup) -> int:
+    """Return the tokens of a micro-batch on one rank that is filled with longest sequences as far as they go."""
+    whole = tokens_of_a_pass(setup) * setup.layout.cp // setup.longest * setup.longest
+    return -(-whole // setup.layout.cp)
 
 
 def rows_of_a_minibatch(setup: RunSetup) -> int:
@@ -98,9 +106,8 @@ def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByte
 
 def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool) -> LayerShape:
     """Return a layer of a model as it runs."""
-    asked = setup.config.model.attn_implementation
-    kernel: Kernel | None = "eager" if asked == "eager" and setup.spec != "te" else None
-    padded = setup.spec != "te" and setup.config.trainer.microbatch.packing
+    kernel = _kernel(setup, model)
+    padded = kernel in ("classes", "eager") and setup.spec != "te" and setup.config.trainer.microbatch.packing
     return LayerShape(
         model.hf,
         setup.layout,
@@ -111,6 +118,19 @@ def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool) -> LayerShape:
         CLASS_PADDING if padded else 1.0,
         setup.longest,
     )
+
+
+def _kernel(setup: RunSetup, model: PlannedModel) -> Kernel:
+    """Return how a GPU attends: local layers to packed bf16 by torch's kernel for variable lengths, where it can."""
+    if setup.spec == "te":
+        return "packed"
+    hf = model.hf
+    if requested_attention(setup.config, model.role).word == "eager":
+        return "eager"
+    width = hf.head_dim if hf.mla is None else hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim
+    fits = width <= _LARGEST_HEAD and width % _HEAD_MULTIPLE == 0 and not hf.sinks and setup.itemsize == 2
+    packed = setup.config.trainer.microbatch.packing and setup.layout.cp == 1
+    return "varlen" if fits and packed and setup.spec == "local" else "classes"
 
 
 def _layers_of(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[LayerShape]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from mega_rl.config.facts import divisors, listed
 from mega_rl.plan.changes import Proposal, cheapest
+from mega_rl.plan.cost import StepTime, step_time
 from mega_rl.plan.generation import embedded, server_of, weight_bytes
+from mega_rl.plan.hardware import Hardware
 from mega_rl.plan.passes import num_microbatches, tokens_of_a_pass
 from mega_rl.plan.phases import CONTEXT, FRAGMENTATION, MemoryPhase, RankMemory, host_bytes, memory_of_stages
 from mega_rl.plan.search import Candidate, largest_batch, largest_rollout, nearby
@@ -31,10 +33,20 @@ class MemoryPlan:
     sync: dict[str, int]
     nearby: Sequence[Candidate] = field(default_factory=list)
     search: Sequence[Candidate] | None = None  # None: not asked for
+    time: StepTime | None = None  # None: the kind of GPU is not given
 
 
-def make_plan(setup: RunSetup, *, search: Sequence[Candidate] | None = None) -> MemoryPlan:
-    """Return the plan of a legal run."""
+def make_plan(
+    setup: RunSetup,
+    *,
+    search: Sequence[Candidate] | None = None,
+    hardware: Hardware | None = None,
+    server_ranks: int = 0,
+) -> MemoryPlan:
+    """Return the plan of a legal run; with `hardware` the time of a step, too.
+
+    server_ranks: GPUs of each server that is joined; 0: not known, and generation has no time.
+    """
     memory = memory_of_stages(setup)
     verdict = judge(setup, memory)
     return MemoryPlan(
@@ -47,12 +59,15 @@ def make_plan(setup: RunSetup, *, search: Sequence[Candidate] | None = None) -> 
         sync_traffic(setup),
         nearby(setup),
         search,
+        None if hardware is None else step_time(setup, hardware, server_ranks=server_ranks, memory=memory),
     )
 
 
 def as_text(plan: MemoryPlan) -> Iterator[str]:
     """Yield the lines of a plan: the verdict first, then tables of memory, batches, layouts and traffic."""
     yield _headline(plan.setup)
+    if plan.setup.actor.hf.quantization is not None:
+        yield f"Weights on disk are {plan.setup.actor.hf.quantization}: a run takes a checkpoint converted to bf16"
     yield f"Verdict: {plan.verdict.sentence}"
     if plan.verdict.fits is False:
         yield f"Cheapest change: {advice(plan.setup, plan.proposal)}"
@@ -72,6 +87,9 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
     if plan.search is not None:
         yield from _candidate_lines("Layouts that fit, least work first", plan.search, empty="no layout fits")
     yield from _traffic_lines(plan)
+    if plan.time is not None:
+        yield ""
+        yield from _time_lines(plan.setup, plan.time)
 
 
 def advice(setup: RunSetup, proposal: Proposal | None) -> str:
@@ -119,6 +137,7 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
         "search": None if plan.search is None else [_candidate_json(each) for each in plan.search],
         "traffic": [asdict(each) for each in plan.traffic],
         "weight_sync": plan.sync,
+        "time": None if plan.time is None else _time_json(plan.time),
     }
 
 
@@ -227,6 +246,37 @@ def _traffic_lines(plan: MemoryPlan) -> Iterator[str]:
     yield from table(["use", "collective", "ranks", "GB"], rows)
     entries = ", ".join(f"{name} {in_gb(size)}" for name, size in plan.sync.items())
     yield f"Each weight sync: {entries}"
+
+
+def _time_lines(setup: RunSetup, time: StepTime) -> Iterator[str]:
+    yield f"Expected time of a step: {seconds(time.total)}, {time.tokens / time.total:,.0f} tokens per second"
+    rows = [[phase.name, seconds(phase.total), _spent(phase.parts)] for phase in time.phases]
+    yield from table(["phase", "time", "spent on"], rows)
+    phase, part, longest = time.bottleneck
+    yield f"Training reaches {time.mfu:.0%} of the peak. Longest: {part} while {phase}, {longest / time.total:.0%}"
+    if setup.config.rollout.sglang.urls and not time.phases[0].parts:
+        yield "Generation has no time: give the GPUs of each joined server as --server-gpus 8"
+
+
+def seconds(time: float) -> str:
+    """Return a time as "0.3 s" or "1,204 s"."""
+    return f"{time:,.1f} s" if time < 100 else f"{time:,.0f} s"
+
+
+def _spent(parts: Mapping[str, float]) -> str:
+    """Return the parts of a phase that take at least a hundredth of it, longest first."""
+    total = sum(parts.values())
+    ordered = sorted(parts.items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{name} {seconds(time)}" for name, time in ordered if time >= 0.01 * total)
+
+
+def _time_json(time: StepTime) -> dict[str, object]:
+    return {
+        "seconds": time.total,
+        "tokens": time.tokens,
+        "training_mfu": time.mfu,
+        "phases": {phase.name: dict(phase.parts) for phase in time.phases},
+    }
 
 
 def _proposal_json(proposal: Proposal | None) -> dict[str, object] | None:

@@ -10,6 +10,7 @@ from mega_rl.config.facts import divisors
 from mega_rl.config.keys import value_of
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.changes import changed, is_legal
+from mega_rl.plan.cost import AGAIN
 from mega_rl.plan.passes import num_microbatches, recompute_of
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.traffic import step_traffic
@@ -123,7 +124,7 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
     verdict = judge(new)
     pp = new.layout.pp
     bubble = (pp - 1) / (num_microbatches(new) * new.layout.vpp)
-    again = {"none": 0.0, "selective": 0.03, "full": 1 / 3}[recompute_of(new).mode]
+    again = AGAIN[recompute_of(new).mode]
     sent = 0
     if verdict.fits is not False:
         sent = max(sum(each.nbytes for each in step_traffic(new, rank)) for rank in {0, pp - 1})

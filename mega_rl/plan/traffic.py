@@ -1,20 +1,18 @@
-"""Bytes that one rank sends in a step, by collective, and those of each weight sync.
-
-Of an all-gather or reduce-scatter over d ranks a rank sends (d - 1) / d of the whole tensor, of an all-reduce twice
-that, of an all-to-all what does not stay; less is impossible, and ring algorithms send as much.
-"""
+"""Bytes that one rank sends in a step, by collective, and those of each weight sync."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from mega_rl.config.needs import is_on_policy
+from mega_rl.converters.plan.sharding import padded_vocab_size
 from mega_rl.plan.generation import weight_bytes
-from mega_rl.plan.passes import num_microbatches, recompute_of, tokens_of_a_pass
+from mega_rl.plan.messages import FP32, Group, share, stage_messages, stride_of
+from mega_rl.plan.passes import num_microbatches, tokens_of_longest
 from mega_rl.plan.setup import PlannedModel, RunSetup
 from mega_rl.plan.state.fsdp import shard_ranks, transformers_parameters
-from mega_rl.plan.state.ranks import chunk_buffers, training_of
-
-FP32 = 4
+from mega_rl.plan.state.ranks import chunk_buffers, parameters_of, training_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,7 @@ class Traffic:
     collective: str
     ranks: int  # of its group
     nbytes: int  # that a rank sends in a step
+    stride: int = 1  # global ranks from one member of its group to the next
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,9 @@ def step_traffic(setup: RunSetup, pp_rank: int) -> list[Traffic]:
     """Return what the first rank of a pipeline stage sends in one trainer step when all responses are longest."""
     traffic: list[Traffic] = []
     for model in setup.models.values():
-        passes = _passes(setup, model)
-        traffic += _gradient_traffic(setup, model, pp_rank)
-        if setup.spec != "hf":
-            traffic += _layer_traffic(setup, model, passes, pp_rank)
-    merged: dict[tuple[str, str, int], int] = {}
-    for each in traffic:
-        key = (each.use, each.collective, each.ranks)
-        merged[key] = merged.get(key, 0) + each.nbytes
-    return [Traffic(*key, nbytes) for key, nbytes in merged.items() if nbytes]
+        traffic += update_traffic(setup, model, pp_rank)
+        traffic += pass_traffic(setup, model, passes_of(setup, model), pp_rank)
+    return _merged(traffic)
 
 
 def optimizer_steps(setup: RunSetup) -> int:
@@ -56,93 +49,132 @@ def optimizer_steps(setup: RunSetup) -> int:
     return trainer.prompts_per_step // trainer.minibatch_size * setup.config.algorithm.epochs
 
 
-def _passes(setup: RunSetup, model: PlannedModel) -> Passes:
+def passes_of(setup: RunSetup, model: PlannedModel) -> Passes:
     """Return the passes of a model in a step; its log-probs or values before the update are one forward pass."""
     per_step = num_microbatches(setup) * (setup.config.trainer.prompts_per_step // setup.config.trainer.minibatch_size)
-    algorithm, steps = setup.config.algorithm, optimizer_steps(setup)
-    is_free = model.role == "actor" and algorithm.old_logprobs == "auto" and steps == 1
-    is_free = is_free and algorithm.kl.placement != "reward"
-    forward = 0 if is_free else per_step
-    return Passes(forward, num_microbatches(setup) * steps if model.trainable else 0)
+    forward = 0 if model.role == "actor" and is_on_policy(setup.config) else per_step
+    return Passes(forward, num_microbatches(setup) * optimizer_steps(setup) if model.trainable else 0)
 
 
-def _gradient_traffic(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[Traffic]:
-    """Return reductions of gradients and gathers of weights over data parallelism."""
+def pass_traffic(setup: RunSetup, model: PlannedModel, passes: Passes, pp_rank: int) -> list[Traffic]:
+    """Return what forward and backward passes send: for layers that are cut, or for layers that are gathered."""
     if setup.spec == "hf":
-        return _fsdp_traffic(setup, model)
-    layout, par, steps = setup.layout, setup.config.engine.megatron, optimizer_steps(setup)
-    rank = pp_rank * layout.stage_size
-    if not model.trainable or par.ddp.implementation != "ddp":
+        return _gathered_layers(setup, model, passes)
+    layout = setup.layout
+    layers = (
+        Traffic(
+            each.use,
+            each.collective,
+            _ranks(setup, each.group),
+            each.forward * passes.forward + (each.forward + each.backward + each.again) * passes.training,
+            stride_of(layout, each.group),
+        )
+        for each in stage_messages(setup, model, pp_rank)
+    )
+    return _merged([*layers, *_outputs(setup, passes.forward, pp_rank)])
+
+
+def _outputs(setup: RunSetup, forward: int, pp_rank: int) -> Iterator[Traffic]:
+    """Yield the way of log-probs or values to all ranks of a replica, after passes without gradients."""
+    layout = setup.layout
+    nbytes = forward * tokens_of_longest(setup) * layout.cp * FP32
+    if pp_rank == layout.pp - 1:
+        yield Traffic("outputs", "all-reduce", layout.cp, 2 * share(nbytes, layout.cp), stride_of(layout, "cp"))
+    if layout.pp > 1:
+        yield Traffic("outputs", "broadcast", layout.pp, nbytes, stride_of(layout, "pp"))
+
+
+def update_traffic(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[Traffic]:
+    """Return reductions of gradients and gathers of weights in all optimizer steps of a step."""
+    if not model.trainable:
         return []
+    if setup.spec == "hf":
+        return _reduced_layers(setup, model)
+    layout, par, steps = setup.layout, setup.config.engine.megatron, optimizer_steps(setup)
+    if par.ddp.implementation != "ddp":
+        return []
+    rank = pp_rank * layout.stage_size
     traffic = []
     for stage in range(layout.vpp):
         for buffer, place in chunk_buffers(setup.sharding(model), training_of(setup, model), rank, stage):
+            stride = stride_of(layout, "expert dp" if buffer.of_experts else "dp")
             gradient = buffer.numel * (FP32 if par.ddp.grad_reduce_in_fp32 else buffer.itemsize)
-            sent = _share(gradient, place.size) * steps
+            sent = share(gradient, place.size) * steps
             if not buffer.distributed:
-                traffic.append(Traffic("gradients", "all-reduce", place.size, 2 * sent))
+                traffic.append(Traffic("gradients", "all-reduce", place.size, 2 * sent, stride))
                 continue
-            traffic.append(Traffic("gradients", "reduce-scatter", place.size, sent))
-            weights = _share(buffer.numel * buffer.itemsize, place.size) * steps
-            traffic.append(Traffic("updated weights", "all-gather", place.size, weights))
-    return traffic
+            traffic.append(Traffic("gradients", "reduce-scatter", place.size, sent, stride))
+            weights = share(buffer.numel * buffer.itemsize, place.size) * steps
+            traffic.append(Traffic("updated weights", "all-gather", place.size, weights, stride))
+    return [*traffic, *_copied_parameters(setup, model, pp_rank)]
 
 
-def _fsdp_traffic(setup: RunSetup, model: PlannedModel) -> list[Traffic]:
-    """Return the gathers and reductions of FSDP2: weights twice in a training pass, gradients once."""
-    fsdp, ranks = setup.config.engine.fsdp, shard_ranks(setup.config, setup.machine.world_size)
-    numel = sum(parameter.rows * parameter.width for parameter in transformers_parameters(model.hf, model.head))
-    passes = _passes(setup, model)
-    gathers = passes.forward + passes.training * (2 if fsdp.reshard_after_forward else 1)
-    reductions = passes.training if fsdp.reduce_every_microbatch else optimizer_steps(setup)
-    reduced = FP32 if fsdp.grad_reduce_in_fp32 else setup.itemsize
-    return [
-        Traffic("weights of layers", "all-gather", ranks, _share(numel * setup.itemsize, ranks) * gathers),
-        Traffic("gradients", "reduce-scatter", ranks, _share(numel * reduced, ranks) * reductions * model.trainable),
-    ]
-
-
-def _layer_traffic(setup: RunSetup, model: PlannedModel, passes: Passes, pp_rank: int) -> list[Traffic]:
-    """Return what tensor, context, expert and pipeline parallelism send for the layers of a stage."""
-    layout, hf, b = setup.layout, model.hf, setup.itemsize
-    tokens = tokens_of_a_pass(setup)
-    numbers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, hf.num_layers, stage)]
-    hidden = tokens * hf.hidden_size * b
-    again = recompute_of(setup).mode == "full"
-    # A layer has two such points in a forward, two in a backward, and two more in a forward that runs again.
-    points = len(numbers) * 2 * (passes.forward + passes.training * (3 if again else 2))
+def _copied_parameters(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[Traffic]:
+    """Return the sums of gradients of parameters that several ranks of a replica hold whole."""
+    layout, hf, steps = setup.layout, model.hf, optimizer_steps(setup)
+    reduced = FP32 if setup.config.engine.megatron.ddp.grad_reduce_in_fp32 else setup.itemsize
     traffic = []
-    if layout.tp > 1:
-        ring = _share(hidden, layout.tp)
-        if layout.sequence_parallel:
-            # The backward gathers the input of column-parallel layers once more, for the weights' gradients.
-            gathers = points + len(numbers) * 2 * passes.training
-            traffic.append(Traffic("tensor parallelism", "all-gather", layout.tp, ring * gathers))
-            traffic.append(Traffic("tensor parallelism", "reduce-scatter", layout.tp, ring * points))
-        else:
-            traffic.append(Traffic("tensor parallelism", "all-reduce", layout.tp, 2 * ring * points))
-    if layout.cp > 1 and hf.mla is None:
-        keys = tokens * 2 * max(hf.num_kv_heads // layout.tp, 1) * hf.head_dim * b * (layout.cp - 1)
-        traffic.append(Traffic("context parallelism", "gathers of keys and values", layout.cp, keys * points // 2))
-    mixtures = sum(hf.is_moe(i) for i in numbers)
-    if hf.moe is not None and layout.ep * layout.etp > 1:
-        share = 1 / layout.tp if layout.sequence_parallel else 1.0
-        routed = round(tokens * share * hf.moe.top_k * hf.hidden_size * b)
-        sent = _share(routed, layout.ep) * points * mixtures // max(len(numbers), 1)
-        traffic.append(Traffic("experts", "all-to-all", layout.ep, sent))
-    if layout.pp > 1:
-        traffic += _pipeline_traffic(setup, passes, hidden, pp_rank)
-    return traffic
+    if hf.tied and model.head == "lm" and layout.pp > 1 and pp_rank in (0, layout.pp - 1):
+        rows = padded_vocab_size(hf.vocab_size, layout.tp) // layout.tp
+        sent = 2 * share(rows * hf.hidden_size * reduced, 2) * steps
+        traffic.append(Traffic("tied embedding", "all-reduce", 2, sent, stride_of(layout, "embedding")))
+    rank, training, sharding = pp_rank * layout.stage_size, training_of(setup, model), setup.sharding(model)
+    summed = sum(
+        parameter.numel
+        for stage in range(layout.vpp)
+        for parameter in parameters_of(sharding, training, rank, stage)
+        if parameter.summed_over_tp and parameter.trained
+    )
+    sent = 2 * share(summed * reduced, layout.tp) * steps
+    return [*traffic, Traffic("norms and other whole parameters", "all-reduce", layout.tp, sent)]
 
 
-def _pipeline_traffic(setup: RunSetup, passes: Passes, hidden: int, pp_rank: int) -> list[Traffic]:
-    """Return the hidden states that a stage passes on and the gradients that it passes back."""
+def _ranks(setup: RunSetup, group: Group) -> int:
+    """Return the size of a group of a micro-batch's messages."""
     layout = setup.layout
-    per_message = hidden // layout.tp if layout.sequence_parallel else hidden
-    ahead = layout.vpp if pp_rank < layout.pp - 1 else layout.vpp - 1
-    back = layout.vpp if pp_rank > 0 else layout.vpp - 1
-    messages = (passes.forward + passes.training) * ahead + passes.training * back
-    return [Traffic("pipeline", "send", layout.pp, per_message * messages)]
+    sizes: dict[Group, int] = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "experts": layout.ep * layout.etp,
+        "pp": layout.pp,
+    }
+    return sizes[group]
+
+
+def _gathered_layers(setup: RunSetup, model: PlannedModel, passes: Passes) -> list[Traffic]:
+    """Return the gathers of FSDP2's layers: once in a forward, twice in a training pass."""
+    fsdp, ranks = setup.config.engine.fsdp, shard_ranks(setup.config, setup.machine.world_size)
+    gathers = passes.forward + passes.training * (2 if fsdp.reshard_after_forward else 1)
+    sent = share(_elements(model) * setup.itemsize, ranks) * gathers
+    return [Traffic("weights of layers", "all-gather", ranks, sent)]
+
+
+def _reduced_layers(setup: RunSetup, model: PlannedModel) -> list[Traffic]:
+    """Return the reductions of FSDP2's gradients."""
+    fsdp, ranks = setup.config.engine.fsdp, shard_ranks(setup.config, setup.machine.world_size)
+    training = passes_of(setup, model).training
+    reductions = training if fsdp.reduce_every_microbatch else optimizer_steps(setup)
+    itemsize = FP32 if fsdp.grad_reduce_in_fp32 else setup.itemsize
+    return [Traffic("gradients", "reduce-scatter", ranks, share(_elements(model) * itemsize, ranks) * reductions)]
+
+
+def _elements(model: PlannedModel) -> int:
+    return sum(parameter.rows * parameter.width for parameter in transformers_parameters(model.hf, model.head))
+
+
+def _merged(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """Return one entry for each use, collective and group, without empty ones."""
+    merged: dict[tuple[str, str, int, int], int] = {}
+    for each in traffic:
+        key = (each.use, each.collective, each.ranks, each.stride)
+        merged[key] = merged.get(key, 0) + each.nbytes
+    return [
+        Traffic(use, collective, ranks, nbytes, stride)
+        for (use, collective, ranks, stride), nbytes in merged.items()
+        if nbytes
+    ]
 
 
 def sync_traffic(setup: RunSetup) -> dict[str, int]:
@@ -164,7 +196,3 @@ def num_servers(setup: RunSetup) -> int:
     sglang, machine = setup.config.rollout.sglang, setup.machine
     per_host = sglang.server.count or max(1, machine.ranks_per_node // sglang.server.tp)
     return len(sglang.urls) or per_host * machine.num_nodes
-
-
-def _share(nbytes: int, ranks: int) -> int:
-    return nbytes * (ranks - 1) // ranks

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.errors import UserError
+from mega_rl.plan.hardware import hardware_of
 from mega_rl.plan.report import as_json, as_text, make_plan
 from mega_rl.plan.request import parse_bytes, read_setup
 from mega_rl.plan.search import search
@@ -26,6 +27,9 @@ class PlanOptions:
     layers: str = "auto"  # auto, te or local
     search: bool = False
     as_json: bool = False
+    gpu: str = ""  # kind of GPU, for the time of a step; empty: none is given
+    rates: Sequence[str] = ()  # coefficients that replace those of the kind
+    server_gpus: int = 0  # of each server that is joined
 
 
 def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> Iterator[str]:
@@ -38,9 +42,21 @@ def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> 
     has_te = options.layers == "te"
     if options.layers == "auto":
         has_te = importlib.util.find_spec("transformer_engine") is not None
+    if options.rates and not options.gpu:
+        raise UserError("--rate: needs the kind of GPU whose coefficient it replaces, as --gpu h200")
+    hardware = hardware_of(options.gpu, options.rates) if options.gpu else None
+    if given is None and hardware is not None:
+        given = round(hardware.memory)
     memory = smallest_gpu() if given is None else given
     setup = read_setup(recipe, overrides, Machine(options.gpus, options.gpus_per_node, memory, has_te))
     if options.search and setup.config.engine.backend != "megatron":
         raise UserError("--search: engine.backend=fsdp has no layouts, every rank holds a share of everything")
-    plan = make_plan(setup, search=search(setup) if options.search else None)
+    if options.server_gpus and not (hardware and setup.config.rollout.sglang.urls):
+        raise UserError("--server-gpus: is of servers that are joined (rollout.sglang.urls), and needs --gpu")
+    plan = make_plan(
+        setup,
+        search=search(setup) if options.search else None,
+        hardware=hardware,
+        server_ranks=options.server_gpus,
+    )
     yield from [json.dumps(as_json(plan), indent=2)] if options.as_json else as_text(plan)

@@ -16,71 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, MicrobatchConfig, ModelConfig, TrainerConfig
 from mega_rl.parallel.layout import ParallelLayout
 from tests.fake_gpu.device import use_device_kernels
+from tests.fake_gpu.models import MODELS
 from tests.fake_gpu.watch import DeviceTensors, Phase, Watch
-
-DENSE = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-}
-SMALL = {**DENSE, "vocab_size": 2048, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "intermediate_size": 512}
-MODELS: dict[str, dict[str, Any]] = {
-    "0.6b": DENSE,
-    "8b": {
-        **DENSE,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "intermediate_size": 12288,
-        "tie_word_embeddings": False,
-    },
-    "0.6b, 2 layers": {**DENSE, "vocab_size": 2048},
-    "0.6b, 4 layers": {**DENSE, "vocab_size": 2048, "num_hidden_layers": 4},
-    "dense": SMALL,
-    "moe": {
-        **SMALL,
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "mla": {
-        **SMALL,
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "first_k_dense_replace": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "routed_scaling_factor": 2.5,
-        "rope_interleave": True,
-        "attention_bias": False,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -98,6 +35,7 @@ class Case:
     head: str = "lm"
     entropy_coef: float = 0.0
     fp32_head: bool = False
+    passes: tuple[str, ...] | list[str] = ("train", "forward", "export", "turn")
 
 
 @dataclass

@@ -48,12 +48,13 @@ def use_device_kernels(host_wait: Callable[[str], None]) -> None:
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         mask, scale = arguments["attn_mask"], arguments["scale"]
-        if key.size(1) != query.size(1):
-            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         plain = mask is None or mask is LOWER_RIGHT
         if plain and value.size(-1) == query.size(-1):
             flash = torch.ops.aten._scaled_dot_product_flash_attention
+            # It reads the keys of a group for all its queries.
             return flash(query, key, value, 0.0, True, False, scale=scale)[0]  # type: ignore[no-any-return]
+        if key.size(1) != query.size(1):
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         bias = None if plain else query.new_zeros(1, 1, query.size(2), key.size(2))
         bias = bias if bias is None else bias.expand(query.size(0), query.size(1), -1, -1)
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -43,10 +43,14 @@ def run(case: Case, watch: Watch) -> dict[str, Any]:
     ):
         phases["build"] = report(building) | {"live": watch.bytes}
         batch, loss, engine = on.batch(), on.loss(), on.engine
-        take("train", lambda: engine.train_minibatch(batch, loss, lr=1e-6))
-        take("forward", lambda: len(engine.forward(batch).__dict__))
-        take("export", lambda: sum(tensor.numel() for _, tensor in engine.export_weights()))
-        take("turn", lambda: (engine.offload(), engine.onload())[0])
+        passes: dict[str, Callable[[], Any]] = {
+            "train": lambda: engine.train_minibatch(batch, loss, lr=1e-6),
+            "forward": lambda: len(engine.forward(batch).__dict__),
+            "export": lambda: sum(tensor.numel() for _, tensor in engine.export_weights()),
+            "turn": lambda: (engine.offload(), engine.onload())[0],
+        }
+        for name in case.passes:
+            take(name, passes[name])
     return phases
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fake_gpu import guard
+from tests.fake_gpu.plan_table import peak_of
 
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
 
@@ -170,6 +171,14 @@ def test_memory_of_a_layer(seen: dict[str, Any]) -> None:
     two, four = (of(seen, f"0.6b, {count} layers") for count in (2, 4))
     grown = four["train"]["peak"] - two["train"]["peak"] - (four["build"]["live"] - two["build"]["live"])
     assert grown / 2 == pytest.approx(0.825e9, rel=0.03)
+
+
+@pytest.mark.parametrize("case", ["0.6b", "0.6b, 2 layers", "0.6b, 4 layers"])
+def test_the_plan_expects_the_peak(seen: dict[str, Any], case: str) -> None:
+    """Activations, logits and working memory of a training pass; `make test-full` compares ten cases."""
+    peak = peak_of(CASES[case], of(seen, case))
+    assert peak.planned == pytest.approx(peak.counted, rel=0.05)
+    assert peak.planned_state == pytest.approx(peak.state, rel=0.01)
 
 
 def test_a_turn_gives_everything_back(seen: dict[str, Any]) -> None:

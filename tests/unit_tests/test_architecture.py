@@ -27,6 +27,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/convert.py: export": 10,
     "cli/convert.py: import_": 13,
     "cli/convert.py: reshard": 10,
+    "cli/plan.py: plan": 11,
     "cli/run_export.py: export": 9,
     "cli/verify.py: engines": 11,
     "cli/verify.py: layouts": 11,

@@ -27,6 +27,7 @@ class Buffer:
     distributed: bool  # under the distributed optimizer
     spans: tuple[tuple[int, int], ...]  # first and last + 1 element of each parameter
     buckets: tuple[tuple[int, int], ...]
+    of_experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -99,7 +100,9 @@ def _buffer(parameters: Sequence[Parameter], *, ranks: int, distributed: bool, b
             begin, is_open = at, False
     if is_open:
         buckets.append((begin, _rounded(at, end_multiple)))
-    return Buffer(parameters[0].itemsize, ranks, distributed, tuple(spans), tuple(buckets))
+    return Buffer(
+        parameters[0].itemsize, ranks, distributed, tuple(spans), tuple(buckets), of_experts=parameters[0].of_expert
+    )
 
 
 def _in_order(values: Iterable[int]) -> list[int]:

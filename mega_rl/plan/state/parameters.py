@@ -43,6 +43,7 @@ class Parameter(NamedTuple):
     of_expert: bool = False
     shared_embedding: bool = False  # a tied embedding on two pipeline stages, which has a bucket to itself
     trained: bool = True
+    summed_over_tp: bool = False  # whole on tensor-parallel ranks that see parts of its gradient
 
     @property
     def numel(self) -> int:
@@ -80,6 +81,7 @@ class _Maker:
     def __init__(self, sharding: Sharding, at: RankCoordinates, itemsize: int, frozen: tuple[str, ...]) -> None:
         self._sharding, self._at, self._itemsize, self._frozen = sharding, at, itemsize, frozen
         self._shapes: dict[int, tuple[int, int]] = {}
+        self._summed: dict[int, bool] = {}
         self._shared = sharding.hf.tied and sharding.head == "lm" and sharding.layout.pp > 1
 
     def __call__(self, part: Part) -> Parameter:
@@ -87,13 +89,28 @@ class _Maker:
         rule = part.rule
         if id(rule) not in self._shapes:
             self._shapes[id(rule)] = _shape(part, self._sharding, self._at)
+            self._summed[id(rule)] = self._is_summed_over_tp(part)
         return Parameter(
             *self._shapes[id(rule)],
             FP32 if rule.float32 else self._itemsize,
             rule.per_expert,
             self._shared and rule.param in (EMBEDDING, OUTPUT),
             not self._frozen or not _matches(_name(part, self._sharding), self._frozen),
+            self._summed[id(rule)],
         )
+
+    def _is_summed_over_tp(self, part: Part) -> bool:
+        """Return whether Megatron-Core adds up a parameter's gradient over tensor parallelism.
+
+        Under sequence parallelism that of all that is not cut, since each rank sees its tokens; without it that of
+        norms over single heads, since each rank sees its heads.
+        """
+        layout = self._sharding.layout
+        if layout.tp == 1 or part.rule.per_expert or not part.rule.sources:
+            return False
+        if layout.sequence_parallel:
+            return _shape(part, self._sharding, RankCoordinates(), parts=1) == self._shapes[id(part.rule)]
+        return self._sharding.hf.qk_norm and part.rule.param.endswith(("q_layernorm.weight", "k_layernorm.weight"))
 
     def experts(self, parts: Sequence[Part], held: range) -> list[Parameter]:
         """Return the parameters of all held experts of a layer from those of one."""
@@ -107,15 +124,18 @@ def _parameters_alone(parts: Iterable[Part]) -> Iterator[Part]:
     return (part for part in parts if not part.rule.param.endswith(_BUFFERS))
 
 
-def _shape(part: Part, sharding: Sharding, at: RankCoordinates) -> tuple[int, int]:
-    """Return rows and their width of a parameter on this rank; all layers and experts of a rule are cut alike."""
+def _shape(part: Part, sharding: Sharding, at: RankCoordinates, *, parts: int | None = None) -> tuple[int, int]:
+    """Return rows and their width of a parameter on this rank; all layers and experts of a rule are cut alike.
+
+    parts: tensor-parallel ranks; None: those of the layout.
+    """
     rule, layout = part.rule, sharding.layout
     if not rule.sources:  # a tied output layer: the embedding once more
         embedding = next(r for r in _rules(sharding) if r.param == EMBEDDING)
         part = Part(embedding, part.layer, part.expert)
-    parts, index = (layout.etp, at.etp_rank) if rule.per_expert else (layout.tp, at.tp_rank)
+    size, index = (layout.etp, at.etp_rank) if rule.per_expert else (layout.tp, at.tp_rank)
     param = global_param(part.rule, sharding.hf, padded_vocab=sharding.vocab, layer=part.layer, expert=part.expert)
-    rows, *others = shard(param, parts, index)[0]
+    rows, *others = shard(param, parts or size, index)[0]
     return rows, prod(others)
 
 

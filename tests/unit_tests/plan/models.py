@@ -70,6 +70,20 @@ DEEPSEEK_V3: dict[str, Any] = {
     "attention_bias": False,
 }
 
+QWEN3_235B_A22B: dict[str, Any] = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 94,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 
 def hf_config(**sizes: Any) -> HFConfig:
     """Return Qwen3-8B with other sizes."""
@@ -77,3 +91,4 @@ def hf_config(**sizes: Any) -> HFConfig:
 
 
 QWEN3_0_6B, QWEN3_8B, QWEN3_32B = (hf_config(**sizes) for sizes in SIZES.values())
+QWEN3_235B = parse_hf_config(QWEN3_235B_A22B, where="config.json")

@@ -17,7 +17,7 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.changes import changed, cheapest, is_legal
 from mega_rl.plan.generation import embedded, kv_bytes_per_token
-from mega_rl.plan.passes import forward_pass, num_microbatches, tokens_of_a_pass, training_pass
+from mega_rl.plan.passes import forward_pass, num_microbatches, shape_of, tokens_of_a_pass, training_pass
 from mega_rl.plan.phases import memory_of_stages
 from mega_rl.plan.report import advice, as_json, as_text, make_plan
 from mega_rl.plan.request import parse_bytes, read_setup, smallest_world
@@ -242,6 +242,33 @@ def test_stages_hold_what_is_in_flight() -> None:
     passes = [training_pass(setup, setup.actor, stage) for stage in range(4)]
     assert passes[0].activations == pytest.approx(4 / 3 * passes[1].activations)
     assert [each.logits > 0 for each in passes] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernel"),
+    [
+        ({}, "varlen"),
+        ({f"{MEGATRON}.cp": 2, f"{MEGATRON}.tp": 2}, "classes"),
+        ({"model.dtype": "fp32"}, "classes"),
+        ({"trainer.microbatch.packing": False, "trainer.microbatch.size": 4}, "classes"),
+        ({"model.attn_implementation": "eager"}, "eager"),
+        ({f"{MEGATRON}.transformer_impl": "transformer_engine"}, "packed"),
+    ],
+)
+def test_attention_is_held_as_the_kernel_of_a_gpu_holds_it(settings: dict[str, Any], kernel: str) -> None:
+    """`mega_rl.models.varlen.fits`, and what Transformer Engine's layers do; padding is that of length classes."""
+    setup = changed(run("8b"), settings)
+    shape = shape_of(setup, setup.actor, moe=False)
+    assert shape.core == kernel
+    assert (shape.padding > 1) == (kernel in ("classes", "eager") and setup.config.trainer.microbatch.packing)
+
+
+def test_sinks_and_wide_heads_are_no_matter_for_the_kernel_of_variable_lengths() -> None:
+    setup = run("8b")
+    for change in ({"sinks": True}, {"head_dim": 260}, {"head_dim": 512}):
+        model = replace(setup.actor, hf=replace(setup.actor.hf, **change))
+        assert shape_of(setup, model, moe=False).core == "classes"
+    assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, head_dim=256)), moe=False).core == "varlen"
 
 
 def test_traffic_of_a_step() -> None:

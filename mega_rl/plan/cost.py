@@ -1,0 +1,296 @@
+"""Expected time of a step: operations, bytes and messages of the plan, each divided by a rate of the hardware.
+
+Every response is as long as it may be. A phase is the sum of what happens in it one after the other; of the stages of
+a pipeline the slowest counts, once for each micro-batch and for each that its ends wait for. docs/scale.md lists the
+formulas and applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.metrics.flops import ModelWork
+from mega_rl.plan.generation import SERVER_RESIDUE, kv_bytes_per_token, rows_of_a_rank, server_of, weight_bytes
+from mega_rl.plan.hardware import Hardware
+from mega_rl.plan.passes import num_microbatches, recompute_of
+from mega_rl.plan.phases import CONTEXT, FRAGMENTATION, RankMemory, memory_of_stages
+from mega_rl.plan.setup import PlannedModel, RunSetup
+from mega_rl.plan.traffic import (
+    Passes,
+    Traffic,
+    num_servers,
+    optimizer_steps,
+    pass_traffic,
+    passes_of,
+    sync_traffic,
+    update_traffic,
+)
+
+# Work that recomputation adds to an update.
+AGAIN = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
+BUBBLE, COMPUTING = "waiting for other stages", "computing"
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """One part of a step."""
+
+    name: str
+    parts: Mapping[str, float]  # seconds by what they are spent on
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the phase."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Expected times of a step."""
+
+    phases: Sequence[PhaseTime]
+    tokens: int  # prompts and responses
+    useful: float  # operations of all updates, recomputation aside
+    peak: float  # operations in a second of all trainer GPUs
+    ahead: bool = False  # the next step's responses are generated meanwhile
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of a step; generation ahead hides the shorter of itself and of training."""
+        seconds = [phase.total for phase in self.phases]
+        if self.ahead:
+            sending = next(phase.total for phase in self.phases if phase.name == "sending weights")
+            generating = next(phase.total for phase in self.phases if phase.name == "generating")
+            return sending + max(generating, sum(seconds) - sending - generating)
+        return sum(seconds)
+
+    @property
+    def mfu(self) -> float:
+        """Return the share of the peak that training reaches while it runs."""
+        training = sum(phase.total for phase in self.phases if phase.name.startswith("training"))
+        return self.useful / training / self.peak
+
+    @property
+    def bottleneck(self) -> tuple[str, str, float]:
+        """Return (phase, part, seconds) of what takes longest."""
+        return max(
+            ((phase.name, part, seconds) for phase in self.phases for part, seconds in phase.parts.items()),
+            key=lambda entry: entry[2],
+        )
+
+
+def step_time(
+    setup: RunSetup, hardware: Hardware, *, server_ranks: int = 0, memory: Sequence[RankMemory] | None = None
+) -> StepTime:
+    """Return the expected time of a step; `server_ranks`: GPUs of each server that is joined.
+
+    `memory`: of all stages, where it is there already.
+    """
+    clock = _Clock(setup, hardware)
+    memory = memory_of_stages(setup) if memory is None else memory
+    forward = _together([clock.passes(model, passes_of(setup, model).forward, 0) for model in setup.models.values()])
+    phases = [
+        PhaseTime("generating", _generation(setup, hardware, server_ranks)),
+        PhaseTime("sending weights", _sending(setup, clock, memory)),
+        PhaseTime("computing log-probs and values", forward),
+    ]
+    useful = 0.0
+    for role, model in setup.models.items():
+        if model.trainable:
+            parts = clock.passes(model, 0, passes_of(setup, model).training) | clock.updates(model, memory)
+            phases.append(PhaseTime(f"training the {role}", parts))
+            one_epoch = ModelWork(model.hf, head=model.head).update([setup.longest] * _rows(setup))
+            useful += setup.config.algorithm.epochs * one_epoch
+    return StepTime(
+        [PhaseTime(phase.name, {name: s for name, s in phase.parts.items() if s}) for phase in phases],
+        tokens=_rows(setup) * setup.longest,
+        useful=useful,
+        peak=setup.machine.world_size * hardware.peak,
+        ahead=setup.config.trainer.async_steps > 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Times of a run's passes and messages."""
+
+    setup: RunSetup
+    hardware: Hardware
+
+    def message(self, traffic: Traffic) -> float:
+        """Return the seconds of a message at the rate of the slowest link on its way.
+
+        Of a group that spans hosts, the members on one host pass a ring on over as many adapters as they are; tokens
+        for experts and hidden states of stages leave by the adapter of their own GPU.
+        """
+        nvlink, network = (rate * self.hardware.link_share for rate in (self.hardware.nvlink, self.hardware.network))
+        per_host = max(1, min(traffic.ranks, self.setup.machine.gpus_per_node // traffic.stride))
+        if per_host == traffic.ranks:
+            return traffic.nbytes / nvlink
+        if traffic.collective == "all-to-all":
+            away = traffic.nbytes * (traffic.ranks - per_host) / (traffic.ranks - 1)
+            return max(away / network, (traffic.nbytes - away) / nvlink)
+        if traffic.collective == "send":
+            return traffic.nbytes / network
+        return traffic.nbytes / min(nvlink, network * per_host)
+
+    def passes(self, model: PlannedModel, forward: int, training: int) -> dict[str, float]:
+        """Return the seconds of so many micro-batches, by cause, with the bubbles of the pipeline."""
+        if not forward + training:
+            return {}
+        stages = [self._stage(model, forward, training, rank) for rank in range(self.setup.layout.pp)]
+        slowest = max(stages, key=lambda parts: sum(parts.values()))
+        steps = optimizer_steps(self.setup) if training else 1
+        count = (forward + training) / steps
+        idle = (self.setup.layout.pp - 1) / self.setup.layout.vpp / count
+        bubble = sum(slowest.values()) * idle
+        return slowest | {BUBBLE: bubble}
+
+    def _stage(self, model: PlannedModel, forward: int, training: int, pp_rank: int) -> dict[str, float]:
+        setup, layout = self.setup, self.setup.layout
+        again = AGAIN[recompute_of(setup).mode]
+        work = _stage_work(setup, model, pp_rank) * (forward + training * 3 * (1 + again))
+        shared = layout.tp * layout.cp if setup.spec != "hf" else 1
+        parts = {COMPUTING: work / shared / (self.hardware.peak * self.hardware.matmul_share)}
+        for each in pass_traffic(setup, model, Passes(forward, training), pp_rank):
+            hidden = each.use == "pipeline" and setup.config.engine.megatron.overlap_p2p
+            parts[each.use] = parts.get(each.use, 0.0) + (0.0 if hidden else self.message(each))
+        return parts
+
+    def updates(self, model: PlannedModel, memory: Sequence[RankMemory]) -> dict[str, float]:
+        """Return the seconds of all optimizer steps: reductions, gathers, and the optimizer's reads and writes."""
+        steps, ddp = optimizer_steps(self.setup), self.setup.config.engine.megatron.ddp
+        slowest: dict[str, float] = {}
+        for stage in memory:
+            state = stage.states[model.role]
+            moved = 2 * state.optimizer + state.gradients + state.weights
+            parts = {"optimizer": steps * moved / (self.hardware.memory_rate * self.hardware.memory_share)}
+            parts["optimizer on the host"] = steps * 2 * state.host / self.hardware.host_copy
+            for each in update_traffic(self.setup, model, stage.pp_rank):
+                # Buckets are reduced under the backward on the first stage alone, and gathered under the forward.
+                hidden = stage.pp_rank == 0 and {"gradients": ddp.overlap_grad_reduce}.get(each.use, False)
+                hidden |= each.use == "updated weights" and ddp.overlap_param_gather
+                parts[each.use] = parts.get(each.use, 0.0) + (0.0 if hidden else self.message(each))
+            if sum(parts.values()) > sum(slowest.values()):
+                slowest = parts
+        return slowest
+
+
+def transport_of(setup: RunSetup) -> str:
+    """Return the way that weights take to the servers on GPUs, as rollout.sglang.sync.transport=auto chooses it."""
+    asked = setup.config.rollout.sglang.sync.transport
+    if setup.config.rollout.backend == "hf":
+        return "gathered"
+    if setup.colocated and setup.machine.num_nodes == 1 and asked != "disk":
+        return "cuda_ipc"
+    if not setup.colocated and asked in ("auto", "distributed"):
+        return "distributed"
+    on_host = [setup.layout.coordinates(rank) for rank in range(setup.machine.ranks_per_node)]
+    common = {(at.pp_rank, at.tp_rank) for at in on_host}
+    experts = {(at.pp_rank, at.ep_rank, at.etp_rank) for at in on_host}
+    layout = setup.layout
+    whole = len(common) == layout.pp * layout.tp
+    whole &= setup.actor.hf.moe is None or len(experts) == layout.pp * layout.ep * layout.etp
+    joined = bool(setup.config.rollout.sglang.urls)
+    return "shared_memory" if whole and not joined and asked != "disk" else "disk"
+
+
+def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> dict[str, float]:
+    """Return the seconds of a weight sync, and of the trainer's turn: its whole state to the host and back."""
+    hardware, machine, sizes = clock.hardware, setup.machine, sync_traffic(setup)
+    away = machine.world_size > machine.gpus_per_node
+    rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
+    parts = {"gathering weights": sizes["gathered by each rank"] / rate}
+    transport = transport_of(setup)
+    if transport == "disk":
+        parts["weights through files"] = 2 * sizes["model"] / hardware.storage
+    elif transport == "shared_memory":
+        parts["weights through the host"] = 2 * sizes["model"] / hardware.host_copy
+    elif transport == "distributed":
+        parts["weights to the servers"] = sizes["sent to all servers"] / (hardware.network * hardware.link_share)
+    if setup.colocated:
+        state = max(sum(state.device for state in each.states.values()) for each in memory)
+        parts["state to the host and back"] = 2 * state * machine.ranks_per_node / hardware.host_copy
+    return parts
+
+
+def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[str, float]:
+    """Return the seconds of a step's responses, on servers or embedded engines that all have as many."""
+    hf, b, rollout = setup.actor.hf, setup.rollout_itemsize, setup.config.rollout
+    if rollout.backend == "hf":
+        rows, ranks, floor = rows_of_a_rank(setup), 1, hardware.embedded_layer_s
+        together = min(rollout.hf.batch_size, rows)
+    else:
+        ranks = server_ranks if rollout.sglang.urls else rollout.sglang.server.tp
+        if not ranks:
+            return {}
+        rows, floor = ceil(_rows(setup) / num_servers(setup)), hardware.served_layer_s
+        together = max(1, min(rows, _room(setup, hardware, ranks), rollout.sglang.max_concurrency))
+    waves = ceil(rows / together)
+    rate = hardware.memory_rate * hardware.memory_share
+    weights = weight_bytes(hf, b) * _share_read(hf, together) / ranks
+    context = setup.longest - rollout.max_new_tokens / 2
+    cache = together * context * kv_bytes_per_token(hf, b, tp=ranks)
+    prompts = ModelWork(hf, head="lm").forward([setup.config.data.max_prompt_tokens] * rows)
+    per_token = ModelWork(hf, head="lm").forward([1] * together)
+    speed = hardware.peak * hardware.matmul_share * ranks
+    reading = {"reading weights": weights / rate, "reading the cache": cache / rate}
+    least = max(hf.num_layers * floor, per_token / speed)
+    slack = max(0.0, least - sum(reading.values()))
+    tokens = waves * rollout.max_new_tokens
+    parts = {name: tokens * seconds for name, seconds in reading.items()}
+    return parts | {"launches and messages": tokens * slack, "prompts": prompts / speed}
+
+
+def _room(setup: RunSetup, hardware: Hardware, ranks: int) -> int:
+    """Return the sequences of full length that a server's cache holds: in the tokens it is given, or in all it has."""
+    rollout, hf, b = setup.config.rollout, setup.actor.hf, setup.rollout_itemsize
+    server = rollout.sglang.server
+    if server.max_total_tokens or server.mem_fraction:
+        return server_of(setup).sequences
+    room = hardware.memory / (1 + FRAGMENTATION) - CONTEXT - SERVER_RESIDUE - weight_bytes(hf, b) / ranks
+    return int(room / (kv_bytes_per_token(hf, b, tp=ranks) * setup.longest))
+
+
+def _share_read(hf: HFConfig, tokens: int) -> float:
+    """Return the share of the weights that so many tokens read: of experts those that any of them goes to."""
+    if hf.moe is None:
+        return 1.0
+    experts = _experts_share(hf)
+    unread = (1 - hf.moe.top_k / hf.moe.num_experts) ** tokens
+    return 1 - experts * unread
+
+
+def _experts_share(hf: HFConfig) -> float:
+    """Return the share of routed experts in the model's weights."""
+    moe = hf.moe
+    assert moe is not None
+    layers = sum(hf.is_moe(i) for i in range(hf.num_layers))
+    return 3 * hf.hidden_size * moe.ffn_hidden_size * moe.num_experts * layers / weight_bytes(hf, 1)
+
+
+def _stage_work(setup: RunSetup, model: PlannedModel, pp_rank: int) -> float:
+    """Return the operations of one micro-batch's forward on a pipeline rank, over its tensor and context ranks."""
+    layout = setup.layout
+    layers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, model.hf.num_layers, stage)]
+    work = ModelWork(model.hf, head=model.head, layers=layers, output=pp_rank == layout.pp - 1)
+    # The last micro-batch of a mini-batch is seldom full.
+    rows = setup.config.trainer.minibatch_size * setup.config.rollout.n / layout.dp / num_microbatches(setup)
+    return rows * work.forward([setup.longest])
+
+
+def _rows(setup: RunSetup) -> int:
+    """Return the sequences of a step."""
+    return setup.config.trainer.prompts_per_step * setup.config.rollout.n
+
+
+def _together(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums by name."""
+    total: dict[str, float] = {}
+    for each in parts:
+        for name, seconds in each.items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total

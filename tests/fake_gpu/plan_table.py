@@ -1,0 +1,127 @@
+"""Peaks that the plan expects against those counted on the fake device: `python -m tests.fake_gpu.plan_table`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.keys import with_settings
+from mega_rl.config.schema import Config
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.plan.passes import training_pass
+from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
+from mega_rl.plan.state.ranks import state_of
+from tests.fake_gpu.models import MODELS
+
+SP = {"sequence_parallel": True}
+SIZES: dict[str, Any] = {"tokens": 16384, "length": 2048, "micros": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"model": "0.6b"},
+    "dense, selective": {"model": "0.6b, 4 layers", "recompute": "selective"},
+    "dense, full": {"model": "0.6b, 4 layers", "recompute": "full"},
+    "dense, tp4-sp": {"model": "8b", "world": 8, "layout": {"tp": 4, **SP}},
+    "dense, tp4-sp, selective": {
+        "model": "8b, 4 layers",
+        "world": 8,
+        "layout": {"tp": 4, **SP},
+        "recompute": "selective",
+    },
+    "dense, first of pp2": {"model": "8b, 4 layers", "world": 2, "layout": {"pp": 2}, "micros": 4},
+    "dense, cp2": {"model": "8b, 4 layers", "world": 2, "layout": {"cp": 2}},
+    "critic": {"model": "8b, 4 layers", "head": "value"},
+    "mixture, tp2-sp-ep4": {"model": "30b-a3b", "world": 4, "layout": {"tp": 2, "ep": 4, "etp": 1, **SP}},
+    "latent, tp2-sp-ep2": {"model": "v3", "world": 4, "layout": {"tp": 2, "ep": 2, "etp": 1, **SP}},
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a training pass needs beside the model's state, in bytes."""
+
+    planned: int
+    counted: int
+    state: int  # weights and gradients, counted
+    planned_state: int
+
+    @property
+    def error(self) -> float:
+        """Return the relative error of what a pass adds to the state."""
+        return self.planned / self.counted - 1
+
+
+def setup_of(case: dict[str, Any]) -> tuple[RunSetup, PlannedModel]:
+    """Return the run and the model that a case is one rank of."""
+    case = SIZES | case
+    rows = case["tokens"] // case["length"] * case["micros"]
+    settings = {f"engine.megatron.{name}": value for name, value in case.get("layout", {}).items()}
+    settings |= {
+        "engine.megatron.transformer_impl": "local",
+        "model.dtype": "bf16",
+        "model.recompute": case.get("recompute", "none"),
+        "trainer.microbatch.max_tokens": case["tokens"],
+        "data.max_prompt_tokens": case["length"] // 2,
+        "rollout.max_new_tokens": case["length"] // 2,
+    }
+    hf = parse_hf_config(MODELS[case["model"]])
+    setup = RunSetup(with_settings(Config(), settings), {"model.path": hf}, Machine(case.get("world", 1)))
+    replicas = rows * setup.layout.dp
+    prompts = {"trainer.prompts_per_step": replicas, "trainer.minibatch_size": replicas}
+    setup = RunSetup(with_settings(setup.config, prompts), {"model.path": hf}, Machine(case.get("world", 1)))
+    head = case.get("head", "lm")
+    return setup, PlannedModel("critic" if head == "value" else "actor", hf, head, trainable=True)
+
+
+def peaks(names: Iterable[str]) -> dict[str, Peak]:
+    """Return the planned and the counted peak of some cases; starts one program for all of them."""
+    names = list(names)
+    arguments = [json.dumps(SIZES | CASES[name] | {"passes": ["train"]}) for name in names]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu.program", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(reports) == len(names), done.stderr[-3000:]
+    return {name: peak_of(CASES[name], report) for name, report in zip(names, reports, strict=True)}
+
+
+def peak_of(case: dict[str, Any], report: dict[str, Any]) -> Peak:
+    """Return the planned peak of a case beside that of its report."""
+    assert "error" not in report, report["error"]
+    setup, model = setup_of(case)
+    at = case.get("rank", 0)
+    pp_rank = setup.layout.coordinates(at).pp_rank
+    state = state_of(setup, model, at)
+    # Adam's moments are there from the end of the first step on.
+    moments = 2 * state.optimizer // 3
+    before = report["build"]["live"]
+    planned = training_pass(setup, model, pp_rank).total
+    return Peak(planned, report["train"]["peak"] - before, before, state.device - moments)
+
+
+def table(results: dict[str, Peak]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield "| model | head | layout | recompute | state, GB | a pass, planned | counted | error |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, peak in results.items():
+        case, layout = CASES[name], setup_of(CASES[name])[0].layout
+        words = [case["model"], case.get("head", "lm"), str(layout), case.get("recompute", "none")]
+        sizes = [f"{size / 1e9:.2f}" for size in (peak.state, peak.planned, peak.counted)]
+        yield f"| {' | '.join([*words, *sizes])} | {peak.error:+.1%} |"
+
+
+def main() -> None:
+    """Print the table of all cases."""
+    print("\n".join(table(peaks(CASES))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The cost model: its parts by hand, what it is made faster by, and the page of large runs."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from mega_rl.cli.app import main
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.errors import UserError
+from mega_rl.metrics.flops import ModelWork
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.plan.changes import changed
+from mega_rl.plan.cost import BUBBLE, COMPUTING, StepTime, step_time, transport_of
+from mega_rl.plan.hardware import HARDWARE, RATES, hardware_of
+from mega_rl.plan.passes import num_microbatches
+from mega_rl.plan.report import as_json, as_text, make_plan
+from mega_rl.plan.setup import Machine, RunSetup
+from mega_rl.plan.traffic import sync_traffic
+from mega_rl.rollout.sglang.weights.reshard import covers
+from tests import scale_pages
+from tests.helpers.inputs import qwen3_config, write_checkpoint
+from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
+from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, QWEN3_235B
+from tests.unit_tests.plan.test_plan import MEGATRON, run
+
+H100 = HARDWARE["h100"]
+# Nothing but products takes time.
+IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30, storage=1e30)
+
+
+def phase(time: StepTime, name: str) -> dict[str, float]:
+    """The parts of a phase."""
+    return dict(next(each.parts for each in time.phases if each.name == name))
+
+
+def test_without_messages_and_bubbles_training_reaches_the_share_of_products() -> None:
+    """On any number of stages and tensor-parallel ranks every product counts once."""
+    for settings in ({}, {f"{MEGATRON}.tp": 2}, {f"{MEGATRON}.pp": 4, f"{MEGATRON}.tp": 2}):
+        setup = changed(run("8b"), {"model.recompute": "none", **settings})
+        time = step_time(setup, IDEAL)
+        idle = sum(phase(time, f"training the {role}").get(BUBBLE, 0.0) for role in ("actor", "critic"))
+        training = sum(sum(phase(time, f"training the {role}").values()) for role in ("actor", "critic"))
+        assert time.useful / (training - idle) / time.peak <= H100.matmul_share * (1 + 1e-9)
+        assert time.useful / (training - idle) / time.peak == pytest.approx(
+            H100.matmul_share, rel=0.15
+        )  # the head's stage
+    one_stage = step_time(changed(run("8b"), {"model.recompute": "none"}), IDEAL)
+    assert one_stage.mfu == pytest.approx(H100.matmul_share, rel=1e-9)
+
+
+def test_recomputation_is_one_more_forward() -> None:
+    times = [step_time(changed(run("8b"), {"model.recompute": mode}), IDEAL) for mode in ("none", "full")]
+    plain, again = (phase(time, "training the actor")[COMPUTING] for time in times)
+    assert again / plain == pytest.approx(4 / 3)
+
+
+def test_the_stages_of_a_pipeline_wait_for_each_other() -> None:
+    """(pp - 1) / vpp micro-batches of each optimizer step, as long as the slowest stage's."""
+    setup = run("32b")
+    parts = phase(step_time(setup, IDEAL), "training the actor")
+    assert parts[BUBBLE] == pytest.approx(3 / 2 / num_microbatches(setup) * parts[COMPUTING])
+
+
+def test_layers_and_output_make_the_whole_model() -> None:
+    for hf in (QWEN3_0_6B, QWEN3_8B, QWEN3_235B, parse_hf_config(DEEPSEEK_V3)):
+        layers = [range(3), range(3, hf.num_layers)]
+        parts = [ModelWork(hf, head="lm", layers=each, output=i == 1).forward([100]) for i, each in enumerate(layers)]
+        assert sum(parts) == pytest.approx(ModelWork(hf, head="lm").forward([100]), rel=1e-12)
+
+
+def test_messages_take_the_slowest_link_of_their_group() -> None:
+    """Four tensor-parallel ranks are on one host; of eight, half are on another one where hosts have four GPUs."""
+    setup = changed(run("8b"), {f"{MEGATRON}.tp": 8})
+    one_host = phase(step_time(setup, H100), "training the actor")["tensor parallelism"]
+    hosts_of_four = replace(setup, machine=replace(setup.machine, gpus_per_node=4))
+    two_hosts = phase(step_time(hosts_of_four, H100), "training the actor")["tensor parallelism"]
+    assert two_hosts / one_host == pytest.approx(H100.nvlink / (4 * H100.network))
+
+
+def test_tokens_for_experts_leave_by_their_own_adapter() -> None:
+    setup = scale_pages.RUNS["235b"].setup
+    hardware = HARDWARE["h200"]
+    parts = phase(step_time(setup, hardware), "training the actor")
+    faster = phase(step_time(setup, replace(hardware, network=2 * hardware.network)), "training the actor")
+    assert faster["experts"] == pytest.approx(parts["experts"] / 2, rel=0.06)  # another stage may be the slowest
+    more_links = phase(step_time(setup, replace(hardware, nvlink=2 * hardware.nvlink)), "training the actor")
+    assert more_links["experts"] == pytest.approx(parts["experts"], rel=0.06)
+
+
+@pytest.mark.parametrize("rate", [rate for rate in RATES if rate not in ("memory", "embedded_layer_s")])
+def test_every_coefficient_has_an_effect(rate: str) -> None:
+    """Twice a rate, or half a latency, makes one of the large runs faster, and none slower."""
+    faster = False
+    for name in ("32b", "235b"):
+        scale = scale_pages.RUNS[name]
+        hardware = HARDWARE[scale.gpu]
+        value = getattr(hardware, rate)
+        better = replace(hardware, **{rate: value * 2})
+        if rate == "served_layer_s":  # memory is the slower part there
+            hardware, better = replace(hardware, served_layer_s=0.1), replace(hardware, served_layer_s=0.05)
+        before, after = (step_time(scale.setup, each).total for each in (hardware, better))
+        assert after <= before * (1 + 1e-9)
+        faster |= after < before
+    assert faster
+
+
+def test_the_embedded_engine_is_bound_by_its_launches() -> None:
+    """With few rows weights and cache are read long before the host has launched a layer's kernels."""
+    setup = run("0.6b", rollout__hf__batch_size=8)
+    slow = phase(step_time(setup, H100), "generating")["launches and messages"]
+    fast = phase(step_time(setup, replace(H100, embedded_layer_s=H100.embedded_layer_s / 2)), "generating")
+    assert slow > 1.9 * fast["launches and messages"]
+
+
+def test_generation_ahead_hides_the_shorter_half() -> None:
+    scale = scale_pages.RUNS["deepseek-v3"]
+    time = step_time(scale.setup, HARDWARE["h200"], server_ranks=16)
+    seconds = {each.name: each.total for each in time.phases}
+    training = sum(value for name, value in seconds.items() if name not in ("generating", "sending weights"))
+    assert time.total == pytest.approx(seconds["sending weights"] + max(seconds["generating"], training))
+    assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
+
+
+def test_weights_leave_rank_0_once_for_each_server() -> None:
+    setup = scale_pages.RUNS["deepseek-v3"].setup
+    hardware = HARDWARE["h200"]
+    assert sync_traffic(setup)["sent to all servers"] == 32 * sync_traffic(setup)["model"]
+    parts = phase(step_time(setup, hardware), "sending weights")
+    assert parts["weights to the servers"] == pytest.approx(
+        32 * sync_traffic(setup)["model"] / (hardware.network * hardware.link_share)
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "gpus"), [each for each in product((1, 4, 8), (1, 2, 4), (8, 16, 64)) if each[0] * each[1] <= each[2]]
+)
+def test_the_transport_is_the_one_that_a_run_chooses(tp: int, pp: int, gpus: int) -> None:
+    """CUDA IPC on one host; on several shared memory where a host has a whole copy, else files."""
+    settings = {f"{MEGATRON}.tp": tp, f"{MEGATRON}.pp": pp, f"{MEGATRON}.sequence_parallel": tp > 1}
+    setup = changed(run("8b", rollout__backend="sglang"), settings)
+    setup = RunSetup(setup.config, setup.checkpoints, Machine(gpus))
+    layout = ParallelLayout(world_size=gpus, tp=tp, pp=pp, sequence_parallel=tp > 1)
+    hosts = [range(first, first + 8) for first in range(0, gpus, 8)]
+    whole = all(covers(layout, ranks, experts=False) for ranks in hosts)
+    expected = "cuda_ipc" if gpus == 8 else "shared_memory" if whole else "disk"
+    assert transport_of(setup) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rates", "words"),
+    [
+        ("h9", [], "--gpu='h9': legal: a100, h100, h200, b200"),
+        ("h100", ["speed=1"], "--rate='speed=1': legal names: memory, peak"),
+        ("h100", ["network=fast"], "--rate='network=fast': needs a number above 0, as network=5e+10"),
+        ("h100", ["link_share=1.5"], "needs a number above 0 and at most 1, as link_share=0.8"),
+        ("h100", ["peak=inf"], "needs a number above 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(gpu: str, rates: list[str], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        hardware_of(gpu, rates)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_rates_replace_those_of_the_kind() -> None:
+    assert hardware_of("h200", ["network=25e9", "matmul_share=0.4"]) == replace(
+        HARDWARE["h200"], network=25e9, matmul_share=0.4
+    )
+
+
+def test_the_plan_tells_the_time_where_the_kind_of_gpu_is_given() -> None:
+    setup = run("8b")
+    plan = make_plan(setup, hardware=H100)
+    lines = list(as_text(plan))
+    assert any(line.startswith("Expected time of a step: ") for line in lines)
+    assert as_json(plan)["time"]["seconds"] == plan.time.total  # type: ignore[index, union-attr]
+    silent = make_plan(setup)
+    assert as_json(silent)["time"] is None
+    assert not any("Expected time" in line for line in as_text(silent))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rate", "network=1e9"], "--rate: needs the kind of GPU"),
+        (["--server-gpus", "8", "--gpu", "h100"], "--server-gpus: is of servers that are joined"),
+        (["--gpu", "abacus"], "--gpu='abacus': legal"),
+    ],
+)
+def test_the_command_refuses_what_has_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    model = write_checkpoint(tmp_path / "model", qwen3_config("8b"))
+    assert main(["plan", "gsm8k_qwen3_8b_8gpu", f"model.path={model}", "--gpus", "8", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_weights_in_fp8_are_planned_in_bf16() -> None:
+    """The published DeepSeek-V3: the plan says that a run wants it converted, and counts what is converted."""
+    scale = scale_pages.RUNS["deepseek-v3"]
+    setup = scale.setup
+    plain = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
+    converted = replace(setup, checkpoints={"model.path": parse_hf_config(plain)})
+    lines = list(as_text(make_plan(setup)))
+    assert lines[1] == "Weights on disk are fp8: a run takes a checkpoint converted to bf16"
+    assert [lines[0], *lines[2:]] == list(as_text(make_plan(converted)))
+
+
+class TestPage:
+    def test_it_is_what_the_plans_say(self) -> None:
+        """`make docs` has been run."""
+        page = scale_pages.PAGE.read_text(encoding="utf-8")
+        assert scale_pages.rendered(page) == page
+
+    def test_it_has_every_run_and_every_coefficient(self) -> None:
+        page = scale_pages.PAGE.read_text(encoding="utf-8")
+        assert {match[2] for match in scale_pages.BLOCK.finditer(page)} == {*scale_pages.RUNS, "coefficients"}
+        assert all(f"`{rate}`" in page for rate in RATES)
+
+    def test_its_settings_are_arguments_of_a_shell(self) -> None:
+        """What a shell makes of a command's words is what the plan was made of."""
+        for scale in scale_pages.RUNS.values():
+            words = shlex.split(scale.command.replace("\\\n", ""))
+            given = dict(word.split("=", 1) for word in words[3:] if "=" in word and "urls" not in word)
+            assert given == {key: str(value) for key, value in scale.settings.items()}
