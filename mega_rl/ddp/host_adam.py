@@ -109,7 +109,7 @@ class _Batch:
 
     parameters: list[Tensor]
     gradients: list[Tensor]
-    settings: dict[str, float]
+    settings: dict[str, Any]
 
     @classmethod
     def of(cls, parameters: list[Tensor], gradients: Mapping[Tensor, Tensor], group: Mapping[str, Any]) -> _Batch:
