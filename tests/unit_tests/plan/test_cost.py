@@ -151,6 +151,17 @@ def test_the_transport_is_the_one_that_a_run_chooses(tp: int, pp: int, gpus: int
     assert transport_of(setup) == expected
 
 
+@pytest.mark.parametrize(("ep", "expected"), [(8, "shared_memory"), (16, "disk")])
+def test_a_host_needs_all_experts_to_share_its_memory(ep: int, expected: str) -> None:
+    """Sixteen GPUs of one stage: with 16 expert-parallel ranks each host has half of the experts."""
+    settings = {f"{MEGATRON}.pp": 1, f"{MEGATRON}.pipeline": "", f"{MEGATRON}.ep": ep}
+    setup = changed(scale_pages.RUNS["235b"].setup, settings)
+    setup = replace(setup, machine=replace(setup.machine, world_size=16))
+    layout = ParallelLayout(world_size=16, tp=4, sequence_parallel=True, ep=ep, etp=1)
+    assert all(covers(layout, range(first, first + 8), experts=True) for first in (0, 8)) == (ep == 8)
+    assert transport_of(setup) == expected
+
+
 @pytest.mark.parametrize(
     ("gpu", "rates", "words"),
     [
