@@ -187,7 +187,7 @@ def _traffic(setup: RunSetup, memory: RankMemory) -> Iterator[str]:
     ]
     link = "network" if setup.machine.num_nodes > 1 else "NVLink"
     rows.append(["weights, to every rank", "all-gather", "all", link, gb(sync["gathered by each rank"])])
-    sent = sync.get("sent to all servers", sync["model"])
+    sent = sync.get("sent to the servers", sync["model"])
     rows.append(["weights, to the servers", transport_of(setup), "", "", gb(sent)])
     yield from _rows(["use", "collective", "ranks", "link", "GB"], rows)
 

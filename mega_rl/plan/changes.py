@@ -162,7 +162,9 @@ def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
 def _of_training(setup: RunSetup) -> Iterator[SettingChange]:
     model, engine = setup.config.model, setup.config.engine
     if not setup.takes_turns and has_several_models(setup.config):
-        yield SettingChange("turns", {"engine.resident_roles": "one"}, 0.8)
+        # Beside the embedded engine only where servers do not help: a model for which it has no room is served faster.
+        price = 0.8 if setup.config.rollout.backend == "sglang" else 3.0
+        yield SettingChange("turns", {"engine.resident_roles": "one"}, price)
     if model.recompute == "none" and engine.backend == "megatron":
         yield SettingChange("recompute", {"model.recompute": "selective"}, 1.0)
     if model.recompute != "full":

@@ -180,26 +180,23 @@ class _Clock:
 
 
 def transport_of(setup: RunSetup) -> str:
-    """Return the way that weights take to the servers on GPUs, as rollout.sglang.sync.transport=auto chooses it."""
+    """Return the way that weights take to the servers on GPUs, as rollout.sglang.sync.transport chooses it there."""
     asked = setup.config.rollout.sglang.sync.transport
     if setup.config.rollout.backend == "hf":
         return "gathered"
-    if setup.colocated and setup.machine.num_nodes == 1 and asked != "disk":
+    if asked == "disk":
+        return "disk"
+    if setup.colocated:
         return "cuda_ipc"
-    if not setup.colocated and asked in ("auto", "distributed"):
-        return "distributed"
-    on_host = [setup.layout.coordinates(rank) for rank in range(setup.machine.ranks_per_node)]
-    common = {(at.pp_rank, at.tp_rank) for at in on_host}
-    experts = {(at.pp_rank, at.ep_rank, at.etp_rank) for at in on_host}
-    layout = setup.layout
-    whole = len(common) == layout.pp * layout.tp
-    whole &= setup.actor.hf.moe is None or len(experts) == layout.pp * layout.ep * layout.etp
-    joined = bool(setup.config.rollout.sglang.urls)
-    return "shared_memory" if whole and not joined and asked != "disk" else "disk"
+    return "shared_memory" if asked == "shared_memory" else "distributed"
 
 
 def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> dict[str, float]:
-    """Return the seconds of a weight sync, and of the trainer's turn: its whole state to the host and back."""
+    """Return the seconds of a weight sync, and of turns: models to the host and back.
+
+    What a step does not change is on the host already, and gradients come back as zeros. One group takes the buckets of
+    one stage after the other.
+    """
     hardware, machine, sizes = clock.hardware, setup.machine, sync_traffic(setup)
     away = machine.world_size > machine.gpus_per_node
     rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
@@ -208,12 +205,13 @@ def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> di
     if transport == "disk":
         parts["weights through files"] = 2 * sizes["model"] / hardware.storage
     elif transport == "shared_memory":
-        parts["weights through the host"] = 2 * sizes["model"] / hardware.host_copy
+        parts["weights through the host"] = 2 * sizes["model"] / hardware.pageable_copy
     elif transport == "distributed":
-        parts["weights to the servers"] = sizes["sent to all servers"] / (hardware.network * hardware.link_share)
-    if setup.colocated:
-        state = max(sum(state.device for state in each.states.values()) for each in memory)
-        parts["state to the host and back"] = 2 * state * machine.ranks_per_node / hardware.host_copy
+        parts["weights to the servers"] = sizes["sent to the servers"] / (hardware.network * hardware.link_share)
+    if setup.colocated or setup.takes_turns:
+        times = {role: 1 + model.trainable for role, model in setup.models.items()}
+        moved = max(sum(times[role] * (s.weights + s.optimizer) for role, s in each.states.items()) for each in memory)
+        parts["models to the host and back"] = moved * machine.ranks_per_node / hardware.host_copy
     return parts
 
 

@@ -23,7 +23,8 @@ class Hardware:
     memory_rate: float  # of the device's own memory
     nvlink: float  # one way, between GPUs of a host
     network: float  # one way, of the adapter that each GPU has to other hosts
-    host_copy: float = 4e9  # to and from pageable host memory, all GPUs of a host at once
+    host_copy: float = 200e9  # to or from pinned host memory, all GPUs of a host at once
+    pageable_copy: float = 4e9  # to or from host memory that servers share, which is not pinned
     storage: float = 4e9  # one writer of a shared file system, and all its readers on one host
     matmul_share: float = 0.55  # of `peak` in a pass
     memory_share: float = 0.7  # of `memory_rate` in a token's step or the optimizer's

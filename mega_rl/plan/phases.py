@@ -128,10 +128,10 @@ def _entries(peak: PassBytes) -> dict[str, int]:
 
 
 def _export_buckets(setup: RunSetup) -> int:
-    """Return the bytes of the buffers that weights are gathered into: a bucket of every member, and the result."""
-    layout = setup.layout
-    members = max(layout.tp, layout.ep * layout.etp, 1)
-    return (setup.config.rollout.bucket_mib << 20) * (members + 1 if members > 1 else 1)
+    """Return the bytes of the buffers for gathered weights: a bucket, or the largest tensor, and its parts."""
+    hf, layout = setup.actor.hf, setup.layout
+    bucket = max(setup.config.rollout.bucket_mib << 20, hf.vocab_size * hf.hidden_size * setup.rollout_itemsize)
+    return bucket * (2 if max(layout.tp, layout.ep * layout.etp) > 1 else 1)
 
 
 def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:

@@ -187,7 +187,7 @@ def sync_traffic(setup: RunSetup) -> dict[str, int]:
     gathered = round(model * (1 - 1 / pieces))
     sizes = {"model": model, "gathered by each rank": gathered}
     if config.rollout.backend == "sglang" and not setup.colocated:
-        sizes["sent to all servers"] = model * num_servers(setup)
+        sizes["sent to the servers"] = model  # each stage's weights once, by one rank
     return sizes
 
 

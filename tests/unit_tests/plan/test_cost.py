@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,14 @@ from mega_rl.cli.app import main
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import ModelWork
-from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.changes import changed
 from mega_rl.plan.cost import BUBBLE, COMPUTING, StepTime, step_time, transport_of
 from mega_rl.plan.hardware import HARDWARE, RATES, hardware_of
 from mega_rl.plan.passes import num_microbatches
 from mega_rl.plan.report import as_json, as_text, make_plan
-from mega_rl.plan.setup import Machine, RunSetup
+from mega_rl.plan.setup import Machine
+from mega_rl.plan.state.ranks import state_of
 from mega_rl.plan.traffic import sync_traffic
-from mega_rl.rollout.sglang.weights.reshard import covers
 from tests import scale_pages
 from tests.helpers.inputs import qwen3_config, write_checkpoint
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -30,7 +28,7 @@ from tests.unit_tests.plan.test_plan import MEGATRON, run
 
 H100 = HARDWARE["h100"]
 # Nothing but products takes time.
-IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30, storage=1e30)
+IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30, pageable_copy=1e30, storage=1e30)
 
 
 def phase(time: StepTime, name: str) -> dict[str, float]:
@@ -92,18 +90,26 @@ def test_tokens_for_experts_leave_by_their_own_adapter() -> None:
     assert more_links["experts"] == pytest.approx(parts["experts"], rel=0.06)
 
 
+TRANSPORT = "rollout.sglang.sync.transport"
+# Settings with which a rate is one of a run's.
+RATES_OF: dict[str, dict[str, str]] = {
+    "storage": {TRANSPORT: "disk"},
+    "pageable_copy": {TRANSPORT: "shared_memory", "rollout.sglang.placement": "separate"},
+}
+
+
 @pytest.mark.parametrize("rate", [rate for rate in RATES if rate not in ("memory", "embedded_layer_s")])
 def test_every_coefficient_has_an_effect(rate: str) -> None:
     """Twice a rate, or half a latency, makes one of the large runs faster, and none slower."""
     faster = False
     for name in ("32b", "235b"):
         scale = scale_pages.RUNS[name]
-        hardware = HARDWARE[scale.gpu]
+        setup, hardware = changed(scale.setup, RATES_OF.get(rate, {})), HARDWARE[scale.gpu]
         value = getattr(hardware, rate)
         better = replace(hardware, **{rate: value * 2})
         if rate == "served_layer_s":  # memory is the slower part there
             hardware, better = replace(hardware, served_layer_s=0.1), replace(hardware, served_layer_s=0.05)
-        before, after = (step_time(scale.setup, each).total for each in (hardware, better))
+        before, after = (step_time(setup, each).total for each in (hardware, better))
         assert after <= before * (1 + 1e-9)
         faster |= after < before
     assert faster
@@ -126,40 +132,45 @@ def test_generation_ahead_hides_the_shorter_half() -> None:
     assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
 
 
-def test_weights_leave_rank_0_once_for_each_server() -> None:
+def test_weights_leave_the_trainer_once_for_all_servers() -> None:
     setup = scale_pages.RUNS["deepseek-v3"].setup
     hardware = HARDWARE["h200"]
-    assert sync_traffic(setup)["sent to all servers"] == 32 * sync_traffic(setup)["model"]
     parts = phase(step_time(setup, hardware), "sending weights")
     assert parts["weights to the servers"] == pytest.approx(
-        32 * sync_traffic(setup)["model"] / (hardware.network * hardware.link_share)
+        sync_traffic(setup)["model"] / (hardware.network * hardware.link_share)
     )
 
 
+def test_turns_move_what_a_step_changes_twice_and_frozen_weights_once() -> None:
+    """Gradients return as zeros, and the reference's weights are on the host already."""
+    setup = run(
+        "8b",
+        rollout__backend="sglang",
+        algorithm__advantage="grpo",
+        algorithm__kl__placement="loss",
+        engine__resident_roles="one",
+    )
+    states = {role: state_of(setup, model, 0) for role, model in setup.models.items()}
+    assert states.keys() == {"actor", "reference"}
+    moved = 2 * (states["actor"].weights + states["actor"].optimizer) + states["reference"].weights
+    parts = phase(step_time(setup, H100), "sending weights")
+    assert parts["models to the host and back"] == pytest.approx(8 * moved / H100.host_copy)
+
+
 @pytest.mark.parametrize(
-    ("tp", "pp", "gpus"), [each for each in product((1, 4, 8), (1, 2, 4), (8, 16, 64)) if each[0] * each[1] <= each[2]]
+    ("settings", "expected"),
+    [
+        ({}, "cuda_ipc"),
+        ({TRANSPORT: "disk"}, "disk"),
+        ({"rollout.sglang.placement": "separate"}, "distributed"),
+        ({"rollout.sglang.placement": "separate", TRANSPORT: "shared_memory"}, "shared_memory"),
+    ],
 )
-def test_the_transport_is_the_one_that_a_run_chooses(tp: int, pp: int, gpus: int) -> None:
-    """CUDA IPC on one host; on several shared memory where a host has a whole copy, else files."""
-    settings = {f"{MEGATRON}.tp": tp, f"{MEGATRON}.pp": pp, f"{MEGATRON}.sequence_parallel": tp > 1}
+def test_the_transport_is_the_one_that_a_run_chooses(settings: dict[str, str], expected: str) -> None:
+    """Whatever the number of hosts: `mega_rl.rollout.sglang.weights.transports.choose` has the order for GPUs."""
     setup = changed(run("8b", rollout__backend="sglang"), settings)
-    setup = RunSetup(setup.config, setup.checkpoints, Machine(gpus))
-    layout = ParallelLayout(world_size=gpus, tp=tp, pp=pp, sequence_parallel=tp > 1)
-    hosts = [range(first, first + 8) for first in range(0, gpus, 8)]
-    whole = all(covers(layout, ranks, experts=False) for ranks in hosts)
-    expected = "cuda_ipc" if gpus == 8 else "shared_memory" if whole else "disk"
     assert transport_of(setup) == expected
-
-
-@pytest.mark.parametrize(("ep", "expected"), [(8, "shared_memory"), (16, "disk")])
-def test_a_host_needs_all_experts_to_share_its_memory(ep: int, expected: str) -> None:
-    """Sixteen GPUs of one stage: with 16 expert-parallel ranks each host has half of the experts."""
-    settings = {f"{MEGATRON}.pp": 1, f"{MEGATRON}.pipeline": "", f"{MEGATRON}.ep": ep}
-    setup = changed(scale_pages.RUNS["235b"].setup, settings)
-    setup = replace(setup, machine=replace(setup.machine, world_size=16))
-    layout = ParallelLayout(world_size=16, tp=4, sequence_parallel=True, ep=ep, etp=1)
-    assert all(covers(layout, range(first, first + 8), experts=True) for first in (0, 8)) == (ep == 8)
-    assert transport_of(setup) == expected
+    assert transport_of(replace(setup, machine=Machine(64))) == expected
 
 
 @pytest.mark.parametrize(
