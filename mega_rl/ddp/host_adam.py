@@ -69,16 +69,18 @@ class HostAdamW(torch.optim.AdamW):
     def _batches(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[_Batch]:
         """Yield the parameters of the host that have gradients, a group's neighbours together up to BATCH_BYTES."""
         for group in self.param_groups:
+            settings: dict[str, float] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            settings["beta1"], settings["beta2"] = group["betas"]
             parameters: list[Tensor] = []
             size = 0
             for parameter in (each for each in group["params"] if each in gradients):
                 if parameters and size + parameter.nbytes > BATCH_BYTES:
-                    yield _Batch.of(parameters, gradients, group)
+                    yield _Batch(parameters, [gradients[each] for each in parameters], settings)
                     parameters, size = [], 0
                 parameters.append(parameter)
                 size += parameter.nbytes
             if parameters:
-                yield _Batch.of(parameters, gradients, group)
+                yield _Batch(parameters, [gradients[each] for each in parameters], settings)
 
     def _step_on_host(self, batch: _Batch, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Update `values`, the parameters' copies on the host, by their gradients' copies."""
@@ -99,7 +101,11 @@ class HostAdamW(torch.optim.AdamW):
             fused=True,
             amsgrad=False,
             maximize=False,
-            **batch.settings,
+            beta1=batch.settings["beta1"],
+            beta2=batch.settings["beta2"],
+            lr=batch.settings["lr"],
+            weight_decay=batch.settings["weight_decay"],
+            eps=batch.settings["eps"],
         )
 
 
@@ -109,14 +115,7 @@ class _Batch:
 
     parameters: list[Tensor]
     gradients: list[Tensor]
-    settings: dict[str, Any]
-
-    @classmethod
-    def of(cls, parameters: list[Tensor], gradients: Mapping[Tensor, Tensor], group: Mapping[str, Any]) -> _Batch:
-        """Return some parameters of a group with their gradients."""
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-        settings["beta1"], settings["beta2"] = group["betas"]
-        return cls(parameters, [gradients[parameter] for parameter in parameters], settings)
+    settings: dict[str, float]  # of Adam
 
     @property
     def tensors(self) -> list[Tensor]:

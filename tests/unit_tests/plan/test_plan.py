@@ -86,6 +86,13 @@ def test_the_embedded_engine_does_not_fit_with_large_models(name: str, needed: f
     assert verdict.phase.needed / 1e9 == pytest.approx(needed, abs=0.5)
 
 
+def test_the_embedded_engine_fits_with_a_small_model() -> None:
+    verdict = judge(run("0.6b"))
+    assert verdict.fits is True
+    needed = {phase.name: phase.needed for phase in verdict.memory.phases}
+    assert needed["generating"] / 1e9 == pytest.approx(62.4, abs=0.5)
+
+
 @pytest.mark.parametrize("name", ["32b", "8b", "8b fsdp", "0.6b"])
 def test_the_proposed_change_makes_the_run_fit(name: str) -> None:
     setup = run(name)

@@ -278,11 +278,12 @@ def test_a_device_is_seldom_asked_who_is_finished(checkpoint: Checkpoint, monkey
     """Every 16 tokens, and the samples are those of a look at each token."""
     prompts, index = make_prompts(LENGTHS), list(range(6))
     engine = make_engine(checkpoint, stop_token_ids=STOPS, max_new_tokens=24)
-    expected = engine.generate(prompts, index, n=4, seed=SEED)
+    with Waits() as often:
+        expected = engine.generate(prompts, index, n=4, seed=SEED)
     monkeypatch.setattr(decoding, "CHECK_TOKENS", {})
-    with Waits() as waits:
+    with Waits() as seldom:
         assert_same_samples(expected, engine.generate(prompts, index, n=4, seed=SEED))
-    assert waits.count == 1
+    assert seldom.count <= 2 < 8 < often.count  # one of them in the loop
 
 
 # -- how a response ends ----------------------------------------------------------------------------------------------

@@ -114,10 +114,12 @@ class ServerGroup:
         The future raises RuntimeError. On a thread, because the first broadcast over NCCL waits for its peers.
         """
 
+        group = self._group
+
         def broadcast() -> None:
             options = dist.BroadcastOptions()
             options.rootRank = 0
-            self._group.broadcast([data], options).wait(self._timeout)
+            group.broadcast([data], options).wait(self._timeout)
 
         return _on_a_thread(broadcast)
 
