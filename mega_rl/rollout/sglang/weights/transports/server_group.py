@@ -62,7 +62,8 @@ class Rendezvous:
     def expect(self, members: int) -> None:
         """Take note that the next group has this many members, each of which leaves a key."""
         if self._store is not None:
-            self._keys = self._store.num_keys() + members
+            # One key counts the store's clients: torch makes it when the first of them comes.
+            self._keys = max(1, self._store.num_keys()) + members
 
     def close(self, *, absent: int = 0) -> None:
         """End the store: whoever waits there for others gets an error at once.
