@@ -17,7 +17,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # What a test file uses when it starts ranks, servers or programs: seconds each, and not for the inner loop.
-LAUNCHES = re.compile(r"\b(run_ranks|subprocess|ServerProcess|torchrun|tests\.helpers\.sglang)\b|_cases import")
+LAUNCHES = re.compile(
+    r"\b(run_ranks|run_megatron_fsdp|subprocess|ServerProcess|torchrun|tests\.helpers\.sglang)\b|_cases import"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from mega_rl.cli import app as cli
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import run_megatron_fsdp, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import FULL, covering
 from tests.unit_tests.checkpoint.layout_cases import (
@@ -66,7 +66,7 @@ def layouts(root: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def circles(root: Path) -> list[dict[str, Any]]:
-    return run_ranks(4, run_circles, str(root), CHOSEN, timeout_s=280)
+    return run_megatron_fsdp(4, run_circles, str(root), CHOSEN, timeout_s=280)
 
 
 @pytest.mark.parametrize("pair", [f"{source} -> {target}" for source, target in PAIRS])

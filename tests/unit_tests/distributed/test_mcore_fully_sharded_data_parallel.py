@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from mega_rl.accelerator.megatron_core import installed_release
 from mega_rl.config.schema import DdpConfig, MegatronConfig
-from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.distributed import run_megatron_fsdp, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import without
 from tests.unit_tests.distributed.fsdp_cases import Case, assert_bf16_like_ddp, assert_exported, train_all
@@ -79,22 +78,9 @@ def results(root: Path) -> dict[str, dict[str, list[Any]]]:
     write_tiny_checkpoint(root / "tied", family="qwen3", tied=True)
     found: dict[str, dict[str, list[Any]]] = {}
     for world_size, cases in {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}.items():
-        answers = launch(world_size, root, cases)
+        answers = run_megatron_fsdp(world_size, train_all, str(root), cases, timeout_s=150)
         found[str(world_size)] = {name: [answer[name] for answer in answers] for name in cases}
     return found
-
-
-def launch(world_size: int, root: Path, cases: dict[str, Case]) -> list[dict[str, Any]]:
-    """What every rank found. A launch that breaks off is started once more, and said to have been.
-
-    On gloo one of eight launches broke off in a step, cause unknown (docs/parallelism.md). Wrong numbers are not
-    excused: they are found by the tests, not here.
-    """
-    try:
-        return run_ranks(world_size, train_all, str(root), cases, timeout_s=150)
-    except RanksFailed as failure:
-        warnings.warn(f"Megatron FSDP broke off on {world_size} ranks, once more: {failure}", stacklevel=1)
-        return run_ranks(world_size, train_all, str(root), cases, timeout_s=150)
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

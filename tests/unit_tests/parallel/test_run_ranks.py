@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.distributed import RanksFailed, run_megatron_fsdp, run_ranks
 
 
 def describe(rank: int, text: str) -> dict[str, object]:
@@ -27,6 +27,14 @@ def raise_or_hang(rank: int) -> None:
 
 def die(rank: int) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def abort_at_first(rank: int, path: str) -> str:
+    if not Path(path).exists():
+        Path(path).touch()
+        os.write(2, b"heap of a test\n")
+        os.abort()
+    return "done"
 
 
 def hang_with_a_child(rank: int, path: str) -> None:
@@ -57,6 +65,18 @@ def test_the_first_failure_ends_everybody() -> None:
 def test_a_dead_rank_is_named() -> None:
     with pytest.raises(RanksFailed, match="rank 0 died of SIGSEGV"):
         run_ranks(1, die)
+
+
+def test_a_rank_that_aborts_leaves_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0 died of SIGABRT:\nheap of a test\n.*in abort_at_first"):
+        run_ranks(1, abort_at_first, str(tmp_path / "flag"))
+
+
+def test_crashes_of_megatron_fsdp_are_tried_once_more_and_exceptions_are_not(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="heap of a test"):
+        assert run_megatron_fsdp(1, abort_at_first, str(tmp_path / "flag"), timeout_s=60) == ["done"]
+    with pytest.raises(RanksFailed, match="the culprit"):
+        run_megatron_fsdp(2, raise_or_hang, timeout_s=60)
 
 
 def test_a_hang_ends_at_the_timeout_with_its_children(tmp_path: Path) -> None:
