@@ -21,6 +21,8 @@ from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_header import INDEX_FILE
 from mega_rl.storage.safetensors_reader import CheckpointReader
 
+pytestmark = pytest.mark.slow
+
 MUTANTS = 160  # of each kind
 NASTY: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**300, 0.5, float("inf"), "", "x", "BF16", "F4", "\ud800", "é" * 5000,

@@ -15,6 +15,8 @@ from mega_rl.types import Prompt
 from mega_rl.verify.twin.reference import hf_logits
 from tests.helpers.models import write_tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (3, 11, 6)
 
 
