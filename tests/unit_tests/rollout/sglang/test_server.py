@@ -139,8 +139,8 @@ def test_sglang_in_its_own_folder_is_found_by_version(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"mega_rl\[sglang\]"):
         installation.require_sglang(device="cuda", prefix=tmp_path)
     make_installation(tmp_path, "0.5.20")
-    found = installation.Installation("0.5.20", tmp_path / "sglang")
-    assert installation.find_sglang(tmp_path) == installation.require_sglang(device="cpu", prefix=tmp_path) == found
+    actual = installation.Installation("0.5.20", tmp_path / "sglang")
+    assert installation.find_sglang(tmp_path) == installation.require_sglang(device="cpu", prefix=tmp_path) == actual
     with pytest.raises(UserError, match="no CUDA kernels"):
         installation.require_sglang(device="cuda", prefix=tmp_path)
     shutil.rmtree(tmp_path / "sglang")
@@ -344,7 +344,7 @@ def routes(endpoint: Endpoint) -> list[tuple[str, str]]:
     """(method, path) of every endpoint that the server says it has, and of some more."""
     status, described = request(endpoint, "/openapi.json", key="admin")
     assert status == 200
-    found = [
+    actual = [
         (method.upper(), re.sub(r"\{[^}]*\}", "x", path))
         for path, methods in described["paths"].items()
         for method in methods
@@ -360,16 +360,16 @@ def routes(endpoint: Endpoint) -> list[tuple[str, str]]:
         "//generate",
         "/health/x",
     ]
-    return [*found, *(("GET", path) for path in extra), ("OPTIONS", "/generate"), ("HEAD", "/health")]
+    return [*actual, *(("GET", path) for path in extra), ("OPTIONS", "/generate"), ("HEAD", "/health")]
 
 
 @needs_sglang
 def test_every_endpoint_refuses_a_missing_and_a_wrong_key(own: Running) -> None:
-    found = routes(own.endpoint)
-    assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= {path for _, path in found}
-    assert len(found) > 80, "SGLang 0.5.20 has about 90"
+    actual = routes(own.endpoint)
+    assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= {path for _, path in actual}
+    assert len(actual) > 80, "SGLang 0.5.20 has about 90"
     let_in = []
-    for method, path in found:
+    for method, path in actual:
         wrong_for_it = "admin" if path in GENERATION else "api"
         for key in (None, "wrong", wrong_for_it):
             status, _ = request(own.endpoint, path, {} if method == "POST" else None, key=key, method=method)
