@@ -92,8 +92,12 @@ def unused(checkpoint: str) -> bool:
     with running_engine(config_of(Path(checkpoint), "1")) as engine:
         rows = random_experience()
         plain = engine.forward(rows)
-        told = engine.forward(with_routing(rows, torch.zeros(8, 24, 2, 2, dtype=torch.int16)))
-        return plain.routing is None and told.routing is None and torch.equal(plain.logprobs, told.logprobs)
+        with_experts = engine.forward(with_routing(rows, torch.zeros(8, 24, 2, 2, dtype=torch.int16)))
+        return (
+            plain.routing is None
+            and with_experts.routing is None
+            and torch.equal(plain.logprobs, with_experts.logprobs)
+        )
 
 
 def travelling(size: int) -> list[int]:

@@ -136,15 +136,15 @@ def test_what_only_the_local_layers_can(results: dict[str, Any]) -> None:
 
 def test_models_and_layouts_that_do_not_go_together(results: dict[str, Any]) -> None:
     """One line with the fix; what does go together is not refused."""
-    told = results["refusals"]
+    refusals = results["refusals"]
     for case in ("experts", "latent"):
-        assert "set engine.megatron.sequence_parallel=true" in told[case]
-    assert "does not cut experts that have biases" in told["biases"]
-    assert "use engine.megatron.transformer_impl=local" in told["te"]
-    assert "norms on the outputs of attention and MLP" in told["te"]
-    assert "sliding windows over context parallelism, attention sinks over context parallelism" in told["te cp"]
-    assert "2*cp must divide the 4096 positions" in told["yarn"]
-    assert "needs Transformer Engine to be installed" in told["latent on cuda"]
-    assert "needs Transformer Engine to be installed" in told["latent on cuda, newer"]
+        assert "set engine.megatron.sequence_parallel=true" in refusals[case]
+    assert "does not cut experts that have biases" in refusals["biases"]
+    assert "use engine.megatron.transformer_impl=local" in refusals["te"]
+    assert "norms on the outputs of attention and MLP" in refusals["te"]
+    assert "sliding windows over context parallelism, attention sinks over context parallelism" in refusals["te cp"]
+    assert "2*cp must divide the 4096 positions" in refusals["yarn"]
+    assert "needs Transformer Engine to be installed" in refusals["latent on cuda"]
+    assert "needs Transformer Engine to be installed" in refusals["latent on cuda, newer"]
     fine = ("dense", "with sp", "biases whole", "yarn cut", "local", "latent on cpu")
-    assert [told[case] for case in fine] == ["False", "False", "False", "False", "4", "4"]
+    assert [refusals[case] for case in fine] == ["False", "False", "False", "False", "4", "4"]
