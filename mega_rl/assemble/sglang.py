@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from mega_rl.assemble.plan import RunPlan
-from mega_rl.config.rules.rollout import is_loopback
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.engines.base import ModelEngine
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.generation.router import ServerRouter
