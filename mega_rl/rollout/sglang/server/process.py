@@ -10,10 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from mega_rl.errors import RunError
+import psutil
+
+from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server import group, launcher
@@ -227,11 +230,22 @@ def telling_lines(log_file: Path, start: int) -> list[str]:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket bound to a free port: held so, and not listening, it lets the server alone bind there too."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((host, 0))
+    """Return a socket bound to a free port: held so, and not listening, it lets the server alone bind there too.
+
+    Raises UserError for an address that this host does not have.
+    """
+    with ExitStack() as undo:
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, 0))
+        except OSError as error:
+            raise UserError(
+                f"rollout.sglang.server.host={host!r} is no interface and no address of {os.uname().nodename} "
+                f"({error}); legal: {', '.join(sorted(psutil.net_if_addrs()))}, or an address of one of them"
+            ) from None
+        undo.pop_all()
     return bound
 
 

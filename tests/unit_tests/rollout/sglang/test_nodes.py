@@ -61,6 +61,13 @@ def test_an_interface_stands_for_its_address_on_each_host() -> None:
     assert interface_of("10.0.0.7") is None
 
 
+@pytest.mark.parametrize("host", ["no-such-interface0", "192.0.2.99"])
+def test_an_address_that_this_host_does_not_have_is_refused(tmp_path: Path, host: str) -> None:
+    process = ServerProcess(replace(SETTINGS, host=host), index=0, folder=tmp_path)
+    with pytest.raises(UserError, match=rf"rollout\.sglang\.server\.host='{host}' is no interface .*legal: .*\blo\b"):
+        process.reserve_meeting()
+
+
 def test_the_secret_of_a_start_is_not_shown_and_stays_in_a_private_folder(tmp_path: Path) -> None:
     node = Node(1, MEETING)
     assert MEETING.secret not in repr(node)
@@ -103,7 +110,9 @@ def test_the_first_node_hears_of_another_nodes_end(first: Any) -> None:
     assert heard.get(timeout=10) == "node 3 at 127.0.0.1 has ended"
 
 
-@pytest.mark.parametrize("hello", [b"", b"x" * 64, b"GET / HTTP/1.1".ljust(64)], ids=["none", "wrong", "HTTP"])
+@pytest.mark.parametrize(
+    "hello", [b"", b"GET / HTTP/1.1".ljust(64), (b"0" * 48 + b" 1").ljust(64)], ids=["none", "HTTP", "secret"]
+)
 def test_a_stranger_ends_nothing(first: Any, hello: bytes) -> None:
     meeting, heard = first
     with connected(meeting) as connection:
