@@ -1,10 +1,11 @@
-"""A trainer of two pipeline stages and two SGLang servers on two hosts, in network namespaces of this machine.
+"""A trainer of two pipeline stages and SGLang servers on two hosts, in network namespaces of this machine.
 
-Neither host has a whole copy of the model. The trainer sends it by the transport that `auto` takes and by process
-groups, twice each, and every update is proved by the servers' log-probs. The kernel counts what crosses the link.
-Linux, as root, with iproute2 and util-linux; `make two-hosts`.
+Neither host has a whole copy of the model. With a server on each host the trainer sends it by the transport that `auto`
+takes and by process groups; then to one server that has a rank on each host. That server loses its second node, ends,
+and is started again. Each is sent two updates, proved by the servers' log-probs, and the kernel counts what crosses the
+link. Linux, as root, with iproute2 and util-linux; `make two-hosts`.
 
-    python -m tests.two_hosts            # a minute and a half on two cores
+    python -m tests.two_hosts            # three minutes on two cores
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,12 @@ HOSTS = ("10.99.0.1", "10.99.0.2")
 INTERFACE = "link0"
 START_S = 280.0
 DEADLINE_S = 900.0
-TRANSPORTS = {"auto": "shared_memory", "distributed": "distributed"}
+# What is shown -> setting of the transport, the one that is taken, hosts of each server.
+CASES = {
+    "shared_memory": ("auto", "shared_memory", 1),
+    "distributed": ("distributed", "distributed", 1),
+    "one server on both hosts": ("auto", "distributed", 2),
+}
 MODEL = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192, "num_hidden_layers": 4}
 
 
@@ -41,13 +48,15 @@ def rank_main(folder: Path) -> None:
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.rollout.sglang.server.pool import StartedServers
     from mega_rl.rollout.sglang.server.process import ServerSettings
+    from mega_rl.rollout.sglang.server.settings import address_of
     from tests.helpers.engines import make_config, replaced, running_engine
 
     rank = int(os.environ["RANK"])
     results: dict[str, list[dict[str, float]]] = {}
-    for setting in TRANSPORTS:
+    for case, (setting, taken, nodes) in CASES.items():
         sglang = SglangConfig(
-            server=SglangServerConfig(host=HOSTS[rank]), sync=SglangSyncConfig(transport=setting, timeout_s=120.0)
+            server=SglangServerConfig(host=INTERFACE, tp=nodes, nodes=nodes),
+            sync=SglangSyncConfig(transport=setting, timeout_s=120.0),
         )
         config = make_config(
             folder / "b", rollout=RolloutConfig(sglang=sglang, bucket_mib=4), megatron=MegatronConfig(pp=2)
@@ -57,7 +66,9 @@ def rank_main(folder: Path) -> None:
             world = GroupRanks(engine.groups.world)
             settings = ServerSettings(
                 model_path=folder / "a",
-                host=HOSTS[rank],
+                host=address_of(INTERFACE),
+                tp=nodes,
+                nodes=nodes,
                 device="cpu",
                 max_total_tokens=2000,
                 start_timeout_s=START_S,
@@ -67,18 +78,34 @@ def rank_main(folder: Path) -> None:
             servers.wait_ready()
             plan = plan_run(config, prepare("auto"))
             connection = stack.enter_context(connect(plan, servers, actor=engine, world=world, colocated=False))
-            results[setting] = [update(connection, world, setting) for _ in range(2)]
+            assert connection.sync._transport.name == taken
+            results[case] = [update(connection, world, servers=2 // nodes) for _ in range(2)]
+            if nodes == 2:
+                lose_a_node(connection, servers, rank)
         assert not list((folder / "run").rglob("*.safetensors")), "weights went through the disk"
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
 
 
-def update(connection: Any, world: Any, setting: str) -> dict[str, float]:
+def lose_a_node(connection: Any, servers: Any, rank: int) -> None:
+    """Kill the second host's part of the only server; the first host's ends, and both come back with the weights."""
+    part = servers._own[0]
+    if rank == 1:
+        os.kill(part.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30.0
+    while part.alive:
+        assert time.monotonic() < deadline, "a part outlived the other one"
+        time.sleep(0.05)
+    assert rank == 1 or part.end_reason() == f"node 1 at {HOSTS[1]} has ended"
+    connection.bring_back([0])
+    assert sorted(connection.sync.ready) == [0]
+
+
+def update(connection: Any, world: Any, *, servers: int) -> dict[str, float]:
     """Publish once; return the update's metrics and the bytes of both directions of the link while it sent."""
     import torch
 
     transport = connection.sync._transport
-    assert transport.name == TRANSPORTS[setting]
     crossed = torch.zeros(2, dtype=torch.int64)
     send = transport.send
 
@@ -91,7 +118,7 @@ def update(connection: Any, world: Any, setting: str) -> dict[str, float]:
     transport.send = counted
     metrics = connection.sync.publish()
     transport.send = send
-    assert sorted(connection.sync.ready) == [0, 1]
+    assert sorted(connection.sync.ready) == list(range(servers))
     total = world.sum(crossed).tolist()
     return {**metrics, "link/0_to_1_bytes": total[0], "link/1_to_0_bytes": total[1]}
 
@@ -128,7 +155,10 @@ def run(*command: str) -> None:
 
 
 def launch(names: list[str], folder: Path) -> None:
-    """Start torchrun on both hosts and wait for both. Each has a host name of its own, as machines have."""
+    """Start torchrun on both hosts and wait for both.
+
+    Each has a host name and a /dev/shm of its own, as machines have: by that SGLang finds ranks of one host.
+    """
     environment = {
         **os.environ,
         "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -139,8 +169,8 @@ def launch(names: list[str], folder: Path) -> None:
     for number, name in enumerate(names):
         torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --node-rank {number} --nproc-per-node 1"
         torchrun += f" --master-addr {HOSTS[0]} --master-port 29500 -m tests.two_hosts {folder}"
-        inside = f"hostname {name} && exec {torchrun}"
-        command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", inside]
+        inside = f"hostname {name} && mount -t tmpfs shm /dev/shm && exec {torchrun}"
+        command = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside]
         processes.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[1]))
     deadline = time.monotonic() + DEADLINE_S
     try:
@@ -167,10 +197,10 @@ def main() -> int:
     sys.stdout.write(
         "| transport | update | model | host 0 to 1 | host 1 to 0 | requests | send | largest difference |\n"
     )
-    for setting, updates in results.items():
+    for case, updates in results.items():
         for number, one in enumerate(updates, 1):
             sys.stdout.write(
-                f"| {TRANSPORTS[setting]} | {number} | {one['sync/bytes'] / 1e6:.1f} MB "
+                f"| {case} | {number} | {one['sync/bytes'] / 1e6:.1f} MB "
                 f"| {one['link/0_to_1_bytes'] / 1e6:.1f} MB | {one['link/1_to_0_bytes'] / 1e6:.1f} MB "
                 f"| {one['sync/requests']:.0f} | {one['sync/send_seconds']:.2f} s "
                 f"| {one['sync/probe_logprob_diff_max']:.1e} nats |\n"

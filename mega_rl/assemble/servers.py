@@ -13,6 +13,7 @@ import torch
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.sglang import name_of
+from mega_rl.config.facts import divisors, listed
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
@@ -26,13 +27,14 @@ from mega_rl.rollout.sglang.server.device_share import DeviceShare
 from mega_rl.rollout.sglang.server.memory import release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers, ranks_on_this_host
 from mega_rl.rollout.sglang.server.process import ServerProcess
-from mega_rl.rollout.sglang.server.settings import ServerSettings
+from mega_rl.rollout.sglang.server.settings import ServerSettings, address_of
 from mega_rl.workers.colocation import TAGS
 
 log = logging.getLogger(__name__)
 
 _COUNT = "rollout.sglang.server.count"
 _TP = "rollout.sglang.server.tp"
+_NODES = "rollout.sglang.server.nodes"
 
 
 def is_colocated(config: Config, accelerator: Accelerator) -> bool:
@@ -68,14 +70,17 @@ def start_servers(
         return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
     per_host = ranks_on_this_host(world.size)
     colocated = is_colocated(config, accelerator)
+    check_hosts(config, hosts=world.size // per_host)
     count = servers_per_host(config, accelerator, ranks_per_host=per_host, colocated=colocated)
+    tp_here, nodes = sglang.server.tp // sglang.server.nodes, sglang.server.nodes
     if world.rank == 0:
-        log.info("%d SGLang server(s) of %d rank(s) each on every host of the trainer", count, sglang.server.tp)
+        where = "every host" if nodes == 1 else f"every {nodes} hosts"
+        log.info("%d SGLang server(s) of %d rank(s) each on %s of the trainer", count, sglang.server.tp, where)
     settings = _settings(plan, accelerator, mem_fraction=_mem_fraction(plan, accelerator, world, colocated=colocated))
     first_gpu = 0 if colocated else per_host  # servers of their own devices have those after the trainer's
     pool = StartedServers(
         world,
-        [settings(first_gpu + place * sglang.server.tp) for place in range(count)],
+        [settings(first_gpu + place * tp_here) for place in range(count)],
         ranks_per_host=per_host,
         folder=Path(config.trainer.run_dir) / "sglang",
         process=process,
@@ -87,8 +92,18 @@ def start_servers(
     return pool
 
 
+def check_hosts(config: Config, *, hosts: int) -> None:
+    """Raise UserError where servers that span several hosts each do not divide the trainer's."""
+    nodes = config.rollout.sglang.server.nodes
+    if hosts % nodes:
+        raise UserError(
+            f"{_NODES}={nodes}: the trainer runs on {hosts} host(s), and each server takes {nodes} of them; "
+            f"legal: {listed(divisors(hosts))}"
+        )
+
+
 def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host: int, colocated: bool) -> int:
-    """Return how many servers each host has: the setting, or for 0 as many as its devices hold, one on a CPU.
+    """Return how many servers each host has a part of: the setting, or for 0 as many as its devices hold, one on a CPU.
 
     Raises UserError where the devices are too few.
     """
@@ -97,20 +112,22 @@ def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host
         return server.count or 1
     visible = accelerator.device_count()
     devices = ranks_per_host if colocated else visible - ranks_per_host
-    count = server.count or devices // server.tp
-    if visible < ranks_per_host or count < 1 or count * server.tp > devices:
-        asked = f"{_COUNT}={server.count} and {_TP}={server.tp}"
+    tp_here = server.tp // server.nodes
+    count = server.count or devices // tp_here
+    sizes = f"{_TP}={server.tp}" + (f" over {_NODES}={server.nodes}" if server.nodes > 1 else "")
+    if visible < ranks_per_host or count < 1 or count * tp_here > devices:
         where = "share the devices of" if colocated else "have devices of their own (rollout.sglang.placement) beside"
         advice = "lower them" if colocated else "lower them, start fewer ranks per host, or set placement=colocated"
         raise UserError(
-            f"{asked}: the servers of a host {where} its {ranks_per_host} rank(s), and this process sees {visible} "
-            f"device(s); {advice}; a launcher must show all devices of a host to each of its processes"
+            f"{_COUNT}={server.count} and {sizes}: the servers of a host {where} its {ranks_per_host} rank(s), and "
+            f"this process sees {visible} device(s); {advice}; a launcher must show all devices of a host to each of "
+            "its processes"
         )
-    idle = devices - count * server.tp
+    idle = devices - count * tp_here
     if idle:
         log.warning(
-            "%s=%d and %s=%d leave %d of %d devices of each host idle while responses are generated",
-            *(_COUNT, server.count, _TP, server.tp, idle, devices),
+            "%s=%d and %s leave %d of %d devices of each host idle while responses are generated",
+            *(_COUNT, server.count, sizes, idle, devices),
         )
     return count
 
@@ -122,8 +139,9 @@ def _settings(plan: RunPlan, accelerator: Accelerator, *, mem_fraction: float) -
     def settings(base_gpu: int) -> ServerSettings:
         return ServerSettings(
             model_path=Path(config.model.path),
-            host=sglang.server.host,
+            host=address_of(sglang.server.host),
             tp=sglang.server.tp,
+            nodes=sglang.server.nodes,
             dtype=name_of(plan.rollout_dtype),
             device=accelerator.device.type,
             max_total_tokens=sglang.server.max_total_tokens,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 
 from mega_rl.assemble.plan import RunPlan
-from mega_rl.config.rules.rollout import is_loopback
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.engines.base import ModelEngine
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.generation.router import ServerRouter
@@ -93,10 +93,10 @@ def connect(
     controls = [Control(endpoint, timeout_s=sglang.sync.timeout_s) for endpoint in servers.endpoints]
     for control in controls:
         resources.callback(control.close)
-    reached = [
-        Server(index, servers.tp[index], _host_of(control.endpoint.url, servers, index, placement), control.weights)
-        for index, control in enumerate(controls)
-    ]
+    reached = []
+    for index, control in enumerate(controls):
+        first, *further = _hosts_of(control.endpoint.url, servers, index, placement) or (None,)
+        reached.append(Server(index, servers.tp[index], first, control.weights, tuple(filter(None, further))))
     transport = _transport(plan, actor, reached, placement)
     own = {
         server.index: control
@@ -189,9 +189,9 @@ def _weight_sync(
     )
 
 
-def _host_of(url: str, servers: ServerPool, index: int, placement: Placement) -> str | None:
-    """The host of a server, as the ranks' hosts are spelled; None for one that may be anywhere."""
-    owner = servers.owner(index)
-    if owner is None and is_loopback(urlsplit(url).hostname or ""):
-        owner = 0
-    return None if owner is None else placement.hosts[owner]
+def _hosts_of(url: str, servers: ServerPool, index: int, placement: Placement) -> tuple[str, ...]:
+    """Return the hosts of a server's nodes, as the ranks' hosts are spelled; none for one that may be anywhere."""
+    nodes = servers.nodes(index)
+    if not nodes and is_loopback(urlsplit(url).hostname or ""):
+        nodes = (0,)
+    return tuple(placement.hosts[rank] for rank in nodes)

@@ -97,22 +97,36 @@ def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s
     return broadcast_json({"result": running.result}, ranks, source=source)["result"]
 
 
-def run_on_all(work: Callable[[], Result], ranks: Ranks, *, beat_s: float = 5.0) -> Result:
+def run_on_all(
+    work: Callable[[], Result], ranks: Ranks, *, beat_s: float = 5.0, cancel: Callable[[], None] | None = None
+) -> Result:
     """Call `work` on every rank and return this rank's result when the work of all has ended; collective.
 
     Meanwhile the ranks meet every `beat_s` seconds, as in `run_on_one`: the last rank may take longer than a collective
     may. `work` needs its own deadline, runs in its own thread and may do no collective.
+
+    cancel: called on ranks that still work once the work of another has failed, to end theirs soon; an error of work
+    that was cancelled is not reported.
 
     Raises:
         RunError: on all ranks, when the work of any raised (UserError for a UserError), with the message of the lowest
             rank that failed; on a rank that failed its own error.
     """
     running = _Running(work, name="run_on_all")
-    while int(ranks.max(torch.tensor(int(running.wait(beat_s))))):
-        pass
-    failure = first_failure(None if running.error is None else json.dumps(_described(running.error)), ranks)
-    if running.error is not None:
-        raise running.error
+    cancelled = False
+    while True:
+        works = running.wait(beat_s)
+        failed = not works and running.error is not None and not cancelled
+        any_works, any_failed = ranks.max(torch.tensor([int(works), int(failed)])).tolist()
+        if not any_works:
+            break
+        if works and any_failed and cancel is not None and not cancelled:
+            cancelled = True
+            cancel()
+    own = None if cancelled else running.error
+    failure = first_failure(None if own is None else json.dumps(_described(own)), ranks)
+    if own is not None:
+        raise own
     if failure is not None:
         state = json.loads(failure)
         error = UserError if state["user"] else RunError

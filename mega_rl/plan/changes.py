@@ -146,17 +146,21 @@ def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
     weights = weight_bytes(setup.actor.hf, setup.rollout_itemsize)
     if machine.gpu_memory is None:
         return
-    sizes = [tp for tp in (1, 2, 4, 8, 16) if tp <= machine.ranks_per_node and machine.ranks_per_node % tp == 0]
-    fitting = [tp for tp in sizes if weights / tp < machine.gpu_memory / 2 and setup.actor.hf.num_heads % tp == 0]
+    server = rollout.sglang.server
+    sizes = [(tp, 1) for tp in (1, 2, 4, 8, 16) if tp <= machine.ranks_per_node and machine.ranks_per_node % tp == 0]
+    sizes += [(n * machine.ranks_per_node, n) for n in (2, 4, 8) if machine.num_nodes % n == 0]
+    heads = setup.actor.hf.num_heads
+    fitting = [(tp, n) for tp, n in sizes if weights / tp < machine.gpu_memory / 2 and heads % tp == 0]
     if not fitting or rollout.sglang.urls:
         return
+    tp, nodes = fitting[0]
+    settings: dict[str, object] = {} if tp == server.tp else {"rollout.sglang.server.tp": tp}
+    if nodes != server.nodes:
+        settings["rollout.sglang.server.nodes"] = nodes
     if rollout.backend == "hf":
-        settings: dict[str, object] = {"rollout.backend": "sglang"}
-        if fitting[0] != rollout.sglang.server.tp:
-            settings["rollout.sglang.server.tp"] = fitting[0]
-        yield SettingChange("rollout", settings, 2.5)
-    elif fitting[0] > rollout.sglang.server.tp:
-        yield SettingChange("rollout", {"rollout.sglang.server.tp": fitting[0]}, 1.0)
+        yield SettingChange("rollout", {"rollout.backend": "sglang", **settings}, 2.5)
+    elif tp > server.tp:
+        yield SettingChange("rollout", settings, 1.0 + nodes - 1)
 
 
 def _of_training(setup: RunSetup) -> Iterator[SettingChange]:

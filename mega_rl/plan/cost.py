@@ -239,8 +239,19 @@ def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[
     least = max(hf.num_layers * floor, per_token / speed)
     slack = max(0.0, least - sum(reading.values()))
     tokens = waves * rollout.max_new_tokens
-    parts = {name: tokens * seconds for name, seconds in reading.items()}
+    parts = {
+        name: tokens * seconds for name, seconds in (reading | _between_hosts(setup, hardware, ranks, together)).items()
+    }
     return parts | {"launches and messages": tokens * slack, "prompts": prompts / speed}
+
+
+def _between_hosts(setup: RunSetup, hardware: Hardware, ranks: int, together: int) -> dict[str, float]:
+    """Return the seconds of a token's sums over the ranks of a server that spans hosts, two for each layer."""
+    hf, per_host = setup.actor.hf, setup.machine.gpus_per_node
+    if ranks <= per_host:
+        return {}
+    sums = 2 * hf.num_layers * 2 * together * hf.hidden_size * setup.rollout_itemsize  # a ring sends each twice
+    return {"messages between hosts": sums / (hardware.link_share * min(hardware.nvlink, hardware.network * per_host))}
 
 
 def _room(setup: RunSetup, hardware: Hardware, ranks: int) -> int:

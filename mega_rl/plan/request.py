@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mega_rl.config.facts import divisors, listed
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
@@ -33,9 +34,28 @@ def read_setup(recipe: Path | None, overrides: Sequence[str], machine: Machine) 
     machine = replace(machine, world_size=machine.world_size or smallest_world(config))
     facts = {key: facts_of(hf) for key, hf in checkpoints.items()}
     problems += check(config, world_size=machine.world_size, models=facts)
+    problems += server_hosts(config, machine)
     if problems:
         raise UserErrors(problems)
     return RunSetup(config, checkpoints, machine)
+
+
+def server_hosts(config: Config, machine: Machine) -> list[str]:
+    """Return why servers that the run starts do not fit the machine's hosts."""
+    server = config.rollout.sglang.server
+    if config.rollout.backend != "sglang" or config.rollout.sglang.urls or server.tp % server.nodes:
+        return []
+    given, hosts, gpus = f"rollout.sglang.server.nodes={server.nodes}", machine.num_nodes, machine.gpus_per_node
+    ranks = server.tp // server.nodes
+    if hosts % server.nodes:
+        legal = listed(divisors(hosts))
+        return [f"{given}: the run has {hosts} host(s), and each server takes {server.nodes} of them; legal: {legal}"]
+    if ranks > gpus:
+        return [
+            f"rollout.sglang.server.tp={server.tp} with {given}: a server has {ranks} ranks on each of its hosts, "
+            f"which have {gpus} GPUs; raise nodes to {-(-server.tp // gpus)}, or lower tp"
+        ]
+    return []
 
 
 def smallest_world(config: Config) -> int:

@@ -192,7 +192,8 @@ def sync_traffic(setup: RunSetup) -> dict[str, int]:
 
 
 def num_servers(setup: RunSetup) -> int:
-    """Return the servers of a run: those that are joined, or those that each host starts."""
+    """Return the servers of a run: those that are joined, or those that each host starts, or each group of hosts."""
     sglang, machine = setup.config.rollout.sglang, setup.machine
-    per_host = sglang.server.count or max(1, machine.ranks_per_node // sglang.server.tp)
-    return len(sglang.urls) or per_host * machine.num_nodes
+    nodes = sglang.server.nodes
+    per_host = sglang.server.count or max(1, machine.ranks_per_node // (sglang.server.tp // nodes))
+    return len(sglang.urls) or per_host * (machine.num_nodes // nodes)

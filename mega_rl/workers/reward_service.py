@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mega_rl.config.rules.rollout import is_loopback
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
 
 

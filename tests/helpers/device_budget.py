@@ -191,10 +191,6 @@ class BudgetProcess:
         self.server.__enter__()
         return self.server.endpoint
 
-    def restart(self) -> None:
-        self.stop()
-        self.start()
-
     def stop(self) -> None:
         if self.server is not None:
             self.server.die()

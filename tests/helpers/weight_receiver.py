@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -133,6 +134,23 @@ class FakeReceiver:
     def _load(self, name: str, tensor: Tensor) -> None:
         self.received += tensor.nbytes
         self.weights[name] = tensor.clone()
+
+
+class SpanningReceiver(FakeReceiver):
+    """A receiver that opens what each of its ranks is sent; `makers` has the processes that made it, by call."""
+
+    def __init__(self, index: int, *, tp: int) -> None:
+        super().__init__(index, tp=tp)
+        self.makers: list[list[int]] = []
+
+    def update_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
+    ) -> None:
+        contents = [base64.b64decode(payload, validate=True) for payload in payloads]
+        flats = [pickle.loads(content)["flattened_tensor"] for content in contents]
+        assert all(torch.equal(flat, flats[0]) for flat in flats)
+        self.makers.append([int(re.findall(rb"/proc/(\d+)/fd", content)[0]) for content in contents])
+        super().update_from_tensor(payloads, load_format=load_format, version=version)
 
 
 def _from_rank_0() -> Any:

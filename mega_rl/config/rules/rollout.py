@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from mega_rl.config.facts import ModelFacts, divisors, listed
-from mega_rl.config.rules.servers import server_arguments
+from mega_rl.config.rules.servers import is_loopback, server_arguments
 from mega_rl.config.schema import Config
 
 
@@ -82,11 +81,3 @@ def _is_server(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
     except ValueError:  # a port that is none
         return False
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach this address or name."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -1,13 +1,15 @@
-"""Rules of `rollout.sglang.server.args`: arguments of SGLang that a run may pass through to the servers it starts."""
+"""Rules of the servers that a run starts: arguments of SGLang that may pass through, and hosts that a server spans."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 
 from mega_rl.config.facts import divisors, listed
 from mega_rl.config.schema import Config
 
 KEY = "rollout.sglang.server.args"
+NODES = "rollout.sglang.server.nodes"
 # Argument -> what decides it in a run.
 DECIDED = {
     "model_path": "model.path",
@@ -18,6 +20,9 @@ DECIDED = {
     "device": "trainer.device",
     "dtype": "rollout.dtype",
     "tp_size": "rollout.sglang.server.tp",
+    "nnodes": "rollout.sglang.server.nodes",
+    "node_rank": "rollout.sglang.server.nodes",
+    "dist_init_addr": "nothing: the nodes of each start meet at free ports of the first one",
     "max_total_tokens": "rollout.sglang.server.max_total_tokens",
     "mem_fraction_static": "rollout.sglang.server.mem_fraction",
     "base_gpu_id": "rollout.sglang.placement",
@@ -29,7 +34,6 @@ DECIDED = {
     "skip_server_warmup": "nothing: a start ends with a real generation",
     "sleep_on_idle": "nothing: it is set on CPUs",
 }
-_ONE_HOST = "the ranks of a server meet at a file and are processes of one host; start servers on each host instead"
 _ONE_COPY = "weights are sent to each tensor-parallel rank"
 _UNQUANTISED = "weights are sent unquantised"
 _DRAFT = "the draft model would keep its old weights"
@@ -37,9 +41,6 @@ _ADAPTERS = "the policy's whole weights are sent, not adapters"
 _FOREIGN_CODE = "code of a checkpoint or package would run with the servers' rights"
 # Argument -> reason why it cannot work here.
 REFUSED = {
-    "nnodes": _ONE_HOST,
-    "node_rank": _ONE_HOST,
-    "dist_init_addr": _ONE_HOST,
     "gpu_id_step": "servers have the devices of their host one after the other",
     "pp_size": _ONE_COPY,
     "load_balance_method": "requests are routed by the trainer",
@@ -79,6 +80,42 @@ def server_arguments(config: Config) -> Iterator[str]:
             shown = "null" if value is None else "false"
             yield f"{KEY}.{name}={shown}: an argument is on SGLang's command line or is not; leave it out"
     yield from _sizes(config)
+    if config.rollout.sglang.server.nodes > 1:
+        yield from _nodes(config)
+
+
+def _nodes(config: Config) -> Iterator[str]:
+    """List what does not go with servers that span hosts."""
+    sglang = config.rollout.sglang
+    server, given = sglang.server, f"{NODES}={sglang.server.nodes}"
+    if server.tp % server.nodes:
+        yield (
+            f"{given} does not divide rollout.sglang.server.tp={server.tp}: each host of a server has an equal share "
+            f"of its ranks; legal: {listed(divisors(server.tp))}"
+        )
+    if is_loopback(server.host):
+        yield (
+            f"{given} with rollout.sglang.server.host={server.host}: the hosts of a server have to reach each other; "
+            "name the cluster's interface, such as eth0"
+        )
+    if sglang.sync.transport == "shared_memory" and sglang.placement == "separate":
+        yield (
+            f"{given} with rollout.sglang.sync.transport=shared_memory: the ranks of a server on several hosts share "
+            "no memory with one sender; legal: auto, distributed, disk"
+        )
+    if server.args.get("enable_dp_attention") is True:
+        yield (
+            f"{KEY}.enable_dp_attention with {given}: SGLang's processes would take pickles from anyone on the network "
+            "who reaches their ports; set nodes=1, or leave it out"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach this address, name or interface."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo")
 
 
 def _reason(name: str) -> str | None:

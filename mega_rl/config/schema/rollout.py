@@ -59,12 +59,18 @@ class SglangServerConfig:
 
     count: int = setting(
         0,
-        "Servers to start on each host of the trainer; 0 takes as many as its devices hold, one on a CPU.",
+        "Servers to start on each host of the trainer, or on each group of hosts that one spans (nodes); 0 takes as "
+        "many as its devices hold, one on a CPU.",
         unit="servers",
         min=0,
     )
     tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
-    host: str = setting("127.0.0.1", "Address that started servers bind to.")
+    nodes: int = setting(
+        1, "Hosts that each server spans, with an equal share of its ranks on each.", unit="hosts", min=1
+    )
+    host: str = setting(
+        "127.0.0.1", "Address that started servers bind to, or the network interface whose address each host takes."
+    )
     max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
     mem_fraction: float = setting(
         0.0,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mega_rl.assemble.plan import RunPlan, engine_settings
-from mega_rl.assemble.servers import device_share, servers_per_host, start_servers
+from mega_rl.assemble.servers import check_hosts, device_share, servers_per_host, start_servers
 from mega_rl.assemble.sglang import Connection
 from mega_rl.config.loader import load
 from mega_rl.converters.hf.config import parse_hf_config
@@ -385,6 +385,22 @@ def test_servers_fill_their_host_by_default(caplog: pytest.LogCaptureFixture) ->
         "2 of 8 devices of each host idle while responses are generated",
         "7 of 8 devices of each host idle while responses are generated",
     ]
+
+
+def test_servers_on_several_hosts_take_a_share_of_their_ranks_on_each() -> None:
+    spanning = ["rollout.sglang.server.nodes=2", "rollout.sglang.server.tp=8"]
+    assert count(*spanning, visible=8, ranks=8) == 2
+    assert count(*spanning, visible=8, ranks=4, colocated=False) == 1
+    with pytest.raises(
+        UserError, match=r"count=3 and rollout\.sglang\.server\.tp=8 over rollout\.sglang\.server\.nodes=2:"
+    ):
+        count(*spanning, "rollout.sglang.server.count=3", visible=8, ranks=8)
+    config = load(None, ["rollout.backend=sglang", *spanning])
+    check_hosts(config, hosts=4)
+    with pytest.raises(
+        UserError, match=r"nodes=2: the trainer runs on 3 host\(s\), and each server takes 2 .*legal: 1, 3"
+    ):
+        check_hosts(config, hosts=3)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ SGLANG = "rollout.backend=sglang"
 
 
 def problems(*args: str, tp: int = 8) -> list[str]:
-    given = [f"{KEY}.{arg}" for arg in args]
+    given = [arg if arg.startswith("rollout.") else f"{KEY}.{arg}" for arg in args]
     return check(load(None, [SGLANG, f"rollout.sglang.server.tp={tp}", *given]), world_size=1)
 
 
@@ -40,7 +41,8 @@ def test_these_run(args: tuple[str, ...]) -> None:
     [
         ("tp_size=2", f"{KEY}.tp_size: decided by rollout.sglang.server.tp; leave it out"),
         ("mem_fraction_static=0.5", "decided by rollout.sglang.server.mem_fraction"),
-        ("nnodes=2", "not supported: the ranks of a server meet at a file and are processes of one host"),
+        ("nnodes=2", f"{KEY}.nnodes: decided by rollout.sglang.server.nodes; leave it out"),
+        ("dist_init_addr=a:1", "decided by nothing: the nodes of each start meet at free ports of the first one"),
         ("pp_size=2", "not supported: weights are sent to each tensor-parallel rank"),
         ("quantization=fp8", "not supported: weights are sent unquantised"),
         ("speculative_algorithm=EAGLE", "not supported: the draft model would keep its old weights"),
@@ -58,6 +60,37 @@ def test_these_run(args: tuple[str, ...]) -> None:
 def test_these_are_refused_with_the_reason(arg: str, words: str) -> None:
     (line,) = problems(arg)
     assert words in line
+
+
+def spanning(*args: str, tp: int = 16, nodes: int = 2, host: str = "eth0") -> list[str]:
+    server = "rollout.sglang.server"
+    return problems(f"{server}.nodes={nodes}", f"{server}.host={host}", *args, tp=tp)
+
+
+def test_servers_may_span_hosts() -> None:
+    assert spanning(f"{KEY}.ep_size=16") == []
+    assert spanning("rollout.sglang.placement=colocated", "rollout.sglang.sync.transport=shared_memory") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (spanning(tp=15), "nodes=2 does not divide rollout.sglang.server.tp=15: .*; legal: 1, 3, 5, 15"),
+        (spanning(host="127.0.0.1"), "nodes=2 with rollout.sglang.server.host=127.0.0.1: .*name the cluster's interf"),
+        (spanning(host="lo"), "nodes=2 with rollout.sglang.server.host=lo: the hosts of a server have to reach"),
+        (
+            spanning("rollout.sglang.placement=separate", "rollout.sglang.sync.transport=shared_memory"),
+            "nodes=2 with rollout.sglang.sync.transport=shared_memory: .*legal: auto, distributed, disk",
+        ),
+        (
+            spanning(f"{KEY}.enable_dp_attention=true", f"{KEY}.dp_size=2"),
+            "enable_dp_attention with rollout.sglang.server.nodes=2: .*pickles from anyone .*; set nodes=1",
+        ),
+    ],
+)
+def test_what_servers_on_several_hosts_cannot_have_is_refused(given: list[str], words: str) -> None:
+    (line,) = given
+    assert re.search(words, line)
 
 
 def test_joined_servers_have_the_arguments_of_whoever_started_them() -> None:

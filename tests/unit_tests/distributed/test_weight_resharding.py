@@ -90,7 +90,36 @@ def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
             for name, make in makers(weights, Path(root), buckets_of(case), apart=case in APART).items():
                 hosts = hosts_for(name, weights)
                 answers[f"{case} {name}"] = send_twice(rank, weights, make, hosts, folder=Path(root) / DISK)
+            if case == "tp2-pp2":
+                answers["spanning"] = send_to_spanning(rank, weights)
     return answers
+
+
+def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
+    """Two servers with a rank on each of two hosts: what the bytes of each of their ranks are, and who made them."""
+    import torch.distributed as dist
+
+    from mega_rl.rollout.sglang.weights.transport import Server
+    from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
+    from tests.helpers.host_device import HostDevice
+    from tests.helpers.weight_receiver import SpanningReceiver
+
+    receivers = [SpanningReceiver(index, tp=2) for index in range(2)]
+    servers = [Server(index, 2, "a", receivers[index] if rank == 0 else None, ("b",)) for index in range(2)]
+    transport = CudaIpcTransport(
+        weights, servers, hosts=("a", "a", "b", "b"), bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=HostDevice()
+    )
+    expected = {name: tensor.clone() for name, tensor in exported(weights.engine).items()}
+    report = transport.send(version=3)
+    transport.close()
+    pids: list[Any] = [None] * 4
+    dist.all_gather_object(pids, os.getpid())
+    return {
+        "failed": report.failed,
+        "requests": report.requests == 2 * report.buckets,
+        "different": [name for one in receivers for name in differences(expected, one.weights)] if rank == 0 else [],
+        "makers": [[[pids.index(pid) for pid in call] for call in one.makers] for one in receivers],
+    }
 
 
 def makers(
@@ -243,6 +272,18 @@ def test_each_stage_sends_its_own_weights_over_its_own_group(answers: dict[str, 
     assert sum(first) == 2 * ranks[0]["expected_bytes"]
     assert all(sent > 0 for sent in first)
     assert all(sent == first for sent in others)
+
+
+def test_each_rank_of_a_server_on_two_hosts_opens_memory_of_its_own_host(answers: dict[str, Any]) -> None:
+    """The first rank of the server's first host sends both hosts' handles: of ranks 0 and 2, and of 1 and 3."""
+    for answer in answers["spanning"]:
+        assert answer["failed"] == {}
+        assert answer["requests"]
+        assert answer["different"] == []
+    first, second = answers["spanning"][0]["makers"]
+    assert first
+    assert all(makers == [0, 2] for makers in first)
+    assert all(makers == [1, 3] for makers in second)
 
 
 @pytest.mark.parametrize("case", APART)

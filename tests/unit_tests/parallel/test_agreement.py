@@ -67,6 +67,34 @@ def test_ranks_whose_work_ends_early_meet_until_all_have_ended() -> None:
     assert run_ranks(2, _uneven_work, device="cpu") == [[0, *errors], [1, *errors]]
 
 
+def _cancelled_work(rank: int) -> tuple[str, float]:
+    """Rank 1 fails at once; rank 0 would work for a minute, and fails when it is cancelled."""
+    ranks = _world(timeout_s=30.0)
+    cancelled = threading.Event()
+    began = time.monotonic()
+
+    def work() -> None:
+        if rank == 1:
+            raise RunError("node 1 has no memory")
+        cancelled.wait(60)
+        raise RunError("given up")
+
+    def cancel() -> None:
+        cancelled.set()
+
+    try:
+        run_on_all(work, ranks, beat_s=0.2, cancel=cancel)
+    except RunError as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+def test_work_that_another_ranks_failure_makes_useless_is_cancelled_and_not_blamed() -> None:
+    for said, seconds in run_ranks(2, _cancelled_work, device="cpu"):
+        assert said == "node 1 has no memory"
+        assert seconds < 20
+
+
 def _failing_work(rank: int, kind: str) -> str:
     ranks = _world(timeout_s=60.0)
     errors = {"user": UserError, "run": RunError, "bug": ValueError}

@@ -16,14 +16,14 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.changes import changed, cheapest, is_legal
-from mega_rl.plan.generation import embedded, kv_bytes_per_token
+from mega_rl.plan.generation import embedded, kv_bytes_per_token, server_of, weight_bytes
 from mega_rl.plan.passes import forward_pass, num_microbatches, shape_of, tokens_of_a_pass, training_pass
 from mega_rl.plan.phases import memory_of_stages
 from mega_rl.plan.report import advice, as_json, as_text, make_plan
-from mega_rl.plan.request import parse_bytes, read_setup, smallest_world
+from mega_rl.plan.request import parse_bytes, read_setup, server_hosts, smallest_world
 from mega_rl.plan.search import largest_batch, nearby, search
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.plan.traffic import step_traffic, sync_traffic
+from mega_rl.plan.traffic import num_servers, step_traffic, sync_traffic
 from mega_rl.plan.verdict import judge
 from tests.unit_tests.plan.models import DEEPSEEK_V3, QWEN3_0_6B, QWEN3_8B, QWEN3_32B
 
@@ -182,6 +182,56 @@ def test_colocated_servers_take_turns_with_the_trainer() -> None:
     states = memory_of_stages(setup)[0].states.values()
     kept = sum(state.weights + state.optimizer for state in states)  # gradients are zero when they come back
     assert make_plan(setup).host["models that leave their devices, pinned"] == 8 * kept
+
+
+def test_servers_on_several_hosts_share_the_weights_over_all_their_ranks() -> None:
+    """Eight hosts of eight GPUs have four servers of sixteen; a host of a server has half of its ranks."""
+    given = {"backend": "sglang", "sglang__server__tp": 16, "sglang__server__nodes": 2, "sglang__server__host": "eth0"}
+    setup = run("32b", **{f"rollout__{name}": value for name, value in given.items()})
+    assert is_legal(setup)
+    assert num_servers(setup) == 4
+    assert server_of(setup).weights == weight_bytes(setup.actor.hf, 2) // 16
+    assert num_servers(changed(setup, {"rollout.sglang.server.tp": 8})) == 8  # two of four ranks on each host
+
+
+@pytest.mark.parametrize(
+    ("tp", "nodes", "gpus", "words"),
+    [
+        (16, 2, 32, []),
+        (8, 1, 8, []),
+        (
+            16,
+            2,
+            24,
+            ["rollout.sglang.server.nodes=2: the run has 3 host(s), and each server takes 2 of them; legal: 1, 3"],
+        ),
+        (
+            16,
+            1,
+            32,
+            [
+                "rollout.sglang.server.tp=16 with rollout.sglang.server.nodes=1: a server has 16 ranks on each of its "
+                "hosts, which have 8 GPUs; raise nodes to 2, or lower tp"
+            ],
+        ),
+    ],
+)
+def test_servers_have_to_fit_the_hosts(tp: int, nodes: int, gpus: int, words: list[str]) -> None:
+    server = "rollout.sglang.server"
+    config = load(None, ["rollout.backend=sglang", f"{server}.tp={tp}", f"{server}.nodes={nodes}"])
+    assert server_hosts(config, Machine(gpus)) == words
+    joined = with_settings(config, {"rollout.sglang.urls": ["http://a:1"]})
+    assert server_hosts(joined, Machine(gpus)) == []
+
+
+def test_servers_over_several_hosts_are_proposed_where_one_host_is_too_small() -> None:
+    """Hosts of one GPU each: two of them have room for a server of 32B beside the trainer."""
+    setup = run("32b", rollout__backend="sglang", rollout__sglang__server__host="eth0")
+    setup = replace(setup, machine=Machine(64, gpus_per_node=1, gpu_memory=80 * GB))
+    assert judge(setup).fits is False
+    proposal = cheapest(setup)
+    assert proposal is not None
+    assert proposal.settings["rollout.sglang.server.nodes"] == proposal.settings["rollout.sglang.server.tp"] == 2
 
 
 def ppo_of_32b(**settings: Any) -> RunSetup:

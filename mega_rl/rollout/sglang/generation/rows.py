@@ -63,15 +63,15 @@ def _routing(answers: Sequence[Sample], lengths: Sequence[int], routed: RoutedLa
     """Return [B, S, L, K] int16, the experts of each token in each of L mixtures; -1 where no server knows them.
 
     lengths: of the rows, prompt and response. Unknown are padding, the last token of a response, which was never an
-    input, and rows without a response.
+    input, and rows without a response or whose request was aborted at its last token: an abort reports no experts.
     """
     mixtures = [layer for layer, mixed in enumerate(routed.mixtures) if mixed]
     table = torch.full((len(answers), max(lengths, default=0), len(mixtures), routed.top_k), -1, dtype=torch.int16)
     of_token = len(routed.mixtures) * routed.top_k
     for row, answer, length in zip(table, answers, lengths, strict=True):
-        if not answer.token_ids:
+        if not answer.routing:
             continue
-        experts = torch.frombuffer(bytearray(answer.routing), dtype=torch.int32) if answer.routing else torch.zeros(0)
+        experts = torch.frombuffer(bytearray(answer.routing), dtype=torch.int32)
         if len(experts) != (length - 1) * of_token:
             raise RunError(
                 f"a server reported {len(experts)} experts for the {length - 1} inputs of a sample, and the "

@@ -28,6 +28,7 @@ def install() -> None:
     triton()
     murmur_hash()
     sampling_seeds()
+    pinned_memory()
     forked_processes()
     gloo_devices()
 
@@ -193,6 +194,21 @@ def sampling_seeds() -> None:
         return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+def pinned_memory() -> None:
+    """Allocate memory that SGLang pins for copies from a device as plain memory.
+
+    `ALLOC_MEMORY_FUNCS` registers it with CUDA for every device that it does not name, and names no CPU. The record of
+    routed experts (--enable-return-routed-experts) lies there.
+    """
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(dims: tuple[int, ...], *, dtype: Any, device: str, allocator: Any, **_: object) -> Tensor:
+        memory: Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+        return memory
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
 _kept_alive: list[Any] = []  # an operator is gone with its library

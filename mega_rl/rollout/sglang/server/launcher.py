@@ -1,11 +1,12 @@
 """One SGLang server: `python -m mega_rl.rollout.sglang.server.launcher SGLANG_ARGUMENTS`, started by `ServerProcess`.
 
-SGLang's own server with four things around it:
+SGLang's own server with five things around it:
 
 - Keys come in a file that only its owner can read (`MEGA_RL_SGLANG_KEYS` names it) and never reach SGLang's settings,
   which it logs and answers on /server_info. Every endpoint wants a key; see `keys.KeyCheck`.
 - Standard input is the line of life: at its end, which comes with any end of the trainer, all processes of the server
   are killed. They are as well when this one, the leader of their process group, ends.
+- A server on several hosts has such a process on each of them, and they end together; see `nodes`.
 - What SGLang shares by public names or open ports goes to a private folder (`MEGA_RL_SGLANG_SCRATCH`), which is
   removed at the end; see `private_files`.
 - Without CUDA, `cpu_stand_ins` take the place of modules that need it.
@@ -33,8 +34,8 @@ from typing import cast
 
 import psutil
 
-from mega_rl.rollout.sglang.http.keys import KeyCheck, Keys
-from mega_rl.rollout.sglang.server import cpu_stand_ins, group, private_files
+from mega_rl.rollout.sglang.http.keys import KeyCheck, Keys, Receive, Scope, Send
+from mega_rl.rollout.sglang.server import cpu_stand_ins, group, nodes, private_files
 
 KEYS_VARIABLE = "MEGA_RL_SGLANG_KEYS"
 DEVICE_VARIABLE = "MEGA_RL_SGLANG_DEVICE"
@@ -72,8 +73,12 @@ def prepare(*, leads: bool) -> None:
 def main(arguments: list[str]) -> None:
     """Serve until standard input ends."""
     keys = Keys.read(Path(os.environ.pop(KEYS_VARIABLE)))
+    scratch = Path(os.environ[SCRATCH_VARIABLE])
+    node = nodes.Node.read(scratch)
+    if node is not None:
+        nodes.end_together(node, lambda reason: _end_all(scratch, reason))
     from sglang.launch_server import run_server
-    from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints import engine, http_server
     from sglang.srt.server_args import prepare_server_args
 
     collect_again()
@@ -81,7 +86,22 @@ def main(arguments: list[str]) -> None:
     # SGLang would send itself two requests without a key: a first generation, which the trainer requests instead,
     # and a freeze of Python's garbage collector, which only saves time.
     http_server._freeze_gc_after_server_warmup = lambda _: None
+    # Of a node without the server's URL, whose health SGLang would tell anybody.
+    engine.launch_dummy_health_check_server = lambda host, port, _: serve_health(keys, host, port)
     run_server(prepare_server_args([*arguments, "--skip-server-warmup"]))
+
+
+def serve_health(keys: Keys, host: str, port: int) -> None:
+    """Answer every request that has its key with 200, in a thread: a node that comes here has loaded its weights."""
+    import uvicorn
+
+    async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = KeyCheck(healthy, api_key=keys.api_key, admin_key=keys.admin_key)
+    server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, lifespan="off", log_level="warning"))
+    threading.Thread(target=server.run, name="health", daemon=True).start()
 
 
 def collect_again() -> None:
@@ -118,6 +138,13 @@ def _until_the_leader_ends() -> None:
 
 def _end_all_after(until: Callable[[], None], scratch: Path) -> None:
     until()
+    _end_all(scratch)
+
+
+def _end_all(scratch: Path, reason: str = "") -> None:
+    """End all processes of the server; the log gets the reason."""
+    if reason:
+        os.write(sys.stderr.fileno(), f"{nodes.GONE} {reason}\n".encode())
     # Before and after: once its processes die, SGLang's main thread may end this one at any moment.
     shutil.rmtree(scratch, ignore_errors=True)
     deadline = time.monotonic() + _KILL_S

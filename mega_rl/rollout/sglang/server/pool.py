@@ -7,18 +7,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from mega_rl import progress
 from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import run_on_one
+from mega_rl.parallel.agreement import broadcast_json, run_on_all, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ class ServerPool(Protocol):
 
     def owner(self, index: int) -> int | None:
         """Return the rank that started a server; None for a server that this run only joined."""
+        ...
+
+    def nodes(self, index: int) -> Sequence[int]:
+        """Return the first rank of each host that a server spans, `owner` first; none for a server that was joined."""
         ...
 
     def wait_ready(self) -> None:
@@ -61,9 +66,10 @@ class ServerPool(Protocol):
 
 
 class StartedServers:
-    """Servers that this run starts, equally many on each of its hosts, owned by the first rank there.
+    """Servers that this run starts, equally many on each of its hosts, or on each `nodes` hosts that they span.
 
-    A server that is started again keeps its number; its address and its keys are new.
+    The first rank of a host owns what runs there: servers, or its nodes' parts of them. A server that is started again
+    keeps its number; its address and its keys are new.
     """
 
     def __init__(
@@ -75,57 +81,91 @@ class StartedServers:
         folder: Path,
         process: Callable[[ServerSettings, int, Path], ServerProcess] = ServerProcess,
     ) -> None:
-        """Start this host's servers without waiting for them; `wait_ready` does. No collective.
+        """Start this host's servers without waiting for them; `wait_ready` does. Collective where they span hosts.
 
-        settings: of this host's servers; every host has as many. Their numbers go on from host to host.
-        process: makes the process of a server, given its settings, number and folder.
+        settings: of this host's servers; every host has as many. Their numbers go on from host to host. `node` is set
+        here.
+        process: makes the process of a server or part, given its settings, number and folder.
         """
         self._ranks = ranks
         self._timeout_s = max(own.start_timeout_s for own in settings)
-        self._leaders = range(0, ranks.size, ranks_per_host)
-        self._owner = [leader for leader in self._leaders for _ in settings]
-        first = ranks.rank // ranks_per_host * len(settings)
-        self._own: dict[int, ServerProcess] = {}
-        self.tp = [own.tp for _ in self._leaders for own in settings]
+        leaders, nodes = range(0, ranks.size, ranks_per_host), settings[0].nodes
+        assert len(leaders) % nodes == 0, f"{len(leaders)} hosts for servers on {nodes} hosts each"
+        spans = [tuple(leaders[first : first + nodes]) for first in range(0, len(leaders), nodes)]
+        self._nodes = [span for span in spans for _ in settings]
+        self.tp = [own.tp for _ in spans for own in settings]
         self.endpoints: list[Endpoint] = []
-        if ranks.rank in self._leaders:
-            self._own = {first + place: process(own, first + place, folder) for place, own in enumerate(settings)}
-            for server in self._own.values():
-                server.start()
-                log.info("starting SGLang server %d, log in %s", server.index, server.log_file)
+        self._own: dict[int, ServerProcess] = {}
+        host = ranks.rank // ranks_per_host
+        for place, own in enumerate(settings if ranks.rank in leaders else ()):
+            index = host // nodes * len(settings) + place
+            self._own[index] = process(replace(own, node=host % nodes), index, folder)
+        self._start(range(len(self._nodes)))
+        for server in self._own.values():
+            log.info("starting SGLang server %d, log in %s", server.index, server.log_file)
 
     def owner(self, index: int) -> int | None:
-        return self._owner[index]
+        return self._nodes[index][0]
+
+    def nodes(self, index: int) -> Sequence[int]:
+        return self._nodes[index]
 
     def wait_ready(self) -> None:
         if self.endpoints:
             return
-        records: list[dict[str, Any]] = []
-        for leader in self._leaders:
-            with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
-                records += run_on_one(partial(self._wait, self._own), self._ranks, source=leader)
-        self.endpoints = [_endpoint(record) for record in records]
+        with progress.phase("waiting for SGLang servers", deadline_s=self._timeout_s):
+            ready = self._wait(range(len(self._nodes)))
+        self.endpoints = [ready[index] for index in range(len(self._nodes))]
 
     def bring_back(self, lost: Sequence[int]) -> None:
         """Restart these servers, ending those that hang, and update `endpoints`; collective."""
-        for leader in self._leaders:
-            own = [index for index in lost if self._owner[index] == leader]
-            if own:
-                for one in run_on_one(partial(self._restart, own), self._ranks, source=leader):
-                    self.endpoints[one["index"]] = _endpoint(one)
+        if not lost:
+            return
+        for index in sorted(self._own.keys() & set(lost)):
+            reason = self._own[index].end_reason() if len(self._nodes[index]) > 1 else ""
+            log.warning("starting SGLang server %d again%s", index, f": {reason}" if reason else "")
+        run_on_all(lambda: self.stop(lost), self._ranks)  # no old part may be there when a new one starts
+        self._start(lost)
+        for index, endpoint in self._wait(lost).items():
+            self.endpoints[index] = endpoint
 
-    def _restart(self, own: Sequence[int]) -> list[dict[str, Any]]:
-        for index in own:
-            log.warning("starting SGLang server %d again", index)
-            self._own[index].restart()
-        return self._wait({index: self._own[index] for index in own})
+    def _start(self, servers: Sequence[int]) -> None:
+        """Start this host's processes of these servers; collective where they span hosts."""
+        spanning = [index for index in servers if len(self._nodes[index]) > 1]
+        meetings: dict[int, MeetingPlace] = {}
+        for leader in sorted({self._nodes[index][0] for index in spanning}):
+            own = [index for index in spanning if self._nodes[index][0] == leader]
+            # The trainer's own process group carries their secrets, as it does keys.
+            for index, meeting in run_on_one(partial(self._reserve, own), self._ranks, source=leader):
+                meetings[index] = MeetingPlace(**meeting)
+        for index in sorted(self._own.keys() & set(servers)):
+            self._own[index].start(*([meetings[index]] if index in meetings else []))
 
-    def _wait(self, servers: dict[int, ServerProcess]) -> list[dict[str, Any]]:
-        """Wait for these servers at the same time; return their endpoints as JSON records."""
-        with ThreadPoolExecutor(len(servers)) as pool:
-            ready = list(pool.map(lambda server: server.wait_ready(), servers.values()))
-        # The trainer's own process group carries the keys: whoever can read it could read the weights too.
-        return [{"index": one.index, "url": one.url, "keys": asdict(one.keys)} for one in ready]
+    def _reserve(self, servers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+        return [(index, asdict(self._own[index].reserve_meeting())) for index in servers]
+
+    def _wait(self, servers: Sequence[int]) -> dict[int, Endpoint]:
+        """Wait for these servers on all hosts at the same time; return their endpoints; collective."""
+        own = {index: self._own[index] for index in servers if index in self._own}
+
+        def wait() -> dict[int, Endpoint]:
+            if not own:
+                return {}
+            with ThreadPoolExecutor(len(own)) as pool:
+                return dict(zip(own, pool.map(lambda server: server.wait_ready(), own.values()), strict=True))
+
+        def give_up() -> None:
+            for server in own.values():
+                server.abort()
+
+        here = run_on_all(wait, self._ranks, cancel=give_up)
+        ready: dict[int, Endpoint] = {}
+        for leader in sorted({self._nodes[index][0] for index in servers}):
+            # The trainer's own process group carries the keys: whoever can read it could read the weights too.
+            records = [asdict(one) for index, one in here.items() if self._nodes[index][0] == leader]
+            for record in broadcast_json(records, self._ranks, source=leader):
+                ready[record["index"]] = _endpoint(record)
+        return ready
 
     def stop(self, servers: Sequence[int]) -> None:
         for index in self._own.keys() & set(servers):
@@ -151,6 +191,9 @@ class JoinedServers:
 
     def owner(self, index: int) -> int | None:
         return None
+
+    def nodes(self, index: int) -> Sequence[int]:
+        return ()
 
     def wait_ready(self) -> None:
         """Wait until all servers answer, and read their tensor-parallel sizes into `tp`; collective.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mega_rl.rollout.sglang.server import nodes
+
 
 def install(folder: Path) -> None:
     """Install both server-side workarounds, with their files in `folder`."""
@@ -16,8 +18,13 @@ def install(folder: Path) -> None:
 
 
 def rendezvous(folder: Path) -> None:
-    """Let ranks meet at a file: torch's TCPStore listens on all interfaces, whatever address it is given."""
-    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/rendezvous"
+    """Let ranks meet at a file, those of several hosts at the first one's store.
+
+    torch's TCPStore listens on all interfaces, whatever address it is given.
+    """
+    node = nodes.Node.read(folder)
+    method = f"file://{folder}/rendezvous" if node is None else nodes.let_ranks_meet(node)
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = method
 
 
 def load_snapshots(folder: Path) -> None:

@@ -1,9 +1,7 @@
-"""One SGLang server as a process of the trainer's: started, proved ready, stopped with all that it started."""
+"""One SGLang server, or a node's part of one, as a process of the trainer's: started, proved ready, stopped."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import logging
 import os
 import shutil
@@ -12,14 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from mega_rl.errors import RunError
+import psutil
+
+from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server import group, launcher
 from mega_rl.rollout.sglang.server.installation import require_sglang
+from mega_rl.rollout.sglang.server.nodes import MeetingPlace, Node, end_reason
+from mega_rl.rollout.sglang.server.readiness import Readiness
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments, environment
 
 __all__ = ["ServerProcess", "ServerSettings", "ServerStartError", "ServerStopError"]
@@ -29,8 +32,6 @@ log = logging.getLogger(__name__)
 PROGRAM = (sys.executable, "-m", launcher.__name__)
 PORT_TRIES = 3
 
-_POLL_S = 0.1
-_HEALTH_S = 10.0  # for one answer
 _STOP_S = 20.0  # SIGKILL needs milliseconds; a GPU's driver may hold a process for seconds
 _TELLING_LINES = 12
 _LONGEST_LINE = 300
@@ -47,18 +48,23 @@ class ServerStopError(RunError):
 class ServerProcess:
     """A server that this process starts; it ends when this process does, in whatever way.
 
-    Its output goes to `<folder>/server-<index>.log`. Use as a context manager, or call `start` and `stop`.
+    Of a server on several nodes each has such a process: the first one reserves their meeting, and all start with it.
+
+    Its output goes to `<folder>/server-<index>.log`, of a further node to `server-<index>-node-<number>.log`. Use as a
+    context manager, or call `start` and `stop`.
     """
 
     def __init__(self, settings: ServerSettings, index: int, folder: Path) -> None:
         self.settings = settings
         self.index = index
-        self.log_file = folder / f"server-{index}.log"
+        part = f"-node-{settings.node}" if settings.node else ""
+        self.log_file = folder / f"server-{index}{part}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: int | None = None  # of the last process, once it was stopped
         self._scratch: Path | None = None
         self._keys = Keys.random()
-        self._reserved: socket.socket | None = None
+        self._reserved: list[socket.socket] = []
+        self._meeting: MeetingPlace | None = None
         self._port = 0
         self._started = 0.0
         self._log_start = 0
@@ -73,7 +79,9 @@ class ServerProcess:
     @property
     def name(self) -> str:
         """Return the server's name for messages."""
-        return f"SGLang server {self.index}"
+        own = self.settings
+        part = f", node {own.node} of {own.nodes} on {os.uname().nodename}" if own.nodes > 1 else ""
+        return f"SGLang server {self.index}{part}"
 
     @property
     def pid(self) -> int | None:
@@ -102,37 +110,56 @@ class ServerProcess:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
-    def start(self) -> None:
-        """Start the process and return at once. Raises UserError where SGLang is missing."""
+    def reserve_meeting(self) -> MeetingPlace:
+        """Return a meeting of the server's nodes at this one, the first; its ports are held until it is ready."""
+        self._release_ports()
+        self._reserved = [reserve_port(self.settings.host) for _ in range(2)]
+        store, life = (one.getsockname()[1] for one in self._reserved)
+        return MeetingPlace(self.settings.host, store, life)
+
+    def start(self, meeting: MeetingPlace | None = None) -> None:
+        """Start the process and return at once. Raises UserError where SGLang is missing.
+
+        meeting: of a server on several nodes, the same on all of them.
+        """
         assert self._process is None, f"{self.name} runs already"
-        self._started = time.monotonic()
+        assert (meeting is not None) == (self.settings.nodes > 1), f"{self.name}: meeting {meeting}"
+        self._started, self._meeting = time.monotonic(), meeting
         self._spawn()
 
     def wait_ready(self) -> Endpoint:
-        """Wait until the server generates. Raises ServerStartError, after which nothing of the server is left."""
+        """Wait until the server generates, or a further node has loaded its part.
+
+        Raises ServerStartError, after which nothing of the server is left here.
+        """
         assert self._process is not None, f"{self.name} was not started"
         deadline = self._started + self.settings.start_timeout_s
         for attempt in range(1, PORT_TRIES + 1):
-            problem = self._wait_for_health(deadline) or self._first_token(deadline)
+            problem = self._problem(deadline)
             if problem is None:
                 break
-            clash = not self.alive and self._port_was_taken()
+            clash = not self.alive and "address already in use" in log_since(self.log_file, self._log_start).lower()
             lines = telling_lines(self.log_file, self._log_start)
             self.stop()
-            if not clash or attempt == PORT_TRIES:
+            if not clash or attempt == PORT_TRIES or self._meeting is not None:  # a meeting is for one start
                 raise ServerStartError(
                     "\n  ".join([f"{self.name} did not start: {problem}; log: {self.log_file}, last lines:", *lines])
                 )
             log.warning("%s: another program took port %d meanwhile; trying another port", self.name, self._port)
             self._spawn()
-        self._release_port()
+        self._release_ports()
         log.info("%s is ready after %.1f s", self.name, time.monotonic() - self._started)
-        return Endpoint(self.index, f"http://{_in_url(self.settings.host)}:{self._port}", self._keys)
+        return Endpoint(self.index, f"http://{_in_url(self.settings.http_host)}:{self._port}", self._keys)
 
-    def restart(self) -> None:
-        """Stop the server if it runs, and start it with new keys on a new port; does not wait."""
-        self.stop()
-        self.start()
+    def abort(self) -> None:
+        """Kill the server's processes without waiting for their end; `wait_ready` in another thread then raises."""
+        process = self._process
+        if process is not None:
+            group.kill(process.pid)
+
+    def end_reason(self) -> str:
+        """Return which other node's end has ended this part, empty where none has."""
+        return "" if self._meeting is None else end_reason(log_since(self.log_file, self._log_start))
 
     def stop(self) -> None:
         """End every process of the server and wait for that; may be called twice.
@@ -142,7 +169,7 @@ class ServerProcess:
         process = self._process
         if process is None:
             return
-        self._release_port()
+        self._release_ports()
         left = group.end(process.pid, deadline_s=_STOP_S)
         if left:
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
@@ -156,15 +183,17 @@ class ServerProcess:
     def _spawn(self) -> None:
         packages = require_sglang(device=self.settings.device).folder
         self._keys = Keys.random()
-        self._reserved = reserve_port(self.settings.host)
-        self._port = self._reserved.getsockname()[1]
+        self._reserved.append(reserve_port(self.settings.http_host))
+        self._port = self._reserved[-1].getsockname()[1]
         self._scratch = scratch = Path(tempfile.mkdtemp(prefix="mega-rl-sglang-"))  # 0700
         self._keys.write(scratch / launcher.KEYS_FILE)
+        if self._meeting is not None:
+            Node(self.settings.node, self._meeting).write(scratch)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
-                [*PROGRAM, *arguments(self.settings, self._port)],
+                [*PROGRAM, *arguments(self.settings, self._port, self._meeting)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -172,57 +201,22 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    def _release_port(self) -> None:
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
+    def _release_ports(self) -> None:
+        while self._reserved:
+            self._reserved.pop().close()
 
-    def _wait_for_health(self, deadline: float) -> str | None:
-        """Wait until /health answers 200; return None then, else the problem."""
-        last = "no answer"
-        while time.monotonic() < deadline:
-            code = self.exit_code
-            if code is not None:
-                return f"its process ended with exit code {code} before /health answered"
-            try:
-                status, _ = self._call("GET", "/health", None, timeout_s=_HEALTH_S)
-                if status == 200:
-                    return None
-                last = f"status {status}"
-            except (OSError, http.client.HTTPException) as error:
-                last = f"{type(error).__name__}: {error}"
-            time.sleep(_POLL_S)
-        return f"/health did not answer 200 within {self.settings.start_timeout_s:g} s (last: {last})"
+    def _problem(self, deadline: float) -> str | None:
+        """Wait until the server is ready; return None then, else the problem."""
+        own = self.settings
+        check = Readiness(own.http_host, self._port, self._keys, lambda: self.exit_code, own.start_timeout_s)
+        return check.wait_for_health(deadline) or (None if own.node else check.first_token(deadline))
 
-    def _first_token(self, deadline: float) -> str | None:
-        """Generate one token; return None on success, else the problem."""
-        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
-        try:
-            status, content = self._call("POST", "/generate", body, timeout_s=max(1.0, deadline - time.monotonic()))
-            answer = json.loads(content)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            code = self.exit_code
-            ended = "" if code is None else f"; its process ended with exit code {code}"
-            return f"the first generation failed: {type(error).__name__}: {error}{ended}"
-        if status != 200 or not isinstance(answer, dict) or len(answer.get("output_ids", ())) != 1:
-            return f"the first generation was answered {status}: {str(answer)[:_LONGEST_LINE]}"
-        return None
 
-    def _call(self, method: str, path: str, body: Any, *, timeout_s: float) -> tuple[int, bytes]:
-        """Return (status, body) of one request; proxies of the environment are ignored."""
-        connection = http.client.HTTPConnection(self.settings.host, self._port, timeout=timeout_s)
-        headers = {"Authorization": f"Bearer {self._keys.api_key}", "Content-Type": "application/json"}
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-    def _port_was_taken(self) -> bool:
-        with self.log_file.open("rb") as file:
-            file.seek(self._log_start)
-            return b"address already in use" in file.read().lower()
+def log_since(log_file: Path, start: int) -> str:
+    """Return a log from byte `start` on."""
+    with log_file.open("rb") as file:
+        file.seek(start)
+        return file.read().decode("utf-8", "replace")
 
 
 def telling_lines(log_file: Path, start: int) -> list[str]:
@@ -236,11 +230,22 @@ def telling_lines(log_file: Path, start: int) -> list[str]:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket bound to a free port: held so, and not listening, it lets the server alone bind there too."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((host, 0))
+    """Return a socket bound to a free port: held so, and not listening, it lets the server alone bind there too.
+
+    Raises UserError for an address that this host does not have.
+    """
+    with ExitStack() as undo:
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, 0))
+        except OSError as error:
+            raise UserError(
+                f"rollout.sglang.server.host={host!r} is no interface and no address of {os.uname().nodename} "
+                f"({error}); legal: {', '.join(sorted(psutil.net_if_addrs()))}, or an address of one of them"
+            ) from None
+        undo.pop_all()
     return bound
 
 

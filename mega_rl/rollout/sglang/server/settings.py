@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 import mega_rl
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server import launcher
+from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 
 _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
 # What torchrun tells the trainer's ranks. A server that heard it would take itself for one of them.
@@ -25,18 +28,20 @@ _PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "PET_", "MEGA_RL_SGLANG_")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of one server."""
+    """Settings of one server, or of one node's part of it."""
 
     model_path: Path  # checkpoint in Hugging Face's format
-    host: str = "127.0.0.1"  # address to listen on
-    tp: int = 1  # tensor-parallel ranks
+    host: str = "127.0.0.1"  # address to listen on, of this host
+    tp: int = 1  # tensor-parallel ranks, on all nodes
+    nodes: int = 1  # hosts that it spans
+    node: int = 0  # number of this one, the part's; 0 has the server's URL
     dtype: str = "float32"  # of weights and activations: float32, bfloat16 or float16
     device: str = "cpu"  # or cuda
     max_total_tokens: int = 0  # in the KV cache; 0: SGLang's choice on CUDA, 32768 on a CPU
     mem_fraction: float = 0.0  # CUDA: share of the memory for weights and KV cache; 0: SGLang's choice
     memory_saver: bool = False  # CUDA: weights and KV cache can be released
     deterministic: bool = False  # CUDA: the same tokens whatever else is in the batch
-    base_gpu: int = 0  # CUDA: the first of `tp` devices, counted in CUDA_VISIBLE_DEVICES
+    base_gpu: int = 0  # CUDA: the first of `tp_here` devices, counted in CUDA_VISIBLE_DEVICES
     seed: int = 0  # of requests without a sampling seed
     start_timeout_s: float = 600.0  # from start() to the first token
     return_routing: bool = False  # requests may ask for the experts of their tokens
@@ -49,6 +54,16 @@ class ServerSettings:
                 f"rollout.sglang.server.host={self.host!r} listens on all interfaces; name one address, such as "
                 "127.0.0.1"
             )
+
+    @property
+    def tp_here(self) -> int:
+        """Return the tensor-parallel ranks of this node."""
+        return self.tp // self.nodes
+
+    @property
+    def http_host(self) -> str:
+        """Return the address of requests: of a further node only this host asks, after its health."""
+        return "127.0.0.1" if self.node else self.host
 
     @property
     def loopback(self) -> bool:
@@ -65,17 +80,35 @@ def is_address(host: str) -> bool:
     return True
 
 
-def arguments(settings: ServerSettings, port: int) -> list[str]:
-    """Return SGLang's command line; it never holds keys or trust_remote_code."""
+def address_of(host: str) -> str:
+    """Return the address of this host's interface `host`, IPv4 if it has one; an address or a name as it is."""
+    addresses = psutil.net_if_addrs().get(host, ())
+    kept = [one.address for one in sorted(addresses, key=lambda one: one.family) if is_address(one.address)]
+    return kept[0] if kept else host
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of this host's interface with this address, None for no such."""
+    named = psutil.net_if_addrs().items()
+    return next((name for name, addresses in named if any(one.address == address for one in addresses)), None)
+
+
+def arguments(settings: ServerSettings, port: int, meeting: MeetingPlace | None = None) -> list[str]:
+    """Return SGLang's command line; it never holds keys or trust_remote_code.
+
+    meeting: of a server on several nodes.
+    """
     given = {
         "--model-path": settings.model_path.resolve(),
-        "--host": settings.host,
+        "--host": settings.http_host,
         "--port": port,
         "--device": settings.device,
         "--dtype": settings.dtype,
         "--tp-size": settings.tp,
         "--random-seed": settings.seed,
     }
+    if meeting is not None:
+        given |= {"--nnodes": settings.nodes, "--node-rank": settings.node, "--dist-init-addr": meeting.init_address}
     flags = ["--skip-tokenizer-init", *(["--enable-return-routed-experts"] if settings.return_routing else [])]
     if settings.device == "cpu":
         given["--attention-backend"] = "torch_native"
@@ -124,11 +157,15 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
     clean[launcher.TRAINER_VARIABLE] = str(os.getpid())
     clean[launcher.DEVICE_VARIABLE] = settings.device
     if settings.device == "cpu":
-        clean["SGLANG_CPU_OMP_THREADS_BIND"], threads = cpu_binding(settings.tp, sorted(os.sched_getaffinity(0)))
+        clean["SGLANG_CPU_OMP_THREADS_BIND"], threads = cpu_binding(settings.tp_here, sorted(os.sched_getaffinity(0)))
         clean["OMP_NUM_THREADS"] = str(threads)
         clean["OMP_WAIT_POLICY"] = "passive"  # threads without work sleep as well
     if settings.loopback:
         clean["GLOO_SOCKET_IFNAME"] = clean["NCCL_SOCKET_IFNAME"] = "lo"
+    elif settings.nodes > 1 and (interface := interface_of(settings.host)):
+        clean = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **clean}
+    if settings.nodes > 1:
+        clean["SGLANG_HOST_IP"] = settings.host  # of the queue of requests, which else takes the first interface
     return clean
 
 

@@ -68,9 +68,21 @@ class Server:
     """A server as a transport sees it; equal on all ranks but for `receiver`."""
 
     index: int  # number of the server in the run
-    tp: int  # its tensor-parallel ranks
-    host: str | None  # where it runs, as `choose.host_identity` says there; None: not known, as behind a URL
+    tp: int  # its tensor-parallel ranks, equally many on each of its hosts
+    host: str | None  # where its URL is, as `choose.host_identity` says there; None: not known, as behind a URL
     receiver: Receiver | None = None  # needed on the rank that leads it: the first of its host, or rank 0
+    further_hosts: tuple[str, ...] = ()  # of its other nodes, in their order
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the hosts of its nodes, in the order of their ranks; none where they are not known."""
+        return () if self.host is None else (self.host, *self.further_hosts)
+
+
+def sites_of(hosts: Sequence[str], servers: Sequence[Server]) -> tuple[str, ...]:
+    """Return for each rank the site of its host: one for all hosts that a server spans, named by the first of them."""
+    site = {host: server.host for server in servers for host in server.hosts if server.host is not None}
+    return tuple(site.get(host, host) for host in hosts)
 
 
 @dataclass
@@ -172,7 +184,7 @@ class HostMeetings:
     """Meetings of all ranks of the run (`world`) and of those on this rank's host (`host`); made collectively."""
 
     def __init__(self, hosts: Sequence[str], *, timeout_s: float) -> None:
-        """hosts: of each rank of the run."""
+        """hosts: of each rank of the run; or sites, whose ranks then meet as those of one host."""
         world = open_meeting(timeout_s=timeout_s)
         assert world is not None
         self.world = self.host = world

@@ -1,4 +1,4 @@
-"""The client against a real SGLang server: tokens, log-probs, seeds, stops, aborts, and a kill in the middle."""
+"""The client against a real server of a mixture: tokens, log-probs, seeds, stops, experts, aborts and a kill."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,31 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
 from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
-from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sample, SampleRequest, Sampling
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.types import Prompt, Rollout
+from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import needs_sglang, request, running_server
+from tests.unit_tests.rollout.sglang.routing_on_ranks import forwards
 
 pytestmark = [needs_sglang, pytest.mark.slow]
 
 VERSION = 1
 GREEDY = Sampling(temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,), greedy=True)
 SAMPLED = Sampling(temperature=0.8, top_p=1.0, top_k=0, max_new_tokens=150, stop_token_ids=(1,))
+EXPERTS, LAYERS, TOP_K = 4, 4, 2
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Endpoint, Path]]:
     folder = tmp_path_factory.mktemp("real_generation")
-    write_tiny_checkpoint(folder / "model")
-    with running_server(folder / "model", folder) as (process, endpoint):
+    write_tiny_checkpoint(folder / "model", family="qwen3_moe", tied=False)
+    with running_server(folder / "model", folder, return_routing=True) as (process, endpoint):
         request(endpoint, "/update_weight_version", {"new_version": str(VERSION)}, key="admin")
         yield process.pid, endpoint, folder / "model"
 
@@ -52,12 +59,12 @@ def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling
     return fleet.generate(asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
 
 
-def start(fleet: ServerRouter, asked: list[SampleRequest]) -> Handle:
+def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = SAMPLED) -> Handle:
     """Start a generation; returns when its first samples are complete."""
     begun = threading.Event()
     handle = fleet.start(
         asked,
-        SAMPLED,
+        sampling,
         version=VERSION,
         deadline=time.monotonic() + 200,
         progress=lambda progress: begun.set() if progress.done else None,
@@ -105,19 +112,81 @@ def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: Server
 
 
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter) -> None:
-    asked = requests(12)
-    whole = generate(fleet, asked, SAMPLED)
-    handle = start(fleet, asked)
+    asked, sampling = requests(12), replace(SAMPLED, return_routing=True)
+    whole = generate(fleet, asked, sampling)
+    handle = start(fleet, asked, sampling)
     handle.interrupt()
     first = handle.result()
     assert not first.failures
     rest = [one for one in asked if one.key in first.unserved]
-    second = generate(fleet, rest, SAMPLED, partials=first.unserved)
+    second = generate(fleet, rest, sampling, partials=first.unserved)
     for one in asked:
         sample, expected = {**first.samples, **second.samples}[one.key], whole.samples[one.key]
         assert (sample.token_ids, sample.versions) == (expected.token_ids, expected.versions)
+        assert sample.routing in (expected.routing, b"")  # aborted at its last token: unknown
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert first.stats.tokens + second.stats.tokens == whole.stats.tokens, "no token was generated twice"
+    assert all(second.samples[one.key].routing for one in rest), "the last answer has the experts of all tokens"
+
+
+@pytest.fixture(scope="module")
+def routed(server: tuple[int, Endpoint, Path]) -> tuple[Rollout, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Rows of the engine, two samples of each prompt, and the trainer's passes over them by the experts they replay."""
+    with ServerRouter([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as fleet:
+        fleet.mark_ready(0, VERSION)
+        engine = SglangRolloutEngine(
+            fleet,
+            everyone=SingleRank(),
+            weight_version=lambda: VERSION,
+            bring_back=lambda lost: pytest.fail(f"lost {lost}"),
+            settings=SglangRolloutSettings(
+                sampling=replace(SAMPLED, max_new_tokens=20),
+                max_positions=256,
+                timeout_s=120.0,
+                concurrency=8,
+                restarts=0,
+                failed=FailedSamples(mask=False, max_share=0.0),
+                routed=RoutedLayers((True,) * LAYERS, TOP_K),
+            ),
+        )
+        asked = requests(6)
+        prompts = [Prompt(index=i, token_ids=one.prompt, text="", answer="") for i, one in enumerate(asked)]
+        rows = engine.generate(prompts, range(len(prompts)), n=2, seed=(0, 1))
+    columns = {"tokens": rows.tokens, "prompt_lengths": rows.prompt_lengths, "lengths": rows.lengths}
+    replays = {"free": None, "server's": rows.routing, "shifted": rows.routing.roll(1, dims=1)}
+    return rows, run_ranks(1, forwards, server[2], SAMPLED.temperature, columns, replays)[0]
+
+
+def agreement(one: torch.Tensor, other: torch.Tensor, where: torch.Tensor) -> float:
+    """Return the share of (token, layer) with the same experts in any order, of the tokens at `where` [B, S]."""
+    return (one.sort(-1).values == other.sort(-1).values).all(-1)[where].double().mean().item()
+
+
+def test_a_server_reports_the_experts_that_the_trainer_takes(routed: Any) -> None:
+    """For each token but a row's last, prompts included, and for no token's neighbour."""
+    rows, passes = routed
+    known = torch.arange(rows.tokens.size(1)) < rows.lengths[:, None] - 1
+    assert (rows.routing.dtype, rows.routing.shape) == (torch.int16, (*rows.tokens.shape, LAYERS, TOP_K))
+    assert (rows.routing[~known] == -1).all()
+    assert set(rows.routing[known].unique().tolist()) == set(range(EXPERTS))
+    assert (rows.routing[known].sort(-1).values.diff(dim=-1) > 0).all(), "no expert twice"
+    own = passes["free"][1]
+    # float32 on both sides. Where two experts are equal but for rounding the sides may differ; none of 1000 does here.
+    assert agreement(rows.routing, own, known) > 0.99
+    # Half of the tokens have a neighbour with the same experts: rows repeat tokens.
+    for places in (-1, 1):
+        assert agreement(rows.routing.roll(places, dims=1), own, known) < 0.7
+
+
+def test_the_trainer_replays_the_experts_that_a_server_reports(routed: Any) -> None:
+    rows, passes = routed
+    known = torch.arange(rows.tokens.size(1)) < rows.lengths[:, None] - 1
+    logprobs, experts = passes["server's"]
+    assert agreement(rows.routing, experts, known) == 1.0
+    differences = (logprobs - rows.rollout_logprobs).abs()[rows.loss_mask]
+    assert differences.max() < 1e-4  # float32 sums in another order
+    shifted = (passes["shifted"][0] - rows.rollout_logprobs).abs()[rows.loss_mask]
+    assert shifted.mean() > 0.1, "a neighbour's experts are not the token's"
 
 
 def test_a_killed_server_loses_no_sample(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:

@@ -75,9 +75,19 @@ def test_experts_go_with_their_tokens_and_mixtures() -> None:
     assert (rows.routing[2, 2:] == -1).all()
 
 
-@pytest.mark.parametrize(
-    "experts", [b"", routing_of(4, layers=4)[1], routing_of(9)[1]], ids=["none", "four layers", "more tokens"]
-)
+def test_experts_of_a_request_that_was_aborted_at_its_last_token_are_unknown() -> None:
+    _, long_bytes = routing_of(4)
+    samples = {(4, 0): replace(SAMPLES[4, 0], routing=long_bytes), (6, 0): SAMPLES[6, 0]}
+    rows = rollout_of(
+        REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
+        routed=RoutedLayers((False, True, True), top_k=2),
+    )  # fmt: skip
+    assert rows.routing is not None
+    assert (rows.routing[0, :3] >= 0).all()
+    assert (rows.routing[2] == -1).all()
+
+
+@pytest.mark.parametrize("experts", [routing_of(4, layers=4)[1], routing_of(9)[1]], ids=["four layers", "more tokens"])
 def test_experts_of_another_model_are_an_error(experts: bytes) -> None:
     samples = {key: replace(sample, routing=experts) for key, sample in SAMPLES.items()}
     with pytest.raises(RunError, match=r"the model has 3 layers with 2 experts of each token: .*return_routing=false"):

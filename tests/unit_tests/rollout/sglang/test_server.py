@@ -263,7 +263,8 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(
     assert process.alive
     assert process.log_file.read_text("utf-8").count("hello") == 2  # appended
     first = (process.pid, endpoint)
-    process.restart()
+    process.stop()
+    process.start()
     assert not group.members(first[0])
     again = process.wait_ready()
     assert again.keys != endpoint.keys

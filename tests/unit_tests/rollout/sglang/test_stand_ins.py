@@ -99,6 +99,7 @@ def source(path, name):
 def wheel(name):
     return importlib.util.find_spec(name) is not None
 seeded = source("srt/sampling/sampling_batch_info.py", "from_schedule_batch")
+pinned = (root / "srt/mem_cache/pool_host/common.py").read_text("utf-8").partition("ALLOC_MEMORY_FUNCS = ")[2]
 found = {
     "version": importlib.metadata.version("sglang"),
     "sgl_kernel is missing": not wheel("sgl_kernel"),
@@ -111,6 +112,7 @@ found = {
     "the ranks' meeting place can be told": "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" in source("srt/distributed/bootstrap.py", "_resolve_dist_init_method"),
     "Megatron-Core is for the dumper": [p.name for p in root.rglob("*.py") if "from megatron" in p.read_text("utf-8")] == ["dumper.py"],
     "GC is frozen by an own request": "/freeze_gc" in source("srt/entrypoints/http_server.py", "_freeze_gc_after_server_warmup"),
+    "memory is pinned by CUDA on CPUs, too": "lambda: alloc_with_host_register" in pinned and '"cpu":' not in pinned,
     "the hash is the kernel's": "torch.ops.sgl_kernel.murmur_hash32_cpu" in "".join(path.read_text("utf-8") for path in root.rglob("*murmur*.py")) + (root / "srt/layers/sampler.py").read_text("utf-8"),
 }
 """  # noqa: E501

@@ -26,7 +26,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang.weights.buckets import MappedFile, payload, slot_tensor
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
-from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, chosen
+from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, chosen, sites_of
 from mega_rl.rollout.sglang.weights.transports import choose
 from mega_rl.rollout.sglang.weights.transports.choose import (
     Placement,
@@ -289,6 +289,28 @@ def test_cuda_ipc_needs_a_gpu_for_every_rank_of_the_servers() -> None:
 def test_servers_have_the_gpus_of_the_ranks_on_their_host() -> None:
     servers = [Server(0, 2, "a"), Server(1, 2, "b"), Server(2, 1, "a"), Server(3, 1, "a")]
     assert ranks_of_servers(servers, ["a", "a", "b", "a", "b"]) == {0: [0, 1], 1: [2, 4], 2: [3], 3: []}
+
+
+def test_a_server_on_several_hosts_has_an_equal_share_of_its_ranks_on_each() -> None:
+    """In the order of its nodes; the next server has the GPUs after them, on each."""
+    hosts = ["a", "a", "b", "b", "c", "c"]
+    servers = [Server(0, 2, "b", None, ("a",)), Server(1, 2, "b", None, ("a",)), Server(2, 2, "c")]
+    assert ranks_of_servers(servers, hosts) == {0: [2, 0], 1: [3, 1], 2: [4, 5]}
+    assert sites_of(hosts, servers) == ("b", "b", "b", "b", "c", "c")
+    assert sites_of(hosts, servers[2:]) == tuple(hosts)
+    where = Placement(tuple(hosts), colocated=True)
+    assert why_not("cuda_ipc", weights("cuda"), servers, where) is None
+    reason = why_not("cuda_ipc", weights("cuda"), [Server(0, 6, "b", None, ("a",))], where)
+    assert reason == "servers of one host have 3 tensor-parallel ranks together, the trainer has 2 GPUs there"
+    reason = why_not("cuda_ipc", weights("cuda"), [Server(0, 2, "b", None, ("z",))], where)
+    assert reason == "server 0 runs on a host without ranks of the trainer"
+    reason = why_not("shared_memory", weights(), servers, where)
+    assert reason == "server 0 has ranks on several hosts, which share no memory with one sender"
+    name = choose_transport(
+        "auto", weights(), [Server(0, 2, "b", FakeReceiver(0), ("a",))], Placement(("b", "b"), colocated=False),
+        bucket_bytes=1, timeout_s=1.0, folder=Path("/run"), source=Path("/model"),
+    ).name  # fmt: skip
+    assert name == "disk", "its address is loopback"
 
 
 def test_loopback_is_no_meeting_point_of_several_hosts() -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from mega_rl.config.rules.rollout import is_loopback
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.weights.reshard import first_ranks
@@ -116,8 +116,9 @@ def _why_not_cuda_ipc(servers: Sequence[Server], placement: Placement, *, on_gpu
     reason = _why_not_together(servers, placement)
     if reason is not None:
         return reason
-    for host in dict.fromkeys(server.host for server in servers):
-        needed, there = sum(server.tp for server in servers if server.host == host), placement.hosts.count(host or "")
+    for host in dict.fromkeys(host for server in servers for host in server.hosts):
+        shares = [server.hosts.count(host) * server.tp // len(server.hosts) for server in servers]
+        needed, there = sum(shares), placement.hosts.count(host)
         if needed > there:
             return (
                 f"servers of one host have {needed} tensor-parallel ranks together, the trainer has {there} GPUs there"
@@ -128,6 +129,9 @@ def _why_not_cuda_ipc(servers: Sequence[Server], placement: Placement, *, on_gpu
 def _why_not_shared_memory(servers: Sequence[Server], placement: Placement) -> str | None:
     if not hasattr(os, "memfd_create"):
         return "memory without a file is shared on Linux only"
+    spanning = [server.index for server in servers if server.further_hosts]
+    if spanning:
+        return f"server {spanning[0]} has ranks on several hosts, which share no memory with one sender"
     return _why_not_together(servers, placement)
 
 
@@ -136,7 +140,7 @@ def _why_not_together(servers: Sequence[Server], placement: Placement) -> str | 
     for server in servers:
         if server.host is None:
             return f"whether server {server.index} runs on the trainer's host is not known"
-        if server.host not in placement.hosts:
+        if not set(server.hosts) <= set(placement.hosts):
             return f"server {server.index} runs on a host without ranks of the trainer"
     return None
 
@@ -148,7 +152,7 @@ def _why_not_distributed(
         return "NCCL has no groups of several processes on one GPU, and servers share the trainer's"
     # Servers meet each other and the first rank of every pipeline stage.
     hosts = {placement.hosts[rank] for rank in first_ranks(weights.engine.sharding.layout)}
-    hosts |= {server.host or "" for server in servers}
+    hosts |= {host for server in servers for host in server.hosts or ("",)}
     for server in servers:
         url = "" if server.receiver is None else server.receiver.endpoint.url
         if len(hosts) > 1 and is_loopback(urlsplit(url).hostname or ""):

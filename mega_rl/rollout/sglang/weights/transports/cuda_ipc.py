@@ -2,7 +2,9 @@
 
 Every rank assembles each bucket on its GPU, and the servers' tensor-parallel rank on the same GPU opens that memory by
 its handle. The first rank of each host gathers the handles of its host's ranks, in one collective for each bucket that
-is also their barrier, and speaks with its host's servers. While servers load a bucket the ranks gather the next one.
+is also their barrier, and speaks with its host's servers. Hosts that one server spans are one site, whose first rank
+does so for all: a request has a handle for each rank of the server, made on that rank's own host. While servers load a
+bucket the ranks gather the next one.
 
 Who waits for whom on a device is torch's own protocol. Sharing a tensor records an event, for which the receiver's
 stream waits, so no rank waits for its device. The receiver counts the handle down once its stream has read the memory,
@@ -36,6 +38,7 @@ from mega_rl.rollout.sglang.weights.transport import (
     Server,
     ServerRequests,
     chosen,
+    sites_of,
 )
 
 if TYPE_CHECKING:
@@ -149,15 +152,18 @@ class CudaDevice:
 def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[str]) -> dict[int, list[int]]:
     """Return by server the trainer's ranks on the GPUs of its tensor-parallel ranks.
 
-    hosts: of each rank. Servers of a host have its GPUs one after the other, and so have ranks. A list is too short
-    where a host has fewer ranks than its servers need.
+    hosts: of each rank. Servers of a host have its GPUs one after the other, and so have ranks; a server on several
+    hosts has an equal share of its ranks on each. A list is too short where a host has fewer ranks than its servers
+    need.
     """
     free = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
-    ranks = {}
+    ranks: dict[int, list[int]] = {}
     for server in servers:
-        left = free.get(server.host or "", [])
-        ranks[server.index] = left[: server.tp]
-        del left[: server.tp]
+        ranks[server.index] = []
+        for host in server.hosts:
+            left, share = free.get(host, []), server.tp // len(server.hosts)
+            ranks[server.index] += left[:share]
+            del left[:share]
     return ranks
 
 
@@ -178,9 +184,9 @@ class CudaIpcTransport:
     ) -> None:
         """hosts: of each rank of the run. timeout_s: of a server's answer. device: None takes the weights'.
 
-        A server's `receiver` is needed on the first rank of its host.
+        A server's `receiver` is needed on the first rank of its (first) host.
         """
-        self._weights, self._servers, self._hosts = weights, list(servers), list(hosts)
+        self._weights, self._servers, self._sites = weights, list(servers), sites_of(hosts, servers)
         self._ranks = ranks_of_servers(servers, hosts)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s + GRACE_S
         self._device = device
@@ -189,28 +195,28 @@ class CudaIpcTransport:
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
         started = time.perf_counter()
         if self._meetings is None:
-            self._meetings = HostMeetings(self._hosts, timeout_s=self._timeout_s)
+            self._meetings = HostMeetings(self._sites, timeout_s=self._timeout_s)
         device = self._device or CudaDevice(self._weights.device)
-        host = self._meetings.host
+        site = self._meetings.host
         to = chosen(self._servers, servers)
-        own_host = self._hosts[dist.get_rank()]
-        here = [server for server in to if server.host == own_host]
+        own_site = self._sites[dist.get_rank()]
+        here = [server for server in to if server.host == own_site]
         buckets = self._weights.buckets(self._bucket_bytes)
         stream = self._weights.export(bucket_bytes=self._bucket_bytes)
-        with ServerRequests(here if host.leads else []) as requests:
+        with ServerRequests(here if site.leads else []) as requests:
             # The bucket that servers load and the one before it, which they have answered; a third is being filled.
             held: deque[Tensor] = deque(maxlen=2)
             for bucket, data in filled(stream, buckets, lambda _, n: device.memory(n), self._weights.dtype):
                 held.append(data)
                 requests.wait()
-                handles = host.gather(device.handle(data), what="to share handles")
+                handles = site.gather(device.handle(data), what="to share handles")
                 last = bucket is buckets[-1]
-                if host.leads:
+                if site.leads:
                     requests.start(self._post(bucket, handles, device, version if last else None))
             requests.wait()
             slots = sum(len(bucket.slots) for bucket in buckets)
             report = SendReport(bytes=sum(b.nbytes for b in buckets), buckets=len(buckets), tensors=slots)
-            leaders = sorted({self._hosts.index(server.host) for server in to if server.host is not None})
+            leaders = sorted({self._sites.index(server.host) for server in to if server.host is not None})
             report = requests.agree(report, self._meetings.world, leaders=leaders, started=started)
         held.clear()
         device.close()
@@ -224,8 +230,8 @@ class CudaIpcTransport:
     def _post(
         self, bucket: Bucket, handles: Sequence[object], device: SharedDevice, version: int | None
     ) -> Callable[[Server, Receiver], None]:
-        """Return the request for one bucket; handles: of this host's ranks."""
-        own = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[dist.get_rank()]]
+        """Return the request for one bucket; handles: of this site's ranks."""
+        own = [rank for rank, site in enumerate(self._sites) if site == self._sites[dist.get_rank()]]
         texts = {
             rank: payload(device.opened(handle), bucket, self._weights.dtype)
             for rank, handle in zip(own, handles, strict=True)
