@@ -308,6 +308,10 @@ class Scorer(Protocol):
         """Return the reward of each row, [B] float32."""
         ...
 
+    def metrics(self) -> Metrics:
+        """Return metrics of the responses scored since the last call, equal on all ranks."""
+        ...
+
 
 class TokenModel(Protocol):
     """Frozen or trained model that returns one value or log-prob per token (actor, reference, critic)."""

@@ -11,6 +11,7 @@ from mega_rl.parallel.agreement import (
     broadcast_json,
     first_failure,
     raise_together,
+    run_beside_meetings,
     run_on_all,
     run_on_one,
 )
@@ -65,6 +66,29 @@ def _uneven_work(rank: int) -> list[object]:
 def test_ranks_whose_work_ends_early_meet_until_all_have_ended() -> None:
     errors = ["UserError: prompt 7 is empty", "RunError: prompt 7 is empty"]
     assert run_ranks(2, _uneven_work, device="cpu") == [[0, *errors], [1, *errors]]
+
+
+def _work_on_the_main_thread(rank: int) -> list[object]:
+    """Rank 1 sleeps for longer than a collective may take: first in health, then stalled from the start."""
+    ranks = _world(timeout_s=2.0)
+
+    def work() -> bool:
+        time.sleep(3.0 * rank)
+        return threading.current_thread() is threading.main_thread()
+
+    results: list[object] = [run_beside_meetings(work, ranks, stalled=lambda: None, beat_s=0.5)]
+    begin = time.monotonic()
+    try:
+        run_beside_meetings(work, ranks, stalled=lambda: f"rank {rank} waits for prompt 17", beat_s=0.5)
+    except RunError as error:
+        results.append(str(error))
+    return [*results, time.monotonic() - begin < 2.9]
+
+
+def test_ranks_meet_on_another_thread_while_the_main_thread_works_until_one_is_stalled() -> None:
+    """The rank that is not stalled learns of the other at once, not when its work ends."""
+    message = "rank 1 waits for prompt 17"
+    assert run_ranks(2, _work_on_the_main_thread, device="cpu") == [[True, message, True], [True, message, False]]
 
 
 def _failing_work(rank: int, kind: str) -> str:

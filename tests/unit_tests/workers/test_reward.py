@@ -49,7 +49,7 @@ def score_on(
     def work(rank: int) -> None:
         replica = groups[rank // size].rank(rank % size)
         scorer = FunctionRewards(function)
-        worker = RewardWorker(scorer, decode=decode, replica=replica, everyone=everyone.rank(rank))  # type: ignore[arg-type]
+        worker = RewardWorker(scorer, decode=decode, replica=replica, everyone=everyone.rank(rank), timeout_s=60)  # type: ignore[arg-type]
         try:
             results[rank] = worker.score(rollout_of(), PROMPTS)
         except RewardError as error:
@@ -159,7 +159,7 @@ def test_failed_samples_are_not_scored() -> None:
         seen.append(prompt)
         return 7.0
 
-    worker = RewardWorker(FunctionRewards(function), decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
+    worker = RewardWorker(FunctionRewards(function), decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
     assert worker.score(rollout, PROMPTS).tolist() == [7.0, 0.0, 7.0]
     assert seen == ["2+3=", "2+3="]
 
@@ -167,5 +167,5 @@ def test_failed_samples_are_not_scored() -> None:
 def test_no_rows() -> None:
     alone = ThreadGroup(1).rank(0)
     scorer = FunctionRewards(lambda *_: 1.0)
-    worker = RewardWorker(scorer, decode=decode, replica=alone, everyone=alone)  # type: ignore[arg-type]
+    worker = RewardWorker(scorer, decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
     assert worker.score(rollout_of()[:0], PROMPTS).shape == (0,)
