@@ -14,7 +14,7 @@ from mega_rl.config.schema import Config, RewardConfig
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError
-from mega_rl.protocols import Ranks, Scorer
+from mega_rl.protocols import Ranks, SampleListener, Scorer
 from mega_rl.workers.reward import FunctionRewards, RewardWorker, TextScorer
 from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
@@ -88,16 +88,25 @@ def build_reward(
     decode: Decode,
     everyone: Ranks,
     on_device: Callable[[], AbstractContextManager[None]],
+    listen: Callable[[SampleListener], None],
 ) -> Scorer:
-    """The reward role over what `prepare_reward` gave; in `on_device` a reward model finds room on its device."""
+    """The reward role over what `prepare_reward` gave.
+
+    In `on_device` a reward model finds room on its device; `listen` adds a listener of samples as they end.
+    """
     if isinstance(prepared, FunctionRewards | PooledRewards | HttpRewards):
-        return RewardWorker(
+        arrives = config.rollout.backend == "sglang"  # sample by sample
+        scorer = RewardWorker(
             prepared,
             decode=decode,
             replica=roles.actor_engine.replica,
             everyone=everyone,
             timeout_s=config.trainer.timeout_s,
+            early=None if isinstance(prepared, HttpRewards) or not arrives else prepared.begin,
         )
+        if isinstance(prepared, PooledRewards) and arrives:
+            listen(scorer.begin)
+        return scorer
     assert callable(prepared)
     hf, trainer = roles.engines["reward"].sharding.hf, config.trainer
     limits = RowLimits(

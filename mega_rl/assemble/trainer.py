@@ -209,6 +209,7 @@ def _connect(
             decode=tokens.decode,
             everyone=parts.world,
             on_device=rollouts.on_device,
+            listen=rollouts.listen,
         ),
         actor=roles.actor,
         critic=roles.critic,

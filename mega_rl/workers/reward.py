@@ -15,6 +15,7 @@ from mega_rl.parallel.agreement import all_failures, raise_together, run_beside_
 from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics, Prompt, Rollout
 from mega_rl.workers.reward_calls import NoScoreError, evaluate, plan_call, shortened
+from mega_rl.workers.reward_pool.begun import Begun
 
 Report = Callable[[str], None]  # receives what a scorer waits for from now on: "prompt 17"
 Scores = list[float]
@@ -52,8 +53,9 @@ class TextScorer(Protocol):
 class RewardWorker:
     """Reward role of one replica.
 
-    Each rank of the replica scores its share of the rows, every size-th one, and all get the sum: a scorer that is
-    slow, random or a service sees each response once, and all ranks of a replica train on the same numbers.
+    Each rank of the replica scores its share of the rows and all get the sum: a scorer that is slow, random or a
+    service sees each response once, and all ranks of a replica train on the same numbers. A share is every size-th row,
+    or, where samples are scored as they arrive, what the rank has begun and every size-th of the others.
     """
 
     def __init__(
@@ -64,18 +66,29 @@ class RewardWorker:
         replica: Ranks,
         everyone: Ranks,
         timeout_s: float,
+        early: Callable[[Prompt, str], None] | None = None,
     ) -> None:
         """
         decode: turns response token ids into text and leaves special tokens out.
         everyone: all ranks, which wait for each other's scores however long that takes all in all.
         timeout_s: a rank that has begun no response for so long ends the run.
+        early: begins to score a response that the scorer will be asked for; any thread, returns at once. Given on all
+            ranks of the replica or on none.
         """
         self._scorer = scorer
         self._decode = decode
         self._replica = replica
         self._everyone = everyone
         self._timeout_s = timeout_s
+        self._early = early
+        self._begun: Begun[bool] = Begun()  # by prompt and response tokens
         self._metrics: Metrics = {}
+
+    def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
+        """Begin to score a response that has just ended; a `protocols.SampleListener`."""
+        assert self._early is not None, "early scores are not expected"
+        self._early(prompt, self._decode(token_ids))
+        self._begun.add((prompt.index, tuple(token_ids)), True)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
         """Return the reward of each row, [B] float32 on the device of the rollout; collective over all ranks.
@@ -86,8 +99,7 @@ class RewardWorker:
         """
         device = rollout.tokens.device
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
-        # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
-        rows = answered(rollout)[self._replica.rank :: self._replica.size]
+        rows = self._own_rows(rollout, prompts)
         watch = _Watch(self._timeout_s, rank=self._everyone.rank)
 
         def work() -> tuple[Scores, RewardError | None]:
@@ -108,6 +120,21 @@ class RewardWorker:
         """Return and reset the metrics since the last call, equal on all ranks; see `_settle_counts`."""
         taken, self._metrics = self._metrics, {}
         return taken
+
+    def _own_rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> list[int]:
+        """Return the rows that this rank scores; collective over the replica where scores may have been begun."""
+        rows, rank, size = answered(rollout), self._replica.rank, self._replica.size
+        if self._early is None:
+            # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
+            return rows[rank::size]
+        indices, token_ids = rollout.prompt_index.tolist(), responses(rollout)
+        begun = [row for row in rows if self._begun.take((prompts[indices[row]].index, tuple(token_ids[row])))]
+        self._begun.end_batch()
+        owners = torch.zeros(len(rollout.lengths), dtype=torch.int64)
+        owners[begun] = rank + 1
+        owner_of = self._replica.max(owners).tolist()
+        others = [row for row in rows if not owner_of[row]]
+        return sorted([row for row in rows if owner_of[row] == rank + 1] + others[rank::size])
 
     def _settle_counts(self) -> None:
         """Add the responses without a score of all ranks to the metrics; collective.
@@ -180,6 +207,9 @@ class FunctionRewards:
             except NoScoreError as error:
                 raise no_score(str(error), prompt, response) from error.__cause__
         return scores
+
+    def begin(self, prompt: Prompt, response: str) -> None:
+        """Do nothing: the function is called in the main thread, when the scores are asked for."""
 
     def take_counts(self) -> None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import Report, RewardError, ScoreCounts, ignore, no_score
 from mega_rl.workers.reward_calls import NoScoreError, RewardCall
+from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.reward_pool.pool import RewardPool, ScoreOutcome
 from mega_rl.workers.reward_pool.process import UnusableFunctionError
 
@@ -44,6 +46,7 @@ class PooledRewards:
         self._examples: list[str] = []
         self._lowest: float | None = None
         self._warned = False
+        self._begun: Begun[Future[ScoreOutcome]] = Begun()  # by prompt and response
 
     @property
     def columns(self) -> RewardColumns:
@@ -52,13 +55,20 @@ class PooledRewards:
 
     def score_texts(self, items: Sequence[tuple[Prompt, str]], report: Report = ignore) -> list[float]:
         """Return the scores, those of failed ones among them. Raises RewardError as `FunctionRewards` does."""
-        futures = [self._submit(prompt, response) for prompt, response in items]
+        futures = [
+            self._begun.take((prompt.index, response)) or self._submit(prompt, response) for prompt, response in items
+        ]
+        self._begun.end_batch()
         self._wait(items, futures, report)
         scores = [
             self._settle(prompt, response, future) for (prompt, response), future in zip(items, futures, strict=True)
         ]
         self._warn_of_prizes()
         return scores
+
+    def begin(self, prompt: Prompt, response: str) -> None:
+        with contextlib.suppress(RewardError):  # which it will be when its score is asked for
+            self._begun.add((prompt.index, response), self._submit(prompt, response))
 
     def take_counts(self) -> ScoreCounts:
         """Return and reset what became of the responses since the last call."""

@@ -1,6 +1,6 @@
 """Whole runs whose reward function runs in worker processes, on two ranks that share a replica.
 
-Three steps of PPO with a reward that depends on every character of a response: metrics are those of the same function
+Two steps of PPO with a reward that depends on every character of a response: metrics are those of the same function
 in the ranks themselves, bit for bit, also after a resume. Workers count what they cannot score.
 """
 
@@ -16,7 +16,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.assemble.run_cases import run_all
 
-STEPS, SAVED = 3, 2
+STEPS, SAVED = 2, 1
 MACHINE = ("time/", "perf/", "memory/", "checkpoint/")  # metrics of the machine rather than of training
 FAILURES = ("reward/timeouts", "reward/crashes")
 REWARDS = """
@@ -82,7 +82,7 @@ def metrics(root: Path, run: str) -> dict[int, dict[str, float]]:
 
 def test_workers_change_no_number_of_a_run(root: Path, runs: list[dict[str, Any]]) -> None:
     expected, scored = metrics(root, "in ranks"), metrics(root, "workers")
-    assert list(expected) == [1, 2, 3]
+    assert list(expected) == [1, 2]
     assert all(record["reward/std"] > 0.1 for record in expected.values())
     assert not any(name in record for record in expected.values() for name in FAILURES)
     assert scored == {step: record | dict.fromkeys(FAILURES, 0.0) for step, record in expected.items()}
@@ -95,10 +95,9 @@ def test_a_resumed_run_goes_on_with_workers_of_its_own(root: Path, runs: list[di
 
 
 def test_responses_that_crash_a_worker_are_scored_and_counted(root: Path, runs: list[dict[str, Any]]) -> None:
-    """Both samples of prompt 3, which is in the first and the third step."""
+    """Both samples of prompt 3, which is in the first step."""
     records = metrics(root, "crashes")
-    assert [record["reward/crashes"] for record in records.values()] == [2.0, 0.0, 2.0]
-    assert [record["reward/min"] for record in records.values()][::2] == [-20.0, -20.0]
-    assert records[2]["reward/min"] > -20.0
+    assert [record["reward/crashes"] for record in records.values()] == [2.0, 0.0]
+    assert records[1]["reward/min"] == -20.0 < records[2]["reward/min"]
     printed = "".join(rank["crashes"]["printed"] for rank in runs)
-    assert printed.count("prompt 3: '3+2='") == 4
+    assert printed.count("prompt 3: '3+2='") == 2

@@ -91,6 +91,11 @@ class Naughty:
         os._exit(3)
 
     @staticmethod
+    def linger_and_hang(rest: str) -> None:
+        Naughty.linger(rest)
+        Naughty.hang(rest)
+
+    @staticmethod
     def flood(rest: str) -> None:
         """Eight megabytes each to both outputs."""
         for _ in range(2000):
@@ -135,6 +140,14 @@ class Naughty:
         while not other.exists():
             time.sleep(0.005)
         return 1.0
+
+    @staticmethod
+    def log(rest: str) -> float:
+        """Adds the number, its score, to a file."""
+        path, number = rest.split()
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{number}\n")
+        return float(number)
 
     @staticmethod
     def memory(rest: str) -> float:
