@@ -7,11 +7,18 @@ in the ranks themselves, bit for bit, also after a resume. Workers count what th
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mega_rl.assemble import rewards
+from mega_rl.config.schema import RewardConfig, RewardPoolConfig
+from mega_rl.errors import UserError
+from mega_rl.workers.reward import FunctionRewards
+from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_pool.scorer import PooledRewards
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.assemble.run_cases import run_all
@@ -41,6 +48,54 @@ def settings_of(root: Path, name: str, *more: str, function: str = "of_the_text"
         *("trainer.microbatch.max_tokens=64", "trainer.timeout_s=90", "trainer.device=cpu"),
         *(f"trainer.run_dir={root / name}", f"reward.function={root / 'rewards.py'}:{function}", *more),
     ]
+
+
+class CountedPool:
+    """In place of a pool: the number of its workers."""
+
+    def __init__(self, order: Any, *, num_workers: int, timeout_s: float) -> None:
+        self.num_workers = num_workers
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "function", "num_workers"),
+    [
+        (-1, 4, "math_verify", 3),
+        (-1, 64, "math_verify", 8),
+        (-1, 1, "math_verify", 0),
+        (-1, 4, "exact_match", 0),
+        (2, 1, "exact_match", 2),
+        (0, 4, "math_verify", 0),
+    ],
+)
+def test_workers_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, workers: int, cores: int, function: str, num_workers: int
+) -> None:
+    """By default one for each of its cores but one; none where there is nothing to guard."""
+    pools: list[CountedPool] = []
+    monkeypatch.setattr(rewards, "RewardPool", lambda *of, **given: pools.append(CountedPool(*of, **given)) or pools[0])
+    monkeypatch.setattr(rewards, "own_cores", lambda: cores)
+    config = RewardConfig(function=function, pool=RewardPoolConfig(workers=workers))
+    with ExitStack() as resources:
+        scorer = rewards._function_rewards(config, None, resources)
+    assert [pool.num_workers for pool in pools] == ([num_workers] if num_workers else [])
+    assert isinstance(scorer, PooledRewards if num_workers else FunctionRewards)
+    assert scorer.columns == FunctionRewards(resolve(function)).columns
+
+
+def test_a_function_of_a_python_program_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "own_cores", lambda: 4)
+
+    def short(response: str) -> float:
+        return -float(len(response))
+
+    with ExitStack() as resources:
+        scorer = rewards._function_rewards(RewardConfig(), short, resources)
+        assert isinstance(scorer, FunctionRewards)
+        with pytest.raises(UserError, match=r"reward.pool.workers=2: workers load a function by its name"):
+            rewards._function_rewards(RewardConfig(pool=RewardPoolConfig(workers=2)), short, resources)
 
 
 @pytest.fixture(scope="module")
