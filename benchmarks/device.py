@@ -1,4 +1,4 @@
-"""Figures of one GPU in half an hour: matrix products, head, gradient sums, host copies, CUDA IPC, steps, rollouts.
+"""Figures of one GPU in half an hour: tests, products, steps, head, gradient sums, host copies, IPC, rollouts, a run.
 
     python benchmarks/device.py --json device.json          # every part, at most 8 minutes each
     python benchmarks/device.py head offload                # some parts
@@ -26,12 +26,15 @@ TINY_LIMIT_S = 240  # of all parts together
 # Module of each part, in the order in which half an hour is best spent.
 PARTS = {
     "machine": "device_micro",
+    "tests": "device_runs",
     "step": "device_engine",
     "head": "device_micro",
     "sums": "device_micro",
     "offload": "device_micro",
     "ipc": "device_micro",
     "rollout": "device_engine",
+    "run": "device_runs",
+    "suite": "device_runs",
 }
 
 
@@ -60,6 +63,9 @@ class Expected:
 EXPECTED = (
     Expected("machine", "bf16_tflops", 600, None, "a product of 8192 x 8192 bf16 matrices; the peak is 989"),
     Expected("machine", "copy_tb_s", 3.5, None, "reads and writes of a copy of 4 GB; the peak is 4.8"),
+    Expected(
+        "tests", "failed", None, 0, "what needs a GPU: handles, memory of logits, packing, one GPU against the CPU"
+    ),
     Expected("step", "mfu", 0.40, None, "training of 1.7B and 4B at 8k and 16k tokens without Transformer Engine"),
     Expected("head", "over_gemm", None, 2.0, "log-probs forward and backward against the products of the output layer"),
     Expected("head", "peak_bytes_per_logit", None, 2.6, "bf16 logits, whose memory the gradient takes over"),
@@ -70,6 +76,8 @@ EXPECTED = (
     Expected("ipc", "left_bytes", None, 0, "all shared memory is free again"),
     Expected("rollout", "ms_per_token", 10, 25, "the embedded engine at 0.6B: bound by launches"),
     Expected("rollout", "mismatch_mean", None, 0.02, "nats between rollout and trainer in bf16"),
+    Expected("run", "grad_norm_difference", None, 0.01, "the first step of GRPO in FP32 on the device against the CPU"),
+    Expected("suite", "failed", None, 0, "all unit tests where a GPU is visible"),
 )
 
 

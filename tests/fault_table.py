@@ -555,6 +555,92 @@ REWARDS = (
         "parallel/test_agreement.py",
     ),
 )
+GPU = (
+    _fault(
+        "gpu",
+        "one server by default, the other devices idle",
+        "count = server.count or devices // server.tp",
+        "count = server.count or 1",
+        "assemble/test_memory_turns.py",
+    ),
+    _fault(
+        "gpu",
+        "a window one token too wide in the kernel for variable lengths",
+        "window_size=(-1 if window is None else window - 1, 0)",
+        "window_size=(-1 if window is None else window, 0)",
+        "models/test_varlen.py",
+    ),
+    _fault(
+        "gpu",
+        "fused permutation of tokens where bits must repeat",
+        "te and moe.permute_fusion and not settings.deterministic",
+        "te and moe.permute_fusion",
+        "models/test_moe.py",
+    ),
+    _fault(
+        "gpu",
+        "servers inherit the trainer's allocator",
+        "if name not in _set_by_run and name not in _ALLOCATOR}",
+        "if name not in _set_by_run}",
+        "test_environment.py",
+    ),
+    _fault(
+        "gpu",
+        "the embedded cache doubles beyond the longest sequence",
+        "room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)",
+        "room = self.num_tokens + max(first, _FIRST_RESERVE)",
+        "rollout/test_hf.py",
+    ),
+    _fault(
+        "gpu",
+        "the host asks at every token who is finished",
+        "CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)",
+        "1",
+        "rollout/test_hf.py",
+    ),
+    _fault(
+        "gpu",
+        "one bfloat16 part of the head's float32 gradient",
+        "yield torch.sub(grad, part, out=part)",
+        "yield part.zero_()",
+        "parallel/test_fp32_linear.py",
+    ),
+    _fault(
+        "gpu",
+        "no sum over the columns of a tensor-parallel float32 head",
+        "reduce = partial(reduce_from_tensor_model_parallel_region, group=tp_group)",
+        "reduce = None",
+        "distributed/test_fp32_head.py",
+    ),
+    _fault(
+        "gpu",
+        "no sum over the columns of a sequence-parallel float32 head",
+        "reduce = partial(reduce_scatter_to_sequence_parallel_region, group=tp_group)",
+        "reduce = lambda grad: grad.chunk(tp_group.size())[tp_group.rank()]",
+        "distributed/test_fp32_head.py",
+    ),
+    _fault(
+        "gpu",
+        "float32 logits of FSDP rounded to bfloat16",
+        "head.forward = lambda hidden: fp32_linear(hidden, head.weight)",
+        "head.forward = lambda hidden: fp32_linear(hidden, head.weight).bfloat16()",
+        "distributed/test_fp32_head.py",
+    ),
+    _fault(
+        "gpu",
+        "the plan counts bfloat16 logits under a float32 head",
+        'return _BYTES["fp32"] if self.config.model.fp32_head else self.itemsize',
+        "return self.itemsize",
+        "plan/test_plan.py",
+    ),
+    _fault(
+        "gpu",
+        "server arguments do not reach the server",
+        "for part in pair), *flags, *command_line(settings.args)]",
+        "for part in pair), *flags]",
+        "config/test_server_arguments.py",
+    ),
+)
 FAULTS = (
     *ALGORITHMS,
     *DATA,
@@ -568,4 +654,5 @@ FAULTS = (
     *ENGINES,
     *TURNS,
     *REWARDS,
+    *GPU,
 )

@@ -66,7 +66,6 @@ def measure(package: Path = PACKAGE) -> House:
     counts: Counter[str] = Counter()
     readers, changers, config_takers = [], [], []
     docstrings: dict[str, int] = {}
-    names: dict[str, int] = {}
     for path in sorted(package.rglob("*.py")):
         text, name = path.read_text(encoding="utf-8"), path.relative_to(package).as_posix()
         nodes = list(ast.walk(ast.parse(text)))
@@ -76,8 +75,6 @@ def measure(package: Path = PACKAGE) -> House:
             readers.append(name)
         if vague := sum(map(_is_vague, nodes)):
             docstrings[name] = vague
-        if vague := sum(map(_binds_banned_name, nodes)):
-            names[name] = vague
         if _changes_foreign_modules(nodes, package.name):
             changers.append(name)
         for node in nodes:
@@ -106,7 +103,7 @@ def measure(package: Path = PACKAGE) -> House:
         foreign_changes=changers,
         config_takers=config_takers,
         vague_docstrings=docstrings,
-        vague_names=names,
+        vague_names=vague_names(package),
         own_lazy_imports=counts["lazy"],
         any_annotations=counts["any"],
         type_ignores=counts["ignores"],
@@ -114,6 +111,15 @@ def measure(package: Path = PACKAGE) -> House:
         public_functions=counts["public"],
         documented_functions=counts["documented"],
     )
+
+
+def vague_names(folder: Path) -> dict[str, int]:
+    """Return how often each module below `folder` that does so binds a name of BANNED_NAMES."""
+    counts = {
+        path.relative_to(folder).as_posix(): sum(map(_binds_banned_name, ast.walk(ast.parse(path.read_text("utf-8")))))
+        for path in sorted(folder.rglob("*.py"))
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 def _is_vague(node: ast.AST) -> bool:

@@ -42,9 +42,9 @@ def table(answers: dict[str, list[dict[str, Any]]]) -> str:
         family = CASES[name].family
         cases[family].add(name)
         changed[family] += sum(bool(answer["names"] or answer["different"]) for answer in ranks)
-        found = [answer["error"] for answer in ranks if "error" in answer]
-        if found:
-            errors[family, layout] = max(*found, errors.get((family, layout), 0.0), 0.0)
+        actual = [answer["error"] for answer in ranks if "error" in answer]
+        if actual:
+            errors[family, layout] = max(*actual, errors.get((family, layout), 0.0), 0.0)
     lines = [
         "| family | cases | bits | " + " | ".join(LAYOUTS) + " |",
         "|---|---|---|" + "---|" * len(LAYOUTS),
@@ -63,8 +63,8 @@ def table(answers: dict[str, list[dict[str, Any]]]) -> str:
 def mistakes_table() -> list[str]:
     """What mistakes of other converters would cost on the same models."""
     with tempfile.TemporaryDirectory(prefix="parity_") as folder:
-        (found,) = run_ranks(1, measure_mistakes, folder, timeout_s=300, device="cpu")
-    rows = [f"| {MISTAKES[name].words} | {right:.0e} | {wrong:.2g} |" for name, (right, wrong) in found.items()]
+        (actual,) = run_ranks(1, measure_mistakes, folder, timeout_s=300, device="cpu")
+    rows = [f"| {MISTAKES[name].words} | {right:.0e} | {wrong:.2g} |" for name, (right, wrong) in actual.items()]
     return ["| mistake that other converters make | here | with the mistake |", "|---|---|---|", *rows]
 
 

@@ -81,6 +81,9 @@ def shard_chunks(
         MegatronFsdp(config, ddp_config, chunk, disable_bucketing=stage > 0, device=device, pg_collection=collection)
         for stage, chunk in enumerate(chunks)
     ]
+    if device.type == "cpu":
+        for chunk in wrapped:
+            _gather_at_once(chunk)
     config.finalize_model_grads_func = finalize_sums
     no_sync = [no_sync_of(chunk, ddp) for chunk in wrapped]
     config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
@@ -95,6 +98,16 @@ def no_sync_of(chunk: MegatronFsdp, ddp: DdpConfig) -> Callable[[], AbstractCont
     """
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext if ddp.fsdp_sharding == "optim" else chunk.no_sync
     return no_sync
+
+
+def _gather_at_once(chunk: MegatronFsdp) -> None:
+    """Let each gathering of parameters end before the call returns, as without streams there is nothing to hide it.
+
+    With gatherings on their way gloo's threads write into memory beside the passes, and some launches in a hundred
+    ended with a corrupted heap.
+    """
+    pipeline = chunk.module.all_gather_pipeline
+    pipeline.all_gather_params = partial(pipeline.all_gather_params, async_param_gather=False)
 
 
 def whole_parameters(chunk: MegatronFsdp) -> Iterator[tuple[str, torch.nn.Parameter, Read]]:

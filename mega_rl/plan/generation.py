@@ -9,7 +9,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.state.fsdp import transformers_parameters
 
-# Memory of a server that no release gives back: CUDA's context, graphs and workspaces (measured by nobody yet; SGLang
+# Memory of a server that no release gives back: CUDA's context, graphs and workspaces (not measured yet; SGLang
 # reserves as much when it chooses its share).
 SERVER_RESIDUE = 3 * 10**9
 

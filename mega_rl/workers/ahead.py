@@ -14,12 +14,13 @@ from torch import Tensor
 from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import BackgroundRollouts, RolloutSource, WeightSync
 from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.workers.rollout import WrappedRollouts
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class OneStepAhead:
+class OneStepAhead(WrappedRollouts):
     """Rollout source and weight sync of a run whose servers generate step k + 1 while step k trains.
 
     When step k's rollout is taken, step k + 1's generation begins with the current weights, which step k has yet to
@@ -59,16 +60,6 @@ class OneStepAhead:
         if step + 1 < self.steps:
             self._start(self.prompts(step + 1), step + 1)
         return rollout
-
-    def metrics(self) -> Metrics:
-        return self.source.metrics()
-
-    @property
-    def weight_version(self) -> int:
-        return self.sync.weight_version
-
-    def resume_at(self, version: int) -> None:
-        self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
         """Send the weights between requests; `rollout/ahead_wait_s` is the time that training waited for generation."""

@@ -12,6 +12,7 @@ import torch
 from mega_rl.config.attention import Role
 from mega_rl.protocols import CheckpointStore, Ranks, RolloutSource, ServerMemory, WeightSync
 from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.workers.rollout import WrappedRollouts
 from mega_rl.workers.turns import EVERYTHING, NOTHING, PARAMETERS, ResidentModels
 
 TAGS = ("weights", "kv_cache")  # of the servers' memory, in the order in which it is taken
@@ -120,7 +121,7 @@ class SharedDevices:
 
 
 @dataclass(frozen=True)
-class ColocatedRollouts:
+class ColocatedRollouts(WrappedRollouts):
     """Rollout source and weight sync of a run that shares its devices with the rollout servers.
 
     The order of a step, with the memory that each stage has:
@@ -156,16 +157,6 @@ class ColocatedRollouts:
             if not greedy:
                 self.devices.go_to(TRAINING)
         return rollout
-
-    def metrics(self) -> Metrics:
-        return self.source.metrics()
-
-    @property
-    def weight_version(self) -> int:
-        return self.sync.weight_version
-
-    def resume_at(self, version: int) -> None:
-        self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
         """Send the weights and leave the devices to the servers.

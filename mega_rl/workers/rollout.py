@@ -8,13 +8,30 @@ from typing import Generic
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
-from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples
+from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples, WeightSync
 from mega_rl.types import Metrics, Prompt, Rollout
 
 
 def share(count: int, ranks: Ranks) -> range:
     """Return the contiguous part of `count` items that belongs to this rank; parts differ by one item at most."""
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
+
+
+class WrappedRollouts:
+    """Base of a rollout source and weight sync that adds its own work to those of another source and sync."""
+
+    source: RolloutSource
+    sync: WeightSync
+
+    def metrics(self) -> Metrics:
+        return self.source.metrics()
+
+    @property
+    def weight_version(self) -> int:
+        return self.sync.weight_version
+
+    def resume_at(self, version: int) -> None:
+        self.sync.resume_at(version)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role
 from mega_rl.protocols import Engine, Inspect, RolloutSource, Scorer, TokenLoss, WeightSync
 from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.workers.rollout import WrappedRollouts
 
 PARTS = ("parameters", "gradients", "optimizer")
 EVERYTHING = frozenset(PARTS)
@@ -108,7 +109,7 @@ class EngineInTurn:
 
 
 @dataclass(frozen=True)
-class RolloutsInTurn:
+class RolloutsInTurn(WrappedRollouts):
     """Rollout source and weight sync of a run whose models take turns, without servers on the same devices.
 
     Weights are sent with the policy's parameters alone on the device. While responses are generated it holds
@@ -124,16 +125,6 @@ class RolloutsInTurn:
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         self.models.take_turn("actor", self.policy)
         return self.source.generate(prompts, step=step, greedy=greedy)
-
-    def metrics(self) -> Metrics:
-        return self.source.metrics()
-
-    @property
-    def weight_version(self) -> int:
-        return self.sync.weight_version
-
-    def resume_at(self, version: int) -> None:
-        self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
         self.models.take_turn("actor", PARAMETERS)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mega_rl.config.keys import with_settings
@@ -16,6 +13,7 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.passes import training_pass
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
 from mega_rl.plan.state.ranks import state_of
+from tests.fake_gpu.launch import reports_of
 from tests.fake_gpu.models import MODELS
 
 SP = {"sequence_parallel": True}
@@ -80,16 +78,7 @@ def peaks(names: Iterable[str]) -> dict[str, Peak]:
     """Return the planned and the counted peak of some cases; starts one program for all of them."""
     names = list(names)
     arguments = [json.dumps(SIZES | CASES[name] | {"passes": ["train"]}) for name in names]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu.program", *arguments],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(reports) == len(names), done.stderr[-3000:]
+    reports = reports_of(arguments)
     return {name: peak_of(CASES[name], report) for name, report in zip(names, reports, strict=True)}
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fake_gpu import guard
+from tests.fake_gpu.launch import reports_of
 from tests.fake_gpu.plan_table import peak_of
 
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
@@ -65,17 +63,7 @@ ALLOWED = AT_THE_END | IN_A_MIXTURE | IN_A_TURN
 def seen() -> dict[str, Any]:
     """What the program reports of every case, by its name, and of "probe"."""
     arguments = ["probe", *(json.dumps(case) for case in CASES.values())]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.fake_gpu.program", *arguments],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(arguments), done.stderr[-3000:]
-    return dict(zip(["probe", *CASES], lines, strict=True))
+    return dict(zip(["probe", *CASES], reports_of(arguments), strict=True))
 
 
 def of(seen: dict[str, Any], case: str) -> dict[str, Any]:

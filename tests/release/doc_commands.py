@@ -174,15 +174,15 @@ TEMPLATE = (
 
 def commands(text: str) -> Iterator[str]:
     """Yield the commands of a page in their order, without comments; a page's blocks that are files are none."""
-    found: list[tuple[int, str]] = [(match.start(), match[1]) for match in INLINE.finditer(text)]
+    actual: list[tuple[int, str]] = [(match.start(), match[1]) for match in INLINE.finditer(text)]
     for block in BLOCK.finditer(text):
         if block[1] not in ("", "sh", "bash") or FILE.match(block[2]):
             continue
         for line in re.sub(r"\s*\\\n\s*", " ", block[2]).splitlines():
             command = re.sub(r"\s+#.*$", "", line).strip()
             if COMMAND.match(command):
-                found.append((block.start(), command))
-    yield from (command for _, command in sorted(found, key=lambda item: item[0]))
+                actual.append((block.start(), command))
+    yield from (command for _, command in sorted(actual, key=lambda item: item[0]))
 
 
 def files(text: str) -> Iterator[tuple[str, str]]:

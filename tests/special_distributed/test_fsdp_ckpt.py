@@ -67,27 +67,27 @@ def step(engine: Any, rows: Experience) -> dict[str, Tensor]:
     metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-2)
     outputs = engine.forward(rows, with_entropy=True)
     assert outputs.logprobs.any()
-    found = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-    return {**found, "logprobs": outputs.logprobs, "entropy": outputs.entropy}
+    actual = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+    return {**actual, "logprobs": outputs.logprobs, "entropy": outputs.entropy}
 
 
 def pieces(engine: Any) -> dict[str, Tensor]:
     """Copies of all that a checkpoint keeps of this rank, by name and place."""
     state = engine.state()
-    found = {f"{piece.name} {piece.box}": piece.data.detach().clone() for piece in state.pieces}
-    assert len(found) == len(state.pieces)
-    return found | {f"numbers/{name}": torch.tensor(number) for name, number in state.numbers.items()}
+    actual = {f"{piece.name} {piece.box}": piece.data.detach().clone() for piece in state.pieces}
+    assert len(actual) == len(state.pieces)
+    return actual | {f"numbers/{name}": torch.tensor(number) for name, number in state.numbers.items()}
 
 
-def different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+def different(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """Names whose tensors are not equal to the bit."""
-    assert found.keys() == expected.keys()
-    return [name for name, tensor in found.items() if not equal_bits(tensor, expected[name])]
+    assert actual.keys() == expected.keys()
+    return [name for name, tensor in actual.items() if not equal_bits(tensor, expected[name])]
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    wrong = different(found, expected)
-    assert not wrong, f"{len(wrong)} of {len(found)} differ: {', '.join(wrong[:5])}"
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    wrong = different(actual, expected)
+    assert not wrong, f"{len(wrong)} of {len(actual)} differ: {', '.join(wrong[:5])}"
 
 
 def kinds(names: Iterable[str]) -> set[str]:

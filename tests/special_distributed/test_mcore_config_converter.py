@@ -16,6 +16,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from tests.special_distributed.program import finish, pass_on_four_ranks, world
 from tests.unit_tests.converters.tiny_configs import TINY
 
+DEFAULT = "as by default"
 LAYOUT = ParallelLayout(world_size=8, tp=2, pp=2, cp=2, sequence_parallel=True)
 
 # What layout, dtype and the trainer's conventions set, the same for every model.
@@ -204,7 +205,7 @@ def differing_fields() -> dict[str, dict[str, Any]]:
     prepare("cpu")
     from mega_rl.models.build import ModelSettings, transformer_config
 
-    found = {}
+    actual = {}
     for name, raw in TINY.items():
         config = transformer_config(
             parse_hf_config(raw),
@@ -213,15 +214,15 @@ def differing_fields() -> dict[str, dict[str, Any]]:
             attention="sdpa",
             device_overrides={},
         )
-        found[name] = {"class": type(config).__name__}
+        actual[name] = {"class": type(config).__name__}
         for field in fields(config):
             made = field.default_factory() if field.default_factory is not MISSING else None
             default = made if field.default is MISSING else field.default
             if getattr(config, field.name) != default:
-                found[name][field.name] = plain(getattr(config, field.name))
+                actual[name][field.name] = plain(getattr(config, field.name))
         beside = vars(config).keys() - {field.name for field in fields(config)}
-        found[name] |= {key: getattr(config, key) for key in beside if key.startswith("yarn_")}
-    return found
+        actual[name] |= {key: getattr(config, key) for key in beside if key.startswith("yarn_")}
+    return actual
 
 
 def plain(value: Any) -> Any:
@@ -236,14 +237,14 @@ def plain(value: Any) -> Any:
 
 def every_field_is_as_expected() -> None:
     assert EXPECTED.keys() <= TINY.keys()
-    found = differing_fields()
+    actual = differing_fields()
     for name, expected in EXPECTED.items():
         latent = name in ("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight")
         whole = expected | {"class": "MLATransformerConfig" if latent else "TransformerConfig"}
         wrong = [
-            f"{name}.{field} is {found[name].get(field, 'as by default')}, expected {whole.get(field, 'as by default')}"
-            for field in sorted(whole.keys() | found[name].keys())
-            if field not in found[name] or field not in whole or found[name][field] != whole[field]
+            f"{name}.{field} is {actual[name].get(field, DEFAULT)}, expected {whole.get(field, DEFAULT)}"
+            for field in sorted(whole.keys() | actual[name].keys())
+            if field not in actual[name] or field not in whole or actual[name][field] != whole[field]
         ]
         assert not wrong, "\n".join(wrong)
 

@@ -52,24 +52,24 @@ def gathered_in_rank_order(ranks: GroupRanks, members: list[int]) -> None:
     """`members` are the world's ranks in the group, in its order."""
     mine = members[ranks.rank]
     given = batch(mine).to(device())
-    found = ranks.gather_tensordict(given)
+    actual = ranks.gather_tensordict(given)
     parts = [batch(member) for member in members]
-    assert found.batch_size == (sum(ROWS[member] for member in members),)
-    assert set(found.keys()) == set(given.keys())
+    assert actual.batch_size == (sum(ROWS[member] for member in members),)
+    assert set(actual.keys()) == set(given.keys())
     length = max(LENGTHS[member] for member in members)
     tensors = [name for name, field in parts[0].items() if isinstance(field, Tensor)]
     assert len(tensors) == 7
     for name in tensors:
         assert torch.equal(given[name].cpu(), batch(mine)[name]), "the input changed"
         expected = torch.cat([with_length(part[name], length) for part in parts])
-        assert found[name].device == device()
-        assert found[name].dtype == expected.dtype, name
-        assert torch.equal(found[name].cpu(), expected), name
+        assert actual[name].device == device()
+        assert actual[name].dtype == expected.dtype, name
+        assert torch.equal(actual[name].cpu(), expected), name
     for name in ("text", "answer"):
-        assert found.get(name).tolist() == [value for part in parts for value in part.get(name).tolist()], name
-    assert found["meta"] == {"temperature": 0.7, "stop": ["<eos>"]}
-    again = ranks.gather_tensordict(found)  # a gathered batch is a batch
-    assert again.get("text").tolist() == found.get("text").tolist() * ranks.size
+        assert actual.get(name).tolist() == [value for part in parts for value in part.get(name).tolist()], name
+    assert actual["meta"] == {"temperature": 0.7, "stop": ["<eos>"]}
+    again = ranks.gather_tensordict(actual)  # a gathered batch is a batch
+    assert again.get("text").tolist() == actual.get("text").tolist() * ranks.size
 
 
 def with_length(field: Tensor, length: int) -> Tensor:
@@ -85,8 +85,8 @@ def a_field_that_one_rank_lacks_is_told_to_all(ranks: GroupRanks) -> None:
     given = batch(ranks.rank)
     if ranks.rank == 3:
         del given["mask"]
-    told = r"field 'mask' .* torch.bool \[B, S\] on rank\(s\) 0, 1, 2; missing on rank\(s\) 3$"
-    with pytest.raises(RunError, match=told):
+    message = r"field 'mask' .* torch.bool \[B, S\] on rank\(s\) 0, 1, 2; missing on rank\(s\) 3$"
+    with pytest.raises(RunError, match=message):
         ranks.gather_tensordict(given)
 
 

@@ -17,13 +17,13 @@ from tests.special_distributed.program import finish, group_of_mine, pass_under_
 
 def metrics(rank: int) -> dict[str, float | list[float]]:
     """Numbers that say whose they are; every rank enters them in another order and has another number of losses."""
-    found: list[tuple[str, float | list[float]]] = [
+    actual: list[tuple[str, float | list[float]]] = [
         ("actor/loss", [rank + 0.1 * i for i in range(3 * rank)]),  # none on rank 0
         ("actor/grad_norm", 1.0 / (rank + 3)),
         ("rollout/sequences", 10 + rank),
         ("kl/ref", [math.inf, -1e-300 * rank]),
     ]
-    return dict(found[rank % 4 :] + found[: rank % 4])
+    return dict(actual[rank % 4 :] + actual[: rank % 4])
 
 
 def gathered_in_rank_order(ranks: GroupRanks, members: list[int]) -> None:

@@ -63,4 +63,4 @@ def test_a_part_runs_as_a_program_and_an_unknown_one_is_refused(tmp_path: Path) 
     assert "bf16_tflops" in json.loads((tmp_path / "device.json").read_text())["records"][1]
     refused = subprocess.run([*program, "heads"], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
-    assert "no part heads; there are machine, step, head" in refused.stderr
+    assert "no part heads; there are machine, tests, step, head" in refused.stderr

@@ -193,9 +193,9 @@ def test_the_folders_are_those_of_the_package() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^  ([a-z_]+)(?:/|\.py) ", text, flags=re.MULTILINE))
     package = ROOT / "mega_rl"
-    found = {path.stem for path in package.glob("*.py")} - {"__init__"}
-    found |= {path.parent.name for path in package.glob("*/__init__.py")} | {"recipes"}
-    assert listed == found
+    actual = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    actual |= {path.parent.name for path in package.glob("*/__init__.py")} | {"recipes"}
+    assert listed == actual
 
 
 def test_the_patches_are_described() -> None:

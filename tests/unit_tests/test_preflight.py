@@ -254,8 +254,8 @@ def test_windows_and_yarn_train(changes: dict[str, object]) -> None:
     ],
 )
 def test_uneven_stages_that_do_not_come_out(overrides: tuple[str, ...], line: str) -> None:
-    (found,) = problems(*overrides, world_size=4 if "engine.megatron.pp=4" in overrides else 2)
-    assert found.startswith(line), found
+    (actual,) = problems(*overrides, world_size=4 if "engine.megatron.pp=4" in overrides else 2)
+    assert actual.startswith(line), actual
 
 
 def test_reference_and_critic_are_checked_too() -> None:
@@ -562,10 +562,10 @@ def test_sglang_does_not_tie_every_family(tied: bool, backend: str, refused: boo
     overrides = ["model.path=moe", f"rollout.backend={backend}"]
     try:
         preflight(None, [*BASE, *overrides])
-        found: tuple[str, ...] = ()
+        actual: tuple[str, ...] = ()
     except UserErrors as error:
-        found = error.problems
-    assert any("layer separate weights" in line for line in found) == refused
+        actual = error.problems
+    assert any("layer separate weights" in line for line in actual) == refused
 
 
 def test_a_disk_without_room_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

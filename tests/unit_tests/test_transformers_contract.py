@@ -80,7 +80,7 @@ def built(family: str, *, attention: str = "eager", **changes: Any) -> Any:
 def imported_symbols() -> dict[str, dict[str, list[str]]]:
     """module of transformers -> name -> the files of mega_rl that import it."""
     root = Path(mega_rl.__file__).parent
-    found: dict[str, dict[str, list[str]]] = {}
+    actual: dict[str, dict[str, list[str]]] = {}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if "transformers" in text else ():
@@ -90,8 +90,8 @@ def imported_symbols() -> dict[str, dict[str, list[str]]]:
                 assert not any(name.split(".")[0] == "transformers" for name in names), f"{where}: import names from it"
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
                 for name in names:
-                    found.setdefault(str(node.module), {}).setdefault(name, []).append(where)
-    return found
+                    actual.setdefault(str(node.module), {}).setdefault(name, []).append(where)
+    return actual
 
 
 def test_the_table_holds_what_the_package_imports() -> None:
@@ -151,10 +151,10 @@ def test_a_cache_continues_the_rows_that_are_selected_from_it(family: str) -> No
     forward(prompts, torch.arange(2), 0, 12)
     cache.batch_select_indices(of_row)
     forward(tokens[:, 12:13], of_row, 12, 13)
-    found = forward(tokens[:, 13:], of_row, 13, 14)
+    actual = forward(tokens[:, 13:], of_row, 13, 14)
     for row, skipped in enumerate(padding[of_row].tolist()):
         expected = model(tokens[row : row + 1, skipped:], use_cache=False).logits[0, -1]
-        torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-5)  # float32, other matrix shapes
+        torch.testing.assert_close(actual[row], expected, rtol=0, atol=1e-5)  # float32, other matrix shapes
 
 
 def test_a_cache_is_made_of_our_layers_or_of_windows() -> None:

@@ -130,13 +130,13 @@ class Release:
 
 def uses(base: Release) -> dict[tuple[str, str], Use]:
     """What the package imports, calls, overrides and patches, by (module, name)."""
-    found: dict[tuple[str, str], Use] = defaultdict(Use)
+    actual: dict[tuple[str, str], Use] = defaultdict(Use)
 
     def add(module: str, name: str, way: str, path: Path) -> None:
         symbol = base.find(module, name)
         if symbol is not None:
-            found[symbol.module, symbol.name].ways.add(way)
-            found[symbol.module, symbol.name].files.add(path.relative_to(PACKAGE).as_posix())
+            actual[symbol.module, symbol.name].ways.add(way)
+            actual[symbol.module, symbol.name].files.add(path.relative_to(PACKAGE).as_posix())
 
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -156,7 +156,7 @@ def uses(base: Release) -> dict[tuple[str, str], Use]:
                     add(names[parent][0], f"{names[parent][1]}.{method}", "overridden", path)
     for module, name in _patched():
         add(module, name, "patched", PACKAGE / "accelerator" / "patches.py")
-    return dict(found)
+    return dict(actual)
 
 
 def compare(base: Release, newer: Release, module: str, name: str) -> str:

@@ -27,28 +27,28 @@ def case(
     from mega_rl.config.loader import load
     from mega_rl.errors import UserError
 
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, (recipe, overrides) in runs.items():
         config = load(None if recipe is None else Path(recipe), [f"engine.backend={engine}", *overrides])
         with session(config, accelerator) as groups:
             try:
                 roles = build_roles(plan_run(config, accelerator), accelerator, groups, colocated=False)
-                found[name] = kernels(roles)
+                actual[name] = kernels(roles)
             except UserError as error:
-                found[name] = str(error)
-    return found
+                actual[name] = str(error)
+    return actual
 
 
 def kernels(roles: Any) -> dict[str, tuple[str, dict[str, int]]]:
     """role -> (attention of its engine, kernels of one evaluation and, where it learns, of one update)."""
     batch = random_experience()
     workers = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
-    found = {}
+    actual = {}
     for engine in roles.engines.values():
         with AttentionProbe() as probe:
             # Of the reward model the worker makes rows of its own, which go the same way.
             workers.get(engine.name, ReferenceWorker(engine)).evaluate(batch)
             if engine.name in ("actor", "critic"):
                 workers[engine.name].update(batch, step=1)
-        found[engine.name] = (engine.attention, dict(probe.ran))
-    return found
+        actual[engine.name] = (engine.attention, dict(probe.ran))
+    return actual

@@ -22,15 +22,15 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
     from mega_rl.assemble.roles import build_roles, role_facts
     from mega_rl.preflight import preflight
 
-    found = {}
+    actual = {}
     for name, (recipe, overrides) in runs.items():
         layout = ["engine.megatron.tp=2"] if engine == "megatron" else []
         config = preflight(Path(recipe), [f"engine.backend={engine}", *layout, *overrides])
         with session(config, accelerator) as groups:
             roles = build_roles(plan_run(config, accelerator), accelerator, groups, colocated=False)
             facts = {fact.role: (fact.model, fact.family, fact.parameters) for fact in role_facts(config, roles)}
-            found[name] = {"facts": facts, **say(roles, vocab_size=vocab_size)}
-    return found
+            actual[name] = {"facts": facts, **say(roles, vocab_size=vocab_size)}
+    return actual
 
 
 def say(roles: Any, *, vocab_size: int) -> dict[str, torch.Tensor | list[str]]:

@@ -73,7 +73,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def found(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every run of one engine says and does; one rank."""
     folder = tmp_path_factory.mktemp("attention")
     write_tiny_checkpoint(folder / "model", num_hidden_layers=1)
@@ -88,24 +88,24 @@ def found(engine: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_every_role_runs_what_was_asked_for(found: dict[str, Any], name: str) -> None:
+def test_every_role_runs_what_was_asked_for(results: dict[str, Any], name: str) -> None:
     """By name, and by the kernels that really ran in an evaluation and an update: those and no other."""
-    assert tuple(found[name]) == ROLES
+    assert tuple(results[name]) == ROLES
     for role, expected in zip(ROLES, RUNS[name][2], strict=True):
-        attention, ran = found[name][role]
+        attention, ran = results[name][role]
         assert attention == expected, role
         assert list(ran) == [expected], role
 
 
-def test_roles_and_runs_do_as_much_work_whatever_they_run(found: dict[str, Any]) -> None:
+def test_roles_and_runs_do_as_much_work_whatever_they_run(results: dict[str, Any]) -> None:
     """A kernel is called once for each layer and length class, whichever it is: none was left out."""
     for role in ROLES:
-        counts = {sum(found[name][role][1].values()) for name in RUNS if name != "padded"}
+        counts = {sum(results[name][role][1].values()) for name in RUNS if name != "padded"}
         assert len(counts) == 1, (role, counts)
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_is_not_there_is_refused(found: dict[str, Any], engine: str, name: str) -> None:
+def test_what_is_not_there_is_refused(results: dict[str, Any], engine: str, name: str) -> None:
     """FlashAttention on a CPU: the key, why, and what there is instead."""
     owner = {
         "megatron": "Megatron-Core's layers without Transformer Engine",
@@ -113,8 +113,8 @@ def test_what_is_not_there_is_refused(found: dict[str, Any], engine: str, name: 
     }[engine]
     key = re.escape(REFUSED[name][0])
     message = rf"{key}=flash_attention_2 cannot run in {owner}: it needs .+; available here: auto, eager, sdpa"
-    assert isinstance(found[name], str)
-    assert re.fullmatch(message, found[name]), found[name]
+    assert isinstance(results[name], str)
+    assert re.fullmatch(message, results[name]), results[name]
 
 
 def test_the_default_is_what_the_docs_say() -> None:

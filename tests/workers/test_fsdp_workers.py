@@ -97,7 +97,7 @@ def overrides_of(root: Path, models: dict[str, str]) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def found(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every run of one engine says, all rows: two tensor-parallel ranks, or two that share an FSDP model."""
     folder = tmp_path_factory.mktemp("recipes")
     runs = {}
@@ -141,26 +141,26 @@ def transformers_says(root: Path) -> Callable[[str, str], torch.Tensor]:
 
 @pytest.mark.parametrize("name", list(RUNS))
 def test_a_role_says_what_its_own_checkpoint_says(
-    found: dict[str, Any], transformers_says: Callable[[str, str], torch.Tensor], name: str
+    results: dict[str, Any], transformers_says: Callable[[str, str], torch.Tensor], name: str
 ) -> None:
     """By transformers' own classes; a critic whose checkpoint has no head begins with values of 0."""
     for role, checkpoint in zip(("actor", "critic", "reference"), RUNS[name][2], strict=True):
         if role == "critic" and checkpoint != "critic":
-            assert not found[name]["critic"].any()
+            assert not results[name]["critic"].any()
             continue
         expected = transformers_says(checkpoint, role)
         if checkpoint != RUNS[name][2][0]:  # to be told from the actor's
             actors = transformers_says(RUNS[name][2][0], "actor")
             assert (expected - actors).abs().max() > 1000 * TOLERANCE
-        torch.testing.assert_close(found[name][role], expected, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(results[name][role], expected, rtol=0, atol=TOLERANCE)
 
 
-def test_sizes_are_those_of_the_paths(found: dict[str, Any], root: Path) -> None:
+def test_sizes_are_those_of_the_paths(results: dict[str, Any], root: Path) -> None:
     """The start-up table's facts: checkpoint, family and parameters of each role, counted in the files."""
     from safetensors import safe_open
 
     for name, (_, _, checkpoints) in RUNS.items():
-        facts = found[name]["facts"]
+        facts = results[name]["facts"]
         assert facts.pop("reward") == ("exact_match", "", None)
         for (role, fact), checkpoint in zip(facts.items(), checkpoints, strict=True):
             with safe_open(root / checkpoint / "model.safetensors", "pt") as file:
@@ -171,29 +171,29 @@ def test_sizes_are_those_of_the_paths(found: dict[str, Any], root: Path) -> None
             parameters = sum(torch.Size(shape).numel() for shape in shapes)
             head = hidden if role == "critic" and not has_head else 0
             assert fact == (str(root / checkpoint), family, parameters + head), (name, role)
-    sizes = {name: found[name]["facts"]["reference"][2] for name in RUNS}
+    sizes = {name: results[name]["facts"]["reference"][2] for name in RUNS}
     assert sizes["paths of their own, by file"] > 2 * sizes["fewer tokens"]
 
 
-def test_without_a_path_the_reference_is_the_actor_at_the_start(found: dict[str, Any]) -> None:
+def test_without_a_path_the_reference_is_the_actor_at_the_start(results: dict[str, Any]) -> None:
     """Bit for bit, in an engine of its own."""
-    said = found["none of their own"]
+    said = results["none of their own"]
     assert said["engines"] == ["actor", "critic", "reference"]
     assert torch.equal(said["reference"], said["actor"])
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_the_reference_stays_while_others_learn(found: dict[str, Any], name: str) -> None:
+def test_the_reference_stays_while_others_learn(results: dict[str, Any], name: str) -> None:
     """Bit for bit; actor and critic have moved."""
-    said = found[name]
+    said = results[name]
     assert torch.equal(said["reference later"], said["reference"])
     for role in ("actor", "critic"):
         assert (said[f"{role} later"] - said[role]).abs().max() > 100 * TOLERANCE, role
 
 
-def test_the_file_and_the_command_line_say_the_same(found: dict[str, Any]) -> None:
+def test_the_file_and_the_command_line_say_the_same(results: dict[str, Any]) -> None:
     """Bit for bit, over a path in the file that the command line replaces."""
-    by_file, by_line = (found[f"paths of their own, by {way}"] for way in ("file", "command line"))
+    by_file, by_line = (results[f"paths of their own, by {way}"] for way in ("file", "command line"))
     for role in ("actor", "critic", "reference", "actor later", "critic later"):
         assert torch.equal(by_file[role], by_line[role]), role
 

@@ -46,8 +46,8 @@ def test_parts_of_different_sizes() -> None:
     parts = [torch.arange(size * WIDTH).view(-1, WIDTH) + 100.0 * rank for rank, size in enumerate(SIZES)]
     terms = torch.arange(sum(SIZES) * WIDTH).view(WIDTH, -1).T * 6.0  # 1 + 2 + 3
     grads = [torch.full((size, WIDTH), rank + 1.0) for rank, size in enumerate(SIZES)]
-    for rank, found in enumerate(ranks):
-        assert torch.equal(found["whole"], torch.cat(parts))
-        assert torch.equal(found["part grad"], torch.full((SIZES[rank], WIDTH), 6.0))
-        assert torch.equal(found["summed"], terms.split(SIZES)[rank])
-        assert torch.equal(found["terms grad"], torch.cat(grads))
+    for rank, actual in enumerate(ranks):
+        assert torch.equal(actual["whole"], torch.cat(parts))
+        assert torch.equal(actual["part grad"], torch.full((SIZES[rank], WIDTH), 6.0))
+        assert torch.equal(actual["summed"], terms.split(SIZES)[rank])
+        assert torch.equal(actual["terms grad"], torch.cat(grads))

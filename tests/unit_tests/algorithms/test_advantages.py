@@ -161,11 +161,11 @@ def test_a_row_without_response_is_as_if_it_were_not_there(
     scores, groups = torch.tensor(rewards), torch.arange(rows) % 3
     mask = torch.ones(rows, 4, dtype=torch.bool) & ~missing[:, None]
     scores[missing] = 1e6
-    found = grpo(scores, groups, mask, std_normalization=std_normalization)
+    actual = grpo(scores, groups, mask, std_normalization=std_normalization)
     kept = ~missing
     alone = grpo(scores[kept], groups[kept], mask[kept], std_normalization=std_normalization)
-    assert torch.equal(found[kept], alone)
-    assert not found[missing].any()
+    assert torch.equal(actual[kept], alone)
+    assert not actual[missing].any()
 
 
 def test_a_rank_without_rows() -> None:

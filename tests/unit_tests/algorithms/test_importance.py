@@ -75,10 +75,10 @@ def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Te
 def test_loss_and_gradient_are_those_of_the_definition(seed: int, cap: float) -> None:
     """Only the policy loss is weighted, and no gradient goes through the weights. float64: 1e-12 is its rounding."""
     fields = tokens_of(seed)
-    found, expected = (fields["logprobs"].clone().requires_grad_() for _ in range(2))
-    loss = loss_of(fields, found, tis_cap=cap).loss
+    actual, expected = (fields["logprobs"].clone().requires_grad_() for _ in range(2))
+    loss = loss_of(fields, actual, tis_cap=cap).loss
     reference = definition(fields, expected, cap=cap)
-    (gradient,) = torch.autograd.grad(loss, found)
+    (gradient,) = torch.autograd.grad(loss, actual)
     (expected_gradient,) = torch.autograd.grad(reference, expected)
     assert float((loss - reference).abs()) < 1e-12
     assert float((gradient - expected_gradient).abs().max()) < 1e-12
@@ -91,9 +91,9 @@ def test_float32_is_as_near_as_float32_is() -> None:
     fields = tokens_of(3)
     old, sampler = (fields[name][:, 1:] for name in ("old_logprobs", "rollout_logprobs"))
     expected = torch.minimum((old - sampler).exp(), torch.tensor(2.0, dtype=torch.float64))
-    found = truncated_importance_weights(old.float(), sampler.float(), cap=2.0)
-    assert found.dtype == torch.float32
-    assert float(((found - expected) / expected).abs().max()) < 2e-6
+    actual = truncated_importance_weights(old.float(), sampler.float(), cap=2.0)
+    assert actual.dtype == torch.float32
+    assert float(((actual - expected) / expected).abs().max()) < 2e-6
 
 
 @pytest.mark.parametrize("cap", [1.0, 2.0])
@@ -161,9 +161,9 @@ def test_metrics_are_token_means() -> None:
     sampler = torch.full((4,), -3.0)
 
     def metrics(part: slice) -> list[float]:
-        found = importance_metrics(old[part], sampler[part], token_weights=weights[part], cap=2.0)
-        assert list(found) == ["actor/tis_weight_mean", "actor/tis_truncated_fraction"]
-        return [float(value) for value in found.values()]
+        actual = importance_metrics(old[part], sampler[part], token_weights=weights[part], cap=2.0)
+        assert list(actual) == ["actor/tis_weight_mean", "actor/tis_truncated_fraction"]
+        return [float(value) for value in actual.values()]
 
     assert metrics(slice(4)) == pytest.approx([3.5 / 3, 1 / 3])
     halves = [a + b for a, b in zip(metrics(slice(0, 2)), metrics(slice(2, 4)), strict=True)]

@@ -36,16 +36,16 @@ def test_numbers_and_worst_token() -> None:
     fields["trainer_logprobs"][0, 0] = -50.0  # a prompt token: not on the mask
     mask = fields["loss_mask"]
     difference = (fields["trainer_logprobs"].double() - fields["rollout_logprobs"].double()).abs()[mask]
-    found = summary(fields)
-    assert found.count == int(mask.sum())
-    assert found.sum == pytest.approx(float(difference.sum()), rel=1e-12)
-    metrics = found.metrics()
+    actual = summary(fields)
+    assert actual.count == int(mask.sum())
+    assert actual.sum == pytest.approx(float(difference.sum()), rel=1e-12)
+    metrics = actual.metrics()
     assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.75, abs=1e-6)
     assert metrics["rollout/logprob_diff_mean"] == pytest.approx(float(difference.mean()), rel=1e-12)
-    place = found.prompt_index, found.sample_index, found.position, found.token_id
+    place = actual.prompt_index, actual.sample_index, actual.position, actual.token_id
     assert place == (11, 1, 4, int(fields["tokens"][3, 4]))
-    text = found.describe_worst()
-    for part in (f"token id {found.token_id}", "position 4", "prompt_index=11", "sample_index=1", "difference 0.75"):
+    text = actual.describe_worst()
+    for part in (f"token id {actual.token_id}", "position 4", "prompt_index=11", "sample_index=1", "difference 0.75"):
         assert part in text
     assert f"{float(fields['rollout_logprobs'][3, 4]):.6g}" in text
     assert f"{float(fields['trainer_logprobs'][3, 4]):.6g}" in text
@@ -62,9 +62,9 @@ def test_the_histogram_says_which_share_of_tokens_differs_by_how_much() -> None:
         "prompt_index": torch.zeros(1, dtype=torch.int64),
         "sample_index": torch.zeros(1, dtype=torch.int64),
     }
-    found = summary(fields)
-    assert found.histogram == (2, 1, 0, 1, 0, 1, 0, 3)
-    assert {name: 8 * share for name, share in found.metrics("a").items() if "share" in name} == {
+    actual = summary(fields)
+    assert actual.histogram == (2, 1, 0, 1, 0, 1, 0, 3)
+    assert {name: 8 * share for name, share in actual.metrics("a").items() if "share" in name} == {
         "a_share_below_1e-06": 2, "a_share_from_1e-06": 1, "a_share_from_1e-05": 0, "a_share_from_1e-04": 1,
         "a_share_from_1e-03": 0, "a_share_from_1e-02": 1, "a_share_from_1e-01": 0, "a_share_from_1e+00": 3,
     }  # fmt: skip
@@ -74,10 +74,10 @@ def test_the_histogram_says_which_share_of_tokens_differs_by_how_much() -> None:
 def test_what_is_no_number_is_the_worst(bad: float) -> None:
     fields = batch()
     fields["trainer_logprobs"][2, 4] = bad
-    found = summary(fields)
-    assert found.max == math.inf
-    assert (found.prompt_index, found.sample_index, found.position) == (11, 0, 4)
-    again = combine(found.pack(rank=1, size=3))
+    actual = summary(fields)
+    assert actual.max == math.inf
+    assert (actual.prompt_index, actual.sample_index, actual.position) == (11, 0, 4)
+    again = combine(actual.pack(rank=1, size=3))
     assert again.max == math.inf
     assert again.position == 4
 

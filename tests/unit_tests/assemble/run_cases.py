@@ -42,7 +42,7 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
     from mega_rl.preflight import preflight
 
     torch.set_num_threads(1)
-    found = {}
+    actual = {}
     for name, settings in runs.items():
         config = preflight(None, settings)
         printed = io.StringIO()
@@ -50,5 +50,5 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
             trainer.rollout = kept = KeptRollouts(trainer.rollout)
             trainer.fit()
-        found[name] = {"rows": kept.seen, "printed": printed.getvalue()}
-    return found
+        actual[name] = {"rows": kept.seen, "printed": printed.getvalue()}
+    return actual

@@ -90,14 +90,14 @@ def posts() -> list[Post]:
 @pytest.fixture(scope="module")
 def runs(root: Path, posts: list[Post]) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """engine -> source -> what each rank found; the service is this process's."""
-    found = {}
+    actual = {}
     with serving(answer) as service:
         for engine in ENGINES:
             settings = {source: settings_of(root, engine, source, service.url) for source in SOURCES}
             ranks = run_ranks(2, run_all, settings, device="cpu")
-            found[engine] = {source: [rank[source] for rank in ranks] for source in SOURCES}
+            actual[engine] = {source: [rank[source] for rank in ranks] for source in SOURCES}
         posts += service.posts
-    return found
+    return actual
 
 
 def rows_of(runs: dict[str, Any], engine: str, source: str, step: int) -> list[tuple[list[int], int, bool]]:
@@ -148,8 +148,8 @@ def test_rewards_are_those_of_the_source(root: Path, runs: dict[str, Any], engin
         dump = root / f"{engine} {source}" / "rollouts" / f"step_{step + 1:06d}.jsonl"
         dumped = [json.loads(line) for line in dump.read_text().splitlines()]
         assert len(dumped) == len(runs[engine][source][0]["rows"][step])
-        found = torch.tensor([row["reward"] for row in dumped])
-        torch.testing.assert_close(found, expected[: len(dumped)], rtol=0, atol=TOLERANCE)
+        actual = torch.tensor([row["reward"] for row in dumped])
+        torch.testing.assert_close(actual, expected[: len(dumped)], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -49,9 +49,9 @@ class Case:
 
 def whole_state(engine: Any) -> dict[str, Tensor]:
     """Weights and moments, whole, by transformers' names, as torch gathers them; collective."""
-    found = dict(engine.model.named_parameters())
-    tensors = {f"weights {name}": parameter for name, parameter in found.items()}
-    for name, parameter in found.items():
+    actual = dict(engine.model.named_parameters())
+    tensors = {f"weights {name}": parameter for name, parameter in actual.items()}
+    for name, parameter in actual.items():
         state = engine.optimizer.state.get(parameter, {})
         tensors |= {f"{moment} {name}": state[moment] for moment in MOMENTS if state}
     return {name: _gathered(tensor) for name, tensor in tensors.items()}
@@ -75,27 +75,27 @@ def train(engine: Any, *, steps: int = 1) -> float:
 
 def save_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
     """Every case trains and is saved; what it held, and what the next step makes of it."""
-    found = {}
+    actual = {}
     for name, case in cases.items():
         with case.engine(Path(root)) as engine:
             train(engine, steps=STEPS)
             held = whole_state(engine)
             save_state(engine, Path(root) / "saved" / name)
-            found[name] = {"held": held, "exported": exported(engine), **next_step(engine)}
-    return found
+            actual[name] = {"held": held, "exported": exported(engine), **next_step(engine)}
+    return actual
 
 
 def load_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
     """Every case loads over other numbers and goes on."""
-    found = {}
+    actual = {}
     for name, case in cases.items():
         with case.engine(Path(root)) as engine:
             spoil(engine)
             load_state(engine, Path(root) / "saved" / case.source)
             held = whole_state(engine)
             steps = counters(engine)
-            found[name] = {"held": held, "exported": exported(engine), "steps": steps, **next_step(engine)}
-    return found
+            actual[name] = {"held": held, "exported": exported(engine), "steps": steps, **next_step(engine)}
+    return actual
 
 
 def next_step(engine: Any) -> dict[str, Any]:

@@ -63,10 +63,10 @@ class Campaign:
         return self._train(self._copy(), kill)
 
     def _train(self, name: str, kill: Kill) -> dict[str, Any]:
-        found = run_ranks(RANKS, train, str(self._folder), name, kill, timeout_s=120, device="cpu")
-        if found[0]["start"] == BEFORE:
-            self._operations[kill.background] = [rank["operations"] for rank in found]
-        first: dict[str, Any] = found[0]
+        actual = run_ranks(RANKS, train, str(self._folder), name, kill, timeout_s=120, device="cpu")
+        if actual[0]["start"] == BEFORE:
+            self._operations[kill.background] = [rank["operations"] for rank in actual]
+        first: dict[str, Any] = actual[0]
         return first
 
     def _copy(self) -> str:

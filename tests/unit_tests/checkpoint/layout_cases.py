@@ -185,13 +185,13 @@ def contents(engine: Any) -> Parts:
     The optimizer's tensors are put where its main parameters are and travel to the exporter as a step's result would:
     by way of the model's weights. Those of a bf16 model have eight bits, so what has 24 goes in three parts.
     """
-    found = checksums("weights", exported(engine))
+    actual = checksums("weights", exported(engine))
     bf16 = engine.config.params_dtype == torch.bfloat16
     for name in (*MOMENTS, *(["main"] if bf16 else [])):
         for part in range(3 if bf16 else 1):
             with _in_place_of_weights(engine, name, part if bf16 else None):
-                found |= checksums(f"{name} {part}", exported(engine))
-    return found
+                actual |= checksums(f"{name} {part}", exported(engine))
+    return actual
 
 
 def memory(engine: Any) -> Parts:
@@ -312,10 +312,10 @@ def load_into(engine: Any, folder: Path, source: dict[str, Any]) -> dict[str, An
     """What differs once a checkpoint is loaded over other numbers."""
     spoil(engine)
     load(engine, folder)
-    found = contents(engine)
-    assert found.keys() == source["held"].keys()
+    actual = contents(engine)
+    assert actual.keys() == source["held"].keys()
     return {
-        "wrong": [name for name, checksum in found.items() if checksum != source["held"][name]],
+        "wrong": [name for name, checksum in actual.items() if checksum != source["held"][name]],
         "counters": counters(engine),
     }
 
@@ -324,16 +324,16 @@ def run_pairs(rank: int, root: str, pairs: list[tuple[str, str]]) -> dict[str, A
     """Each layout loaded into a fresh engine of its own, which makes a step more; then pairs (source, target)."""
     folder = Path(root) / "layouts"
     saved = save_all(folder, LAYOUTS, thorough=True)
-    found: dict[str, Any] = {"saved": saved}
+    actual: dict[str, Any] = {"saved": saved}
     for target, case in LAYOUTS.items():
         with case.engine(folder) as engine:
             same = load_into(engine, folder / target, saved[target])
             same["norm"] = train(engine)["grad_norm"]
             same["same after"] = memory(engine) == saved[target]["after"]
-            found[f"{target} -> {target}"] = same
+            actual[f"{target} -> {target}"] = same
             for source in (source for source, into in pairs if into == target):
-                found[f"{source} -> {target}"] = load_into(engine, folder / source, saved[source])
-    return found
+                actual[f"{source} -> {target}"] = load_into(engine, folder / source, saved[source])
+    return actual
 
 
 def run_circles(rank: int, root: str, circles: dict[str, dict[str, Case]]) -> dict[str, Any]:
@@ -342,11 +342,11 @@ def run_circles(rank: int, root: str, circles: dict[str, dict[str, Case]]) -> di
     In bf16 another layout's gradients differ by several percent, as between whole runs (docs/verify.md): there the step
     is made with what the case itself has saved.
     """
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, circle in circles.items():
         folder = Path(root) / name
         saved = save_all(folder, circle, thorough=False)
-        found[name] = {"saved": saved}
+        actual[name] = {"saved": saved}
         sources = list(circle)[-1:] + list(circle)[:-1]
         for source, (target, case) in zip(sources, circle.items(), strict=True):
             with case.engine(folder) as engine:
@@ -354,5 +354,5 @@ def run_circles(rank: int, root: str, circles: dict[str, dict[str, Case]]) -> di
                 if case.dtype == "bf16":
                     load(engine, folder / target)
                 loaded["norm"] = train(engine)["grad_norm"]
-            found[name][f"{source} -> {target}"] = loaded
-    return found
+            actual[name][f"{source} -> {target}"] = loaded
+    return actual

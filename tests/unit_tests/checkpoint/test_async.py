@@ -101,10 +101,10 @@ def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
     with store(root, actor=1, async_save=True) as saving:
         saving.save(1, {"of": 1})
         saving._engines["actor"].matrix.fill_(99.0)  # type: ignore[attr-defined]
-        found: dict[str, float] = {}
-        until(lambda: "checkpoint/seconds" in found or bool(found.update(saving.poll())))
-        assert set(found) == {"checkpoint/seconds", "checkpoint/bytes", "checkpoint/stall_s"}
-        assert found["checkpoint/stall_s"] < found["checkpoint/seconds"]
+        actual: dict[str, float] = {}
+        until(lambda: "checkpoint/seconds" in actual or bool(actual.update(saving.poll())))
+        assert set(actual) == {"checkpoint/seconds", "checkpoint/bytes", "checkpoint/stall_s"}
+        assert actual["checkpoint/stall_s"] < actual["checkpoint/seconds"]
         first = pid_of(saving)
         large = Kept(0)
         large.tensors = {"x": torch.arange(100_000)}
@@ -228,9 +228,9 @@ def test_faults_in_the_writer(tmp_path: Path, kind: str, faulty: Any, caplog: py
             else:
                 assert 2 in steps(root)
             assert steps(root) in ([1], [2], [1, 2])
-        found = store(root)
-        assert found.restore() is not None
-        assert values(found) == [1, 0]
+        actual = store(root)
+        assert actual.restore() is not None
+        assert values(actual) == [1, 0]
     assert failed >= 4
 
 
@@ -304,10 +304,10 @@ def test_the_writer_does_not_outlive_its_run(tmp_path: Path, faulty: Any, during
     parent.wait(PATIENCE_S)
     until(lambda: not any(map(alive, pids)))
     parent.stdout.close()
-    with store(tmp_path / "run") as found:
-        assert found.restore().step == 1  # type: ignore[union-attr]
-        assert values(found) == [1, 0]
-        found.save(2, {})
+    with store(tmp_path / "run") as actual:
+        assert actual.restore().step == 1  # type: ignore[union-attr]
+        assert values(actual) == [1, 0]
+        actual.save(2, {})
     assert names(tmp_path / "run") == ["step_000001", "step_000002"]
 
 

@@ -540,8 +540,8 @@ def test_the_package_imports_nothing_that_executes_files() -> None:
     package = Path(mega_rl.checkpoint.__file__ or "").parents[1]
     sources = [path for folder in ("checkpoint", "storage") for path in sorted((package / folder).glob("**/*.py"))]
     assert len(sources) > 5
-    found = [f"{path.name}: {use}" for path in sources for use in forbidden_uses(path.read_text())]
-    assert not found
+    actual = [f"{path.name}: {use}" for path in sources for use in forbidden_uses(path.read_text())]
+    assert not actual
     assert forbidden_uses("import pickle\nfrom torch import load\ntorch.load(1)\nrun(shell=True)\n") == [
         *("imports pickle", "imports torch.load", "calls torch.load", "shell=True")
     ]
@@ -549,17 +549,17 @@ def test_the_package_imports_nothing_that_executes_files() -> None:
 
 def forbidden_uses(source: str) -> list[str]:
     """What of the above a module uses."""
-    found = []
+    actual = []
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found += [f"imports {n}" for n in names if n.split(".")[0] in FORBIDDEN_MODULES or n in FORBIDDEN_CALLS]
+        actual += [f"imports {n}" for n in names if n.split(".")[0] in FORBIDDEN_MODULES or n in FORBIDDEN_CALLS]
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            found += [f"calls {name}"] if name in FORBIDDEN_CALLS else []
+            actual += [f"calls {name}"] if name in FORBIDDEN_CALLS else []
             shell = any(k.arg == "shell" and ast.unparse(k.value) != "False" for k in node.keywords)
-            found += ["shell=True"] if shell else []
-    return found
+            actual += ["shell=True"] if shell else []
+    return actual

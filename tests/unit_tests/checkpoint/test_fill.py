@@ -143,11 +143,11 @@ def test_elements_that_are_stored_nowhere(tmp_path: Path) -> None:
 def flip(folder: Path, name: str) -> None:
     """Change one bit of the last stored piece of a tensor."""
     with Checkpoint.open(folder) as checkpoint:
-        found = checkpoint.pieces[name][-1]
-    with open(found.file, "r+b") as file:
-        file.seek(found.offset)
+        actual = checkpoint.pieces[name][-1]
+    with open(actual.file, "r+b") as file:
+        file.seek(actual.offset)
         value = file.read(1)[0]
-        file.seek(found.offset)
+        file.seek(actual.offset)
         file.write(bytes([value ^ 1]))
 
 
@@ -170,7 +170,7 @@ def fill_on_two_ranks(rank: int, folder: str, damaged: str) -> dict[str, Any]:
     torch.distributed.init_process_group("gloo")
     world = torch.distributed.group.WORLD
     assert world is not None
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     wanted = {
         "sound": {0: piece(sample((5,)), name="other"), 1: piece(sample((4, 3)))},
         "names": {0: piece(sample((2,)), name="absent"), 1: piece(sample((4, 3)))},
@@ -184,8 +184,8 @@ def fill_on_two_ranks(rank: int, folder: str, damaged: str) -> dict[str, Any]:
                 problems = []
             except UserErrors as error:
                 problems = list(error.problems)
-        found[case] = {"problems": problems, "written": bool(pieces[rank].data.any())}
-    return found
+        actual[case] = {"problems": problems, "written": bool(pieces[rank].data.any())}
+    return actual
 
 
 def test_ranks_agree_before_they_write(tmp_path: Path) -> None:

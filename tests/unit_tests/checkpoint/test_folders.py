@@ -145,7 +145,7 @@ def test_a_kill_anywhere_leaves_a_whole_checkpoint(
     save(root, 10)
     before = tmp_path / "before"
     shutil.copytree(root, before)
-    found: set[int] = set()
+    actual: set[int] = set()
     at, over = 0, False
     monkeypatch.setattr(disk, "os", Killing(1 << 30, after=False))
     while not over:
@@ -167,13 +167,13 @@ def test_a_kill_anywhere_leaves_a_whole_checkpoint(
                 assert not any(map(folders.size_faults, whole)), f"half of one counts after call {killing.count}"
                 with Checkpoint.open(whole[-1]) as checkpoint:
                     checkpoint.verify(checkpoint.all_pieces())
-                found.add(folders.step_of(whole[-1]))
+                actual.add(folders.step_of(whole[-1]))
                 save_and_retire(root, second)
             assert steps(root) == [second]
             left = sorted(path.name for path in root.iterdir())
             assert left == [".lock", "latest", f"step_{second:06d}"], left
     assert at > 30
-    assert found == {10, second}
+    assert actual == {10, second}
 
 
 @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename", "mkdir"])
@@ -204,16 +204,16 @@ def test_what_is_torn_is_told_with_its_reason(root: Path) -> None:
     for name in (".step_000050.tmp", ".step_000060.removed", "notes", ".step_000070.tmp.x", "step_10", "step_0000010"):
         (root / name).mkdir()
     (root / "step_000080").touch()
-    found = {path.name: why for path, why in torn(root)}
+    actual = {path.name: why for path, why in torn(root)}
     assert steps(root) == [10]
-    assert found.pop("step_000020").startswith("has no COMMIT")
-    assert "manifest.json" in found.pop("step_000030")
-    assert "is not a folder" in found.pop("step_000040")
-    assert "is not a folder" in found.pop("step_000080")
-    assert "pending" in found.pop(".step_000050.tmp")
-    assert "removed" in found.pop(".step_000060.removed")
-    assert "step_000040, which is not there or not complete" in found.pop("latest")
-    assert found == {}
+    assert actual.pop("step_000020").startswith("has no COMMIT")
+    assert "manifest.json" in actual.pop("step_000030")
+    assert "is not a folder" in actual.pop("step_000040")
+    assert "is not a folder" in actual.pop("step_000080")
+    assert "pending" in actual.pop(".step_000050.tmp")
+    assert "removed" in actual.pop(".step_000060.removed")
+    assert "step_000040, which is not there or not complete" in actual.pop("latest")
+    assert actual == {}
     assert {path.name for path, _ in folders.damaged(root)} == {f"step_0000{n}" for n in (20, 30, 40, 80)}
 
 

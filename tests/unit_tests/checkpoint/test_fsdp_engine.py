@@ -85,11 +85,11 @@ def saved(root: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def loaded(root: Path, saved: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """By case, what every rank found."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    actual: dict[str, list[dict[str, Any]]] = {}
     for world_size, cases in LOADED.items():
         answers = run_ranks(world_size, load_all, str(root), cases)
-        found |= {name: [answer[name] for answer in answers] for name in cases}
-    return found
+        actual |= {name: [answer[name] for answer in answers] for name in cases}
+    return actual
 
 
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
@@ -103,20 +103,20 @@ def test_every_bit_comes_back(saved: list[dict[str, Any]], loaded: dict[str, Any
     """Weights and moments, wherever their rows lie now, and Adam's number of steps."""
     expected = saved[0][CASES[name].source]
     assert any(tensor.abs().max() > 0 for key, tensor in expected["held"].items() if key.startswith("exp_avg_sq"))
-    for found in loaded[name]:
-        assert differing(found["held"], expected["held"]) == []
-        assert differing(found["exported"], expected["exported"]) == []
-        assert found["steps"] == [STEPS]
+    for actual in loaded[name]:
+        assert differing(actual["held"], expected["held"]) == []
+        assert differing(actual["exported"], expected["exported"]) == []
+        assert actual["steps"] == [STEPS]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith(" again")])
 def test_the_same_layout_goes_on_bit_for_bit(saved: list[dict[str, Any]], loaded: dict[str, Any], name: str) -> None:
     """The step after a load is that of the engine that never stopped."""
-    for found, rank in zip(loaded[name], saved, strict=True):
+    for actual, rank in zip(loaded[name], saved, strict=True):
         stayed = rank[CASES[name].source]
-        assert found["norm"] == stayed["norm"]
-        assert found["next steps"] == stayed["next steps"] == [STEPS + 1]
-        assert differing(found["after"], stayed["after"]) == []
+        assert actual["norm"] == stayed["norm"]
+        assert actual["next steps"] == stayed["next steps"] == [STEPS + 1]
+        assert differing(actual["after"], stayed["after"]) == []
         assert differing(stayed["after"], stayed["held"]) != []
 
 
@@ -125,11 +125,11 @@ def test_another_layout_makes_the_same_step(saved: list[dict[str, Any]], loaded:
     stayed = saved[0][CASES[name].source]
     moved = max(float((stayed["after"][key] - tensor).abs().max()) for key, tensor in stayed["held"].items())
     assert moved > 1e-3
-    for found in loaded[name]:
-        assert found["norm"] == pytest.approx(stayed["norm"], rel=NORM_TOLERANCE)
-        assert found["next steps"] == [STEPS + 1]
+    for actual in loaded[name]:
+        assert actual["norm"] == pytest.approx(stayed["norm"], rel=NORM_TOLERANCE)
+        assert actual["next steps"] == [STEPS + 1]
         for key, tensor in stayed["after"].items():
-            assert (found["after"][key] - tensor).abs().max() <= WEIGHT_TOLERANCE, key
+            assert (actual["after"][key] - tensor).abs().max() <= WEIGHT_TOLERANCE, key
 
 
 @pytest.mark.parametrize("name", SAVED)

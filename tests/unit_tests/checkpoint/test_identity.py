@@ -101,13 +101,13 @@ def test_data_that_differ(change: str, message: str, tmp_path: Path, monkeypatch
     before = file_records({"a.jsonl": "a.jsonl", "gone": "not/here"})
     Path("a.jsonl").write_text({"rewrite": "{'a'}", "same size": "[]"}.get(change, "{}"))
     old, new = ({"data": {"val_size": size, "train_files": ["a.jsonl"]}} for size in (0, 7 * (change == "settings")))
-    found = differences(
+    actual = differences(
         {"data": "x", "data_files": before},
         {"data": "y", "data_files": file_records({"a.jsonl": "a.jsonl"})},
         stored_config=old,
         config=new,
     )
-    assert found == [f"training prompts: {message}"]
+    assert actual == [f"training prompts: {message}"]
 
 
 def test_which_changes_matter() -> None:
@@ -121,9 +121,9 @@ def test_which_changes_matter() -> None:
         "optim": {"lr": 5e-4, "schedule": "constant"},
         "trainer": {"steps": 8, "run_dir": "a"},
     }
-    found = changes(old, {**new, "new section": {"x": 1}})
-    assert in_words(found) == "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8"
-    assert [change.matters for change in found] == [True, False]
+    actual = changes(old, {**new, "new section": {"x": 1}})
+    assert in_words(actual) == "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8"
+    assert [change.matters for change in actual] == [True, False]
     new["optim"]["schedule"] = "linear"  # type: ignore[index]
     assert {change.key for change in changes(old, new) if change.matters} == {
         *("optim.lr", "optim.schedule", "trainer.steps")
@@ -132,8 +132,8 @@ def test_which_changes_matter() -> None:
 
 def test_of_the_engines_settings_only_those_that_change_numbers_matter() -> None:
     before, now = as_record(load(None, [])), as_record(load(None, ENGINE_SETTINGS))
-    found = {change.key: change.matters for change in changes(before, now)}
-    assert found == {setting.partition("=")[0]: "moe" in setting or "dtype" in setting for setting in ENGINE_SETTINGS}
+    actual = {change.key: change.matters for change in changes(before, now)}
+    assert actual == {setting.partition("=")[0]: "moe" in setting or "dtype" in setting for setting in ENGINE_SETTINGS}
 
 
 def test_a_record_with_earlier_names_says_nothing_of_todays() -> None:

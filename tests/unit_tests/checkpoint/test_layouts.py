@@ -78,9 +78,9 @@ def test_every_layout_loads_what_every_other_has_saved(layouts: list[dict[str, A
 def test_the_same_layout_goes_on_bit_for_bit(layouts: list[dict[str, Any]], layout: str) -> None:
     name = f"{layout} -> {layout}"
     check(layouts, name)
-    for found in layouts:
-        assert found[name]["norm"] == found["saved"][layout]["norm"]
-        assert found[name]["same after"]
+    for actual in layouts:
+        assert actual[name]["norm"] == actual["saved"][layout]["norm"]
+        assert actual[name]["same after"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,26 +113,26 @@ def check_export(folder: Path, case: Case, held: dict[str, str], root: Path, out
 @pytest.mark.parametrize("circle", CHOSEN)
 def test_models_dtypes_and_implementations(circles: list[dict[str, Any]], circle: str) -> None:
     """Each case loads what the one before it has saved, and its next step has the gradients that it should."""
-    ranks = [found[circle] for found in circles]
+    ranks = [actual[circle] for actual in circles]
     names = [name for name in ranks[0] if name != "saved"]
     assert len(names) == len(CHOSEN[circle])
     for name in names:
         check(ranks, name)
         source, _, target = name.partition(" -> ")
         same = CHOSEN[circle][target].dtype == "bf16"
-        for found in ranks:
-            expected = found["saved"][target if same else source]["norm"]
-            assert found[name]["norm"] == pytest.approx(expected, rel=0.0 if same else NORM_TOLERANCE, abs=0.0), name
+        for actual in ranks:
+            expected = actual["saved"][target if same else source]["norm"]
+            assert actual[name]["norm"] == pytest.approx(expected, rel=0.0 if same else NORM_TOLERANCE, abs=0.0), name
 
 
 def check(ranks: list[dict[str, Any]], name: str) -> None:
     """On every rank everything is as it was saved, and every parameter has a counter of its own."""
-    for rank, found in enumerate(ranks):
-        assert not found[name]["wrong"], f"rank {rank}: {found[name]['wrong'][:5]}"
-        values, (states, distinct) = found[name]["counters"]
+    for rank, actual in enumerate(ranks):
+        assert not actual[name]["wrong"], f"rank {rank}: {actual[name]['wrong'][:5]}"
+        values, (states, distinct) = actual[name]["counters"]
         assert values in ([], [STEPS]), values
         assert states == distinct
-    assert any(found[name]["counters"][0] for found in ranks)
+    assert any(actual[name]["counters"][0] for actual in ranks)
 
 
 def parameters(root: Path, model: str) -> int:
@@ -144,7 +144,7 @@ def parameters(root: Path, model: str) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_written_is_what_there_is(layouts: list[dict[str, Any]], root: Path, layout: str) -> None:
     """Weights and two moments of 4 bytes each, once over all ranks."""
-    written = [found["saved"][layout]["written"] for found in layouts]
+    written = [actual["saved"][layout]["written"] for actual in layouts]
     assert sum(each["bytes"] for each in written) == 12 * parameters(root, "routed")
     assert {each["optimizer_steps"] for each in written} == {STEPS}
     shares = [4 * each["bytes"] / (12 * parameters(root, "routed")) for each in written]
@@ -154,7 +154,7 @@ def test_what_is_written_is_what_there_is(layouts: list[dict[str, Any]], root: P
 @pytest.mark.parametrize(("circle", "case"), [(name, case) for name in BF16 for case in CHOSEN.get(name, {})])
 def test_bytes_of_bf16(circles: list[dict[str, Any]], root: Path, circle: str, case: str) -> None:
     """A weight of 2 bytes, its main parameter and two moments of 4; of a value head all three have 4."""
-    written = [found[circle]["saved"][case]["written"]["bytes"] for found in circles]
+    written = [actual[circle]["saved"][case]["written"]["bytes"] for actual in circles]
     head = 12 * HIDDEN if circle == "value" else 0
     assert sum(written) == 14 * parameters(root, "tied") + head
 
@@ -162,5 +162,5 @@ def test_bytes_of_bf16(circles: list[dict[str, Any]], root: Path, circle: str, c
 @pytest.mark.parametrize("case", CHOSEN["tied"])
 def test_bytes_of_other_implementations(circles: list[dict[str, Any]], root: Path, case: str) -> None:
     """The same, once, however data parallelism is done and wherever a tied embedding has a copy."""
-    written = [found["tied"]["saved"][case]["written"]["bytes"] for found in circles]
+    written = [actual["tied"]["saved"][case]["written"]["bytes"] for actual in circles]
     assert sum(written) == 12 * parameters(root, "tied")

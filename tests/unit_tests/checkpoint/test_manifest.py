@@ -28,9 +28,9 @@ def example() -> Manifest:
 
 def test_what_is_written_is_read_again() -> None:
     manifest = example()
-    found = parse_manifest(manifest_text(manifest).encode(), "manifest.json")
-    assert found == manifest
-    assert found.tensors["actor/exp_avg/scale"] == WholeTensor("F32", ())
+    actual = parse_manifest(manifest_text(manifest).encode(), "manifest.json")
+    assert actual == manifest
+    assert actual.tensors["actor/exp_avg/scale"] == WholeTensor("F32", ())
 
 
 def test_plain_tuples_do_for_tensors() -> None:

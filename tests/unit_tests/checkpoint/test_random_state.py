@@ -19,15 +19,15 @@ def draws() -> list[Any]:
     import numpy as np
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    found: list[Any] = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(2).tolist()]
-    found.append(float(np.random.standard_normal()))
+    actual: list[Any] = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(2).tolist()]
+    actual.append(float(np.random.standard_normal()))
     tracker = get_cuda_rng_tracker()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in sorted(tracker.get_states()):
         with tracker.fork(name):
-            found.append(torch.rand(3, device=device).tolist())
-    found.append(torch.rand(3, device=device).tolist())
-    return found
+            actual.append(torch.rand(3, device=device).tolist())
+    actual.append(torch.rand(3, device=device).tolist())
+    return actual
 
 
 def round_trip(rank: int, folder: str) -> dict[str, Any]:
@@ -84,12 +84,12 @@ def round_trip(rank: int, folder: str) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_what_would_have_come(tmp_path: Path) -> None:
     first, second = run_ranks(2, round_trip, str(tmp_path))
-    for found in (first, second):
-        assert found["restored"] == found["saved"] != found["further"]
-        tracked = [name for name in found["names"] if name.startswith("tracked/")]
-        assert {"numpy", "python", "torch"} <= set(found["names"])
+    for actual in (first, second):
+        assert actual["restored"] == actual["saved"] != actual["further"]
+        tracked = [name for name in actual["names"] if name.startswith("tracked/")]
+        assert {"numpy", "python", "torch"} <= set(actual["names"])
         assert len(tracked) >= 2
-        assert "numpy on one side only" in found["refused"]
-        assert found["none"]
+        assert "numpy on one side only" in actual["refused"]
+        assert actual["none"]
     # The tensor-parallel ranks draw differently, so each must have had its own back.
     assert first["saved"] != second["saved"]

@@ -75,11 +75,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Any]:
     """Whole runs first; then, in fresh processes, what is resumed from their checkpoint after step 2."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for stage in (FULL, RESUMED):
         for world_size, wanted in stage.items():
-            found |= run_ranks(world_size, run_all, str(folder), wanted, timeout_s=180)[0]
-    return found
+            actual |= run_ranks(world_size, run_all, str(folder), wanted, timeout_s=180)[0]
+    return actual
 
 
 def metrics(folder: Path, run: str) -> dict[int, dict[str, float]]:
@@ -111,10 +111,10 @@ def test_a_checkpoint_holds_every_weight(runs: dict[str, Any], run: str) -> None
 def test_a_resumed_run_is_bit_equal(folder: Path, runs: dict[str, Any], run: str) -> None:
     """Metrics and weights of the steps after the saved one."""
     full = SAME_LAYOUT[run]
-    expected, found = metrics(folder, full), metrics(folder, run)
+    expected, actual = metrics(folder, full), metrics(folder, run)
     assert list(expected) == list(range(STEPS + 1))
-    assert found == {step: expected[step] for step in AFTER}
-    assert found[4].keys() > found[3].keys()  # step 4 validates
+    assert actual == {step: expected[step] for step in AFTER}
+    assert actual[4].keys() > actual[3].keys()  # step 4 validates
     for after_full, after_resume in zip(runs[full]["steps"][SAVED:], runs[run]["steps"], strict=True):
         assert all(torch.equal(after_full[name], after_resume[name]) for name in after_full)
     assert_same_tokens(runs[full]["tokens"], runs[run]["tokens"])
@@ -136,14 +136,14 @@ def test_a_run_resumed_under_another_layout_agrees(folder: Path, runs: dict[str,
     In bfloat16 such sums round to other values, and samples part.
     """
     full = OTHER_LAYOUT[run]
-    expected, found = metrics(folder, full), metrics(folder, run)
+    expected, actual = metrics(folder, full), metrics(folder, run)
     for step in AFTER:
-        assert found[step].keys() == expected[step].keys()
+        assert actual[step].keys() == expected[step].keys()
         tolerance = 1e-6 if step == SAVED + 1 else 1e-4
         for name, value in expected[step].items():
             if name.endswith("num_microbatches") or name.startswith("rollout/logprob_diff"):
                 continue
-            assert math.isclose(found[step][name], value, rel_tol=tolerance, abs_tol=1e-6), (step, name)
+            assert math.isclose(actual[step][name], value, rel_tol=tolerance, abs_tol=1e-6), (step, name)
     assert_same_tokens(runs[full]["tokens"], runs[run]["tokens"])
     end, resumed_end = runs[full]["steps"][-1], runs[run]["steps"][-1]
     assert max(float((end[name] - resumed_end[name]).abs().max()) for name in end) <= 1e-5

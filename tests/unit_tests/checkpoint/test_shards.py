@@ -62,9 +62,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         info = infos[spec.key]
         assert (info.dtype, info.shape, info.nbytes) == (tensor.dtype, spec.shape, spec.nbytes)
         assert info.offset % tensor.dtype.itemsize == 0
-        found = content[info.offset : info.offset + info.nbytes]
-        assert found == bytes(data_of(tensor))
-        assert sums[spec.key] == xxhash.xxh3_64_hexdigest(found)
+        actual = content[info.offset : info.offset + info.nbytes]
+        assert actual == bytes(data_of(tensor))
+        assert sums[spec.key] == xxhash.xxh3_64_hexdigest(actual)
 
 
 def test_the_library_reads_it(tmp_path: Path) -> None:
@@ -73,9 +73,9 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
     with safe_open(path, "pt") as file:
         assert file.metadata()["format"] == shards.FORMAT
         for spec, tensor in pieces():
-            found = file.get_tensor(spec.key)
-            assert found.dtype == tensor.dtype
-            assert bytes(data_of(found)) == bytes(data_of(tensor))
+            actual = file.get_tensor(spec.key)
+            assert actual.dtype == tensor.dtype
+            assert bytes(data_of(actual)) == bytes(data_of(tensor))
 
 
 def test_a_shard_without_pieces(tmp_path: Path) -> None:

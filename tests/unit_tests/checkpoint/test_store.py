@@ -20,12 +20,12 @@ from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
 
 
-def refusal(found: RunCheckpoints) -> str:
+def refusal(actual: RunCheckpoints) -> str:
     """The message of the UserError; no engine may have been touched."""
-    before = values(found)
+    before = values(actual)
     with pytest.raises(UserError) as caught:
-        found.restore()
-    assert values(found) == before
+        actual.restore()
+    assert values(actual) == before
     return str(caught.value)
 
 
@@ -35,14 +35,14 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "step_000003"
     assert names(folder) == ["COMMIT", "manifest.json", "shard_00000.safetensors"]
     assert (tmp_path / "latest").read_text() == "step_000003\n"
-    found = store(tmp_path)
-    manifest = found.restore()
+    actual = store(tmp_path)
+    manifest = actual.restore()
     assert manifest is not None
     assert (manifest.step, manifest.state, manifest.metrics) == (3, {"kl": {"value": 0.5}}, {"val/reward_mean": 0.25})
     assert (manifest.world_size, manifest.layout, manifest.config) == (1, "tp1-dp1", {"trainer": {"steps": 3}})
     assert set(manifest.versions) == {"mega_rl", "torch", "megatron-core", "python"}
-    assert values(found) == [3, 4]
-    assert found.poll() == {}
+    assert values(actual) == [3, 4]
+    assert actual.poll() == {}
     metrics = saved.poll()
     assert set(metrics) == {"checkpoint/seconds", "checkpoint/bytes", "checkpoint/stall_s"}
     assert metrics["checkpoint/bytes"] == 2 * (12 * 4 + 5 * 2 + 4)
@@ -58,9 +58,9 @@ def test_the_newest_is_taken_and_the_last_are_kept(tmp_path: Path) -> None:
     for step in (5, 20, 100):
         store(tmp_path, actor=step).save(step, {})
     assert names(tmp_path) == ["step_000020", "step_000100"]
-    found = store(tmp_path)
-    assert found.restore().step == 100  # type: ignore[union-attr]
-    assert values(found) == [100, 0]
+    actual = store(tmp_path)
+    assert actual.restore().step == 100  # type: ignore[union-attr]
+    assert values(actual) == [100, 0]
 
 
 def test_keep_one_every_third_and_the_best(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_never_and_paths(tmp_path: Path) -> None:
         store(root, actor=step).save(step, {})
     assert store(root, resume="never").restore() is None
     for resume, step in ((root / "step_000001", 1), (root, 2), (tmp_path, 2)):
-        found = store(tmp_path / "elsewhere", resume=str(resume))
-        assert found.restore().step == step  # type: ignore[union-attr]
-        assert values(found) == [step, 0]
+        actual = store(tmp_path / "elsewhere", resume=str(resume))
+        assert actual.restore().step == step  # type: ignore[union-attr]
+        assert values(actual) == [step, 0]
 
 
 def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,14 +90,14 @@ def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path, caplog: pytest.Lo
         (tmp_path / name).mkdir()
         (tmp_path / name / "COMMIT").write_bytes((tmp_path / "step_000002" / "COMMIT").read_bytes())
     assert steps(tmp_path) == [2]
-    found = store(tmp_path)
-    assert found.restore().step == 2  # type: ignore[union-attr]
-    assert values(found) == [2, 0]
+    actual = store(tmp_path)
+    assert actual.restore().step == 2  # type: ignore[union-attr]
+    assert values(actual) == [2, 0]
     assert (
         ".step_000009.tmp is not a complete checkpoint and is ignored: a pending save, or one that was cut short"
         in caplog.text
     )
-    found.save(3, {})
+    actual.save(3, {})
     assert ".step_000009.tmp" not in names(tmp_path)
 
 
@@ -114,9 +114,9 @@ def test_a_run_that_went_back_leaves_its_later_checkpoints_behind(tmp_path: Path
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     for value in (5, 6):
         store(tmp_path, actor=value).save(2, {})
-    found = store(tmp_path)
-    found.restore()
-    assert values(found) == [6, 0]
+    actual = store(tmp_path)
+    actual.restore()
+    assert values(actual) == [6, 0]
 
 
 def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_falling_back_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         store(tmp_path, actor=step, keep=5).save(step, {})
     flip(tmp_path / "step_000003" / "shard_00000.safetensors", -3)
     (tmp_path / "step_000002" / "shard_00000.safetensors").write_bytes(b"")
-    found = store(tmp_path, fallback=True)
-    assert found.restore().step == 1  # type: ignore[union-attr]
-    assert values(found) == [1, 0]
+    actual = store(tmp_path, fallback=True)
+    assert actual.restore().step == 1  # type: ignore[union-attr]
+    assert values(actual) == [1, 0]
     assert caplog.text.count("FALLING BACK") == 2
     flip(tmp_path / "step_000001" / "shard_00000.safetensors", -3)
     assert "step_000003/shard" in refusal(store(tmp_path, fallback=True))  # the newest is the one to tell of
@@ -257,9 +257,9 @@ def test_a_disk_that_fails_at_any_operation(
             assert steps(root) in ([1], [2], [1, 2])
         else:
             assert steps(root)[-1] == 2
-        found = store(root)
-        assert found.restore().step in (1, 2)  # type: ignore[union-attr]
-        assert values(found) == [1, 0]
+        actual = store(root)
+        assert actual.restore().step in (1, 2)  # type: ignore[union-attr]
+        assert values(actual) == [1, 0]
         saving.save(3, {})
         assert "checkpoint/failed_saves" not in saving.poll()
         assert names(root) == ["step_000003"]
@@ -336,7 +336,7 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     ranks = GroupRanks(group)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for mode in (False, True):
         parts: dict[str, Any] = {
             "root": Path(root) / str(mode),
@@ -366,9 +366,9 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
         loading = RunCheckpoints(engines={"actor": engine}, rank_states={"random": kept}, **parts)
         manifest = loading.restore()
         assert manifest is not None
-        found[str(mode)] = [manifest.step, engine.values, kept.restored, failed, refused]
+        actual[str(mode)] = [manifest.step, engine.values, kept.restored, failed, refused]
     dist.destroy_process_group()
-    return found
+    return actual
 
 
 def fail(collected: Any) -> Any:
@@ -380,9 +380,9 @@ def fail(collected: Any) -> Any:
 def test_two_ranks_agree(tmp_path: Path) -> None:
     """A rank that fails is known on all; each gets its own state back."""
     both = run_ranks(2, saved_by_two, str(tmp_path), device="cpu")
-    for rank, found in enumerate(both):
+    for rank, actual in enumerate(both):
         for mode in ("False", "True"):
-            step, engine, kept, failed, refused = found[mode]
+            step, engine, kept, failed, refused = actual[mode]
             assert (step, engine, kept) == (1, [4.0] * 4, {"x": [rank, 7]})
             assert failed.startswith("the checkpoint of step 2 failed: ")
             assert "written twice: ['actor/weights/matrix@2,0']" in failed

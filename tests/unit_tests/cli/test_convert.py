@@ -54,8 +54,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def facts(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
     """The JSON object that a verb prints, alone on stdout."""
-    found, out, err = run(capsys, *arguments, "--json")
-    assert found == code, err
+    actual, out, err = run(capsys, *arguments, "--json")
+    assert actual == code, err
     result: dict[str, Any] = json.loads(out)
     return result
 
@@ -94,10 +94,10 @@ def test_inspect_lists_what_does_not_fit(models: Path, capsys: pytest.CaptureFix
     tensors["model.norm.weight"] = torch.zeros(5)
     tensors["strange"] = torch.zeros(1)
     write_checkpoint("bad", tensors.items(), files={"config.json": models / "qwen3" / "config.json"})
-    found = facts(capsys, "inspect", "bad", code=2)
-    assert found["missing"] == ["model.layers.1.mlp.up_proj.weight"]
-    assert found["unexpected"] == ["strange"]
-    assert found["mis_shaped"] == ["model.norm.weight: [5], config.json asks for [32]"]
+    actual = facts(capsys, "inspect", "bad", code=2)
+    assert actual["missing"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert actual["unexpected"] == ["strange"]
+    assert actual["mis_shaped"] == ["model.norm.weight: [5], config.json asks for [32]"]
 
 
 def test_plan_needs_no_weights(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,9 +106,9 @@ def test_plan_needs_no_weights(models: Path, capsys: pytest.CaptureFixture[str])
     shutil.copy(models / "qwen3_moe" / "config.json", "bare")
     options = ("--tp", 2, "--ep", 2, "--etp", 1)
     ranks = [facts(capsys, "plan", "bare", *options, "--rank", rank) for rank in range(2)]
-    for rank, found in enumerate(ranks):
+    for rank, actual in enumerate(ranks):
         name = "decoder.layers.0.mlp.experts.linear_fc1.weight0"
-        assert found["parameters"][name]["copies"][0]["hf_name"].endswith(f"experts.{2 * rank}.gate_proj.weight")
+        assert actual["parameters"][name]["copies"][0]["hf_name"].endswith(f"experts.{2 * rank}.gate_proj.weight")
     code, out, _ = run(capsys, "plan", "bare", "--param", "*layers.0.self_attention.linear_qkv.weight")
     assert code == 0
     assert "[0:32, 0:32] <- model.layers.0.self_attn.q_proj.weight[0:32, 0:32]" in out
@@ -147,10 +147,10 @@ def test_import_export_verify(models: Path, capsys: pytest.CaptureFixture[str], 
 
 def test_verify_without_a_second_folder(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Import and export in memory, for a layout; nothing is written."""
-    found = facts(capsys, "verify", models / "qwen3", "--tp", 2, "--vpp", 2, "--pp", 2)
+    actual = facts(capsys, "verify", models / "qwen3", "--tp", 2, "--vpp", 2, "--pp", 2)
     with CheckpointReader(models / "qwen3") as reader:
-        assert found["returned"] == len(reader.tensors)
-    assert found["lost"] == []
+        assert actual["returned"] == len(reader.tensors)
+    assert actual["lost"] == []
     assert list(Path().iterdir()) == []
 
 
@@ -192,9 +192,9 @@ def test_differences_have_exit_code_1(models: Path, capsys: pytest.CaptureFixtur
         assert code == 1
         assert "model.norm.weight: 1 of 32 elements differ, max 0.5" in out
         assert "only in the first (1): model.layers.0.mlp.up_proj.weight" in out
-    found = facts(capsys, "diff", models / "qwen3", "other", "--allow-missing", "*.up_proj.weight", code=1)
-    assert found["only_first"] == []
-    assert [d["name"] for d in found["different"]] == ["model.norm.weight"]
+    actual = facts(capsys, "diff", models / "qwen3", "other", "--allow-missing", "*.up_proj.weight", code=1)
+    assert actual["only_first"] == []
+    assert [d["name"] for d in actual["different"]] == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize(

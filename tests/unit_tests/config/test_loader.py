@@ -200,9 +200,9 @@ def test_an_alias_bomb_is_refused_in_one_short_line(tmp_path: Path) -> None:
     names = "abcdefghijklmnopqrstuvwxyz"
     lines = ["a: &a [x, x, x, x, x, x, x, x]"]
     lines += [f"{name}: &{name} [{', '.join([f'*{before}'] * 8)}]" for before, name in pairwise(names)]
-    found = problems(recipe(tmp_path, "\n".join(lines) + "\nmodel: {path: *z}\n"))
-    assert found[-1].endswith("needs a text; put it in quotes")
-    assert all(len(line) < 400 for line in found)
+    actual = problems(recipe(tmp_path, "\n".join(lines) + "\nmodel: {path: *z}\n"))
+    assert actual[-1].endswith("needs a text; put it in quotes")
+    assert all(len(line) < 400 for line in actual)
 
 
 @settings(max_examples=150, deadline=None)

@@ -100,29 +100,29 @@ def test_runs(overrides: tuple[str, ...]) -> None:
     ],
 )
 def test_broken_rules_are_named(overrides: tuple[str, ...], words: str) -> None:
-    found = broken(*overrides)
-    assert len(found) == 1, found
-    assert words in found[0]
+    actual = broken(*overrides)
+    assert len(actual) == 1, actual
+    assert words in actual[0]
 
 
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:30000", "http://127.0.0.1", "http://a:70000", "ftp://a:1", "http://a:1/v1", "http://:1"]
 )
 def test_what_is_no_address(url: str) -> None:
-    found = broken(SGLANG, f"rollout.sglang.urls=['{url}']", "rollout.sglang.keys_file=k")
-    assert any(f"rollout.sglang.urls: {url!r} is no server's address" in line for line in found)
+    actual = broken(SGLANG, f"rollout.sglang.urls=['{url}']", "rollout.sglang.keys_file=k")
+    assert any(f"rollout.sglang.urls: {url!r} is no server's address" in line for line in actual)
 
 
 def test_a_server_is_named_once() -> None:
-    found = broken(SGLANG, "rollout.sglang.urls=[http://a:1,http://a:1]", "rollout.sglang.keys_file=k")
-    assert found == ["rollout.sglang.urls=['http://a:1', 'http://a:1']: a server is named twice; name each once"]
+    actual = broken(SGLANG, "rollout.sglang.urls=[http://a:1,http://a:1]", "rollout.sglang.keys_file=k")
+    assert actual == ["rollout.sglang.urls=['http://a:1', 'http://a:1']: a server is named twice; name each once"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_no_server_listens_on_all_interfaces(host: str) -> None:
-    found = broken(SGLANG, f"rollout.sglang.server.host='{host}'")
-    assert len(found) == 1
-    assert "listens on one interface, not on all" in found[0]
+    actual = broken(SGLANG, f"rollout.sglang.server.host='{host}'")
+    assert len(actual) == 1
+    assert "listens on one interface, not on all" in actual[0]
 
 
 def test_off_policy_samples_need_old_logprobs() -> None:

@@ -43,9 +43,9 @@ def _sharded_state(chunks: list[nn.Module], dp_cp_group: Any) -> dict[str, Any]:
 def _differing(chunks: list[nn.Module], expected: list[dict[str, Tensor]]) -> list[str]:
     return [
         f"{stage}.{name}"
-        for stage, (found, wanted) in enumerate(zip(_weights(chunks), expected, strict=True))
+        for stage, (actual, wanted) in enumerate(zip(_weights(chunks), expected, strict=True))
         for name in wanted
-        if not torch.equal(found[name], wanted[name])
+        if not torch.equal(actual[name], wanted[name])
     ]
 
 
@@ -73,7 +73,7 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
     from mega_rl.verify.twin.logits import load_model
     from tests.helpers.load_ranks import load_ranks
 
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     for layout, sizes in WORLDS[world_size].items():
         built = groups.initialize(ParallelLayout(world_size=world_size, **sizes), accelerator=accelerator, timeout_s=60)
         groups.seed_model_parallel(1, built)
@@ -89,16 +89,16 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
                 sorted(_sharded_state(live.chunks, built.collection.dp_cp)), live.chunks, strict=True
             ):
                 chunk.load_state_dict(state[key])
-            found[f"{name} {layout} dist_checkpointing.load"] = _differing(live.chunks, expected)
+            actual[f"{name} {layout} dist_checkpointing.load"] = _differing(live.chunks, expected)
             for kind in ("ranks", "dist"):
                 _spoil(live.chunks)
                 load_ranks(live.chunks, folder / kind, sharding=live.sharding, coordinates=built.coordinates)
-                found[f"{name} {layout} load_ranks {kind}"] = _differing(live.chunks, expected)
+                actual[f"{name} {layout} load_ranks {kind}"] = _differing(live.chunks, expected)
             saved = folder / f"saved-{layout}"
             saved.mkdir(exist_ok=True)
             dist_checkpointing.save(_sharded_state(live.chunks, built.collection.dp_cp), str(saved))
         groups.destroy()
-    return found
+    return actual
 
 
 def load_critic(rank: int, policy: str, dist: str) -> dict[str, Tensor]:

@@ -205,11 +205,11 @@ def layer_part(hf: HFConfig, state: State, layer: int, layout: ParallelLayout, a
     held = 0 if hf.moe is None else hf.moe.num_experts // layout.ep
     for name, whole in layer_params(hf, state, layer).items():
         parts, index = layout.tp, at.tp_rank
-        if found := re.search(r"local_experts\.(\d+)", name):
-            parts, index, expert = layout.etp, at.etp_rank, int(found[1])
+        if actual := re.search(r"local_experts\.(\d+)", name):
+            parts, index, expert = layout.etp, at.etp_rank, int(actual[1])
             if expert // held != at.ep_rank:
                 continue
-            name = name.replace(found[0], f"local_experts.{expert % held}")
+            name = name.replace(actual[0], f"local_experts.{expert % held}")
         part = cut(hf, name, whole, parts, index)
         out[te_name(hf, name, layer) if spec == "te" else name] = part
     return out

@@ -43,11 +43,11 @@ def compared(folder: Path, first: State, second: State, **options: object) -> Co
 
 def test_equal_contents_in_other_shards_and_order(tmp_path: Path) -> None:
     """Shards and order do not count, and a nan equals itself."""
-    found = compared(tmp_path, state(), state())
-    assert found.equal
-    assert found.num_equal == 3
+    actual = compared(tmp_path, state(), state())
+    assert actual.equal
+    assert actual.num_equal == 3
     with CheckpointReader(tmp_path / "second") as b:
-        assert compare(b, b).digest == found.digest
+        assert compare(b, b).digest == actual.digest
 
 
 @pytest.mark.parametrize("name", ["a.weight", "b.bias", "c.weight"])
@@ -57,22 +57,22 @@ def test_one_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     flat = other[name].view(-1)
     before = flat[-1].clone()
     flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)[-1] ^= 1
-    found = compared(tmp_path, state(), other)
-    assert not found.equal
-    (different,) = found.different
+    actual = compared(tmp_path, state(), other)
+    assert not actual.equal
+    (different,) = actual.different
     assert (different.name, different.elements, different.numel) == (name, 1, flat.numel())
     assert different.max_abs == abs(before.double() - flat[-1].double()).item() > 0
     with CheckpointReader(tmp_path / "second") as b:
-        assert compare(b, b).digest != found.digest
+        assert compare(b, b).digest != actual.digest
 
 
 def test_permuted_rows_are_found(tmp_path: Path) -> None:
     """Sums are equal, rows are not."""
     other = state()
     other["a.weight"] = other["a.weight"].flip(0)
-    found = compared(tmp_path, state(), other)
-    assert [d.name for d in found.different] == ["a.weight"]
-    assert found.different[0].elements > 2000
+    actual = compared(tmp_path, state(), other)
+    assert [d.name for d in actual.different] == ["a.weight"]
+    assert actual.different[0].elements > 2000
 
 
 def test_negative_zero_differs_from_zero(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_names_types_and_shapes(tmp_path: Path) -> None:
     other["a.weight"] = other["a.weight"].float()
     other["c.weight"] = other["c.weight"].view(4, 6)
     other["extra.weight"] = other.pop("b.bias")
-    found = compared(tmp_path, state(), other)
-    assert found.only_first == ("b.bias",)
-    assert found.only_second == ("extra.weight",)
-    assert found.mismatched == (
+    actual = compared(tmp_path, state(), other)
+    assert actual.only_first == ("b.bias",)
+    assert actual.only_second == ("extra.weight",)
+    assert actual.mismatched == (
         "a.weight: bfloat16 [300, 7] against float32 [300, 7]",
         "c.weight: float16 [2, 3, 4] against float16 [4, 6]",
     )
@@ -180,10 +180,10 @@ def test_description_counts_every_element_once_per_rank(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", tensors.items())
     (tmp_path / "config.json").write_text(json.dumps({}))
     with CheckpointReader(tmp_path / "hf") as reader:
-        _, found = describe(reader, Sharding(hf, LAYOUTS["pp2"]))
-    assert found.missing == ("model.layers.3.mlp.up_proj.weight",)
-    assert found.unexpected == ("stray.weight",)
-    assert found.ignored == ("model.layers.1.self_attn.rotary_emb.inv_freq",)
-    assert found.mis_shaped == ("model.norm.weight: [11], config.json asks for [10]",)
-    assert [stage.layers for stage in found.stages] == [("0-1",), ("2-3",)]
-    assert sum(stage.params for stage in found.stages) == sum(t.numel() for t in hf_state(hf).values())
+        _, actual = describe(reader, Sharding(hf, LAYOUTS["pp2"]))
+    assert actual.missing == ("model.layers.3.mlp.up_proj.weight",)
+    assert actual.unexpected == ("stray.weight",)
+    assert actual.ignored == ("model.layers.1.self_attn.rotary_emb.inv_freq",)
+    assert actual.mis_shaped == ("model.norm.weight: [11], config.json asks for [10]",)
+    assert [stage.layers for stage in actual.stages] == [("0-1",), ("2-3",)]
+    assert sum(stage.params for stage in actual.stages) == sum(t.numel() for t in hf_state(hf).values())

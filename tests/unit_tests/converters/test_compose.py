@@ -51,8 +51,8 @@ def written(windows: Iterable[ColumnRange], shape: tuple[int, ...], state: State
     result = torch.full(matrix_shape(shape), -1, dtype=torch.int64)
     for window in windows:
         columns = result[:, window.first_col :: window.step]
-        found = applied(window.copies, tuple(columns.shape), state)
-        result[:, window.first_col :: window.step] = torch.where(found < 0, columns, found)
+        actual = applied(window.copies, tuple(columns.shape), state)
+        result[:, window.first_col :: window.step] = torch.where(actual < 0, columns, actual)
     return result.view(shape)
 
 
@@ -126,8 +126,8 @@ def test_composition_of_two_plans_is_the_plan_of_the_second(pair: tuple[Sharding
     wanted = {tensor.stored: tensor.plan for tensor in rank_tensors(second)}
     for tensor in rank_tensors(second, origin="canonical"):
         copies = compose(tensor.plan.copies, homes)
-        found = applied(copies, tensor.plan.shape, stored)
-        assert torch.equal(found, applied(wanted[tensor.stored].copies, tensor.plan.shape, disk)), tensor.stored
+        actual = applied(copies, tensor.plan.shape, stored)
+        assert torch.equal(actual, applied(wanted[tensor.stored].copies, tensor.plan.shape, disk)), tensor.stored
 
 
 def test_parts_of_a_transposed_copy_are_found() -> None:

@@ -62,9 +62,9 @@ def test_every_layout(layout: ParallelLayout, bucket_bytes: int, tied: bool) -> 
 def test_buckets_are_bounded_and_few() -> None:
     hf, layout = small_config(), LAYOUTS["tp2-pp2"]
     plan = export_plan(Sharding(hf, layout))
-    found = list(buckets(plan, bucket_bytes=4000, itemsize=4))
-    assert [p for bucket in found for p in bucket] == list(plan)
-    for bucket in found:
+    actual = list(buckets(plan, bucket_bytes=4000, itemsize=4))
+    assert [p for bucket in actual for p in bucket] == list(plan)
+    for bucket in actual:
         assert len({p.pp_rank for p in bucket}) == 1
         assert len(bucket) == 1 or sum(p.numel for p in bucket) * 4 <= 4000
     # Large buckets: one per pipeline rank.
@@ -76,8 +76,8 @@ def test_what_is_gathered_at_once_does_not_grow_with_the_ranks_that_gather(ep: i
     """An expert comes from its holders alone; where one tensor holds all experts, so does one unit."""
     hf, layout = parse_hf_config(TINY["qwen3_moe"] | {"num_experts": 8}), ParallelLayout(world_size=ep, ep=ep)
     expert = 3 * hf.hidden_size * hf.moe.ffn_hidden_size * 4 if hf.moe is not None else 0
-    found = list(buckets(export_plan(Sharding(hf, layout)), bucket_bytes=2 * expert, itemsize=4))
-    of_experts = [bucket for bucket in found if bucket[0].of_experts]
+    actual = list(buckets(export_plan(Sharding(hf, layout)), bucket_bytes=2 * expert, itemsize=4))
+    of_experts = [bucket for bucket in actual if bucket[0].of_experts]
     assert of_experts
     for bucket in of_experts:
         (holders,) = {unit.holders for unit in bucket}
@@ -92,12 +92,12 @@ def test_tensors_that_an_engine_fuses_are_in_one_bucket() -> None:
     """SGLang fuses q_a and kv_a of latent attention as they arrive: in two buckets they would never meet."""
     hf = parse_hf_config(TINY["deepseek_v3"])
     for layout in (LAYOUTS["one"], LAYOUTS["tp2-pp2"]):
-        found = list(buckets(export_plan(Sharding(hf, layout)), bucket_bytes=1, itemsize=2))
+        actual = list(buckets(export_plan(Sharding(hf, layout)), bucket_bytes=1, itemsize=2))
         for layer in range(hf.num_layers):
             together = {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
             holding = [
                 {name for unit in bucket for name, _, _ in unit.tensors} & together
-                for bucket in found
+                for bucket in actual
                 if any(name in together for unit in bucket for name, _, _ in unit.tensors)
             ]
             assert holding == [together]
@@ -283,9 +283,9 @@ def group_of(layout: ParallelLayout, rank: int, name: str) -> dist.ProcessGroup 
     others = [n for n in ("tp_rank", "pp_rank", "dp_rank") if n != name]
     key = lambda r: tuple(getattr(layout.coordinates(r), n) for n in others)  # noqa: E731
     for _, members in itertools.groupby(sorted(range(layout.world_size), key=key), key=key):
-        found = sorted(members)
-        group = dist.new_group(found)
-        if rank in found:
+        actual = sorted(members)
+        group = dist.new_group(actual)
+        if rank in actual:
             mine = group
     return mine
 

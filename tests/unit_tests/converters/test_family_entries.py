@@ -48,13 +48,13 @@ def families_named(source: str) -> set[str]:
 
 
 def test_no_other_module_names_a_family() -> None:
-    found = {
+    actual = {
         f"{path.relative_to(PACKAGE)}: {text}"
         for path in PACKAGE.rglob("*.py")
         if Path(families.__file__).parent not in path.parents
         for text in families_named(path.read_text(encoding="utf-8"))
     }
-    assert found == set(), "make it a field of Family"
+    assert actual == set(), "make it a field of Family"
 
 
 def test_naming_a_family_is_seen() -> None:

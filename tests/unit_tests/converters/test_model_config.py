@@ -66,8 +66,8 @@ def test_tied() -> None:
 
 
 def test_latent_attention() -> None:
-    found = {name for name in TINY if uses_mla(parse_hf_config(TINY[name]))}
-    assert found == {"deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight"}
+    actual = {name for name in TINY if uses_mla(parse_hf_config(TINY[name]))}
+    assert actual == {"deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight"}
 
 
 MSCALES: list[dict[str, float]] = [
@@ -92,20 +92,20 @@ def scales_of_megatron(_: int) -> list[tuple[float, float]]:
     prepare("cpu")
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
 
-    found = []
+    actual = []
     for name in ("qwen3", "deepseek_v3"):
         for mscales in MSCALES:
             hf = parse_hf_config(yarn_config(name, mscales))
             if hf.mla is None:
                 extra = extra_config_attributes(hf)
                 pair = (extra["yarn_mscale"], extra["yarn_mscale_all_dim"])
-                found.append((yarn._yarn_get_concentration_factor(4.0, *pair), 1.0))
+                actual.append((yarn._yarn_get_concentration_factor(4.0, *pair), 1.0))
             else:
                 kwargs = transformer_config_kwargs(hf)
                 pair = (kwargs["mscale"], kwargs["mscale_all_dim"])
                 of_logits = yarn._yarn_get_mscale(4.0, kwargs["mscale_all_dim"]) ** 2
-                found.append((yarn._yarn_get_concentration_factor(4.0, *pair), of_logits))
-    return found
+                actual.append((yarn._yarn_get_concentration_factor(4.0, *pair), of_logits))
+    return actual
 
 
 def test_scales_of_yarn_are_those_of_transformers() -> None:
@@ -120,17 +120,17 @@ def test_scales_of_yarn_are_those_of_transformers() -> None:
                 attention = DeepseekV3Attention(config, 0)
                 of_logits = attention.scaling * attention.qk_head_dim**0.5
             expected.append((ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1], of_logits))
-    found = run_ranks(1, scales_of_megatron, device="cpu")[0]
+    actual = run_ranks(1, scales_of_megatron, device="cpu")[0]
     # Both compute in float64; the order of operations differs.
-    assert [pair[0] for pair in found] == pytest.approx([pair[0] for pair in expected], rel=1e-12)
-    assert [pair[1] for pair in found] == pytest.approx([pair[1] for pair in expected], rel=1e-12)
+    assert [pair[0] for pair in actual] == pytest.approx([pair[0] for pair in expected], rel=1e-12)
+    assert [pair[1] for pair in actual] == pytest.approx([pair[1] for pair in expected], rel=1e-12)
 
 
 def test_fusions_that_are_wrong_for_an_architecture_are_off() -> None:
     off = {name: set(unfused(parse_hf_config(TINY[name]))) for name in TINY}
     assert all(value is False for name in TINY for value in unfused(parse_hf_config(TINY[name])).values())
     rope = {"apply_rope_fusion"}
-    assert {name: found for name, found in off.items() if found} == {
+    assert {name: actual for name, actual in off.items() if actual} == {
         **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight", "glm4"), rope),
         "gemma3_text": {"bias_activation_fusion"},
         "gpt_oss": {"apply_rope_fusion", "bias_dropout_fusion"},

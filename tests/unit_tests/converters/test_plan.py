@@ -99,9 +99,9 @@ def check_against_reference(hf: HFConfig, layout: ParallelLayout, *, head: Head 
             planned = build_plan(sharding, at, vp_stage=vp_stage)
             assert {param.name: param.shape for param in planned} == {n: tuple(t.shape) for n, t in expected.items()}
             for param in planned:
-                found = shard_by_plan(param.copies, param.shape, state)
-                assert torch.equal(found, expected[param.name]), (param.name, at)
-                held[at, vp_stage, param.name] = found
+                actual = shard_by_plan(param.copies, param.shape, state)
+                assert torch.equal(actual, expected[param.name]), (param.name, at)
+                held[at, vp_stage, param.name] = actual
     exported = export_by_plan(sharding, held)
     assert exported.keys() == state.keys()
     for name, tensor in state.items():
@@ -404,13 +404,13 @@ def test_down_projections_of_latent_attention_are_one_unit() -> None:
 def test_the_norm_before_a_mixture_keeps_its_name() -> None:
     """Dense and mixed layers on different pipeline stages; Transformer Engine fuses the norm into dense MLPs alone."""
     hf, layout = parse_hf_config(TINY["deepseek_v3"]), LAYOUTS["pp2"]
-    found = [
+    actual = [
         param.name
         for at in ranks(layout)
         for param in build_plan(Sharding(hf, layout, spec="te"), at)
         if "pre_mlp_layernorm" in param.canonical
     ]
-    assert found == [
+    assert actual == [
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
         "decoder.layers.1.pre_mlp_layernorm.weight",
         "decoder.layers.0.pre_mlp_layernorm.weight",

@@ -161,14 +161,14 @@ def groups_of(layout: ParallelLayout, rank: int) -> dict[str, dist.ProcessGroup 
         "pp_group": [(c.tp_rank, c.cp_rank, c.dp_rank) for c in at],
         "expert_group": [(c.pp_rank, r % layout.stage_size // size) for r, c in enumerate(at)],
     }
-    found: dict[str, dist.ProcessGroup | None] = {}
+    actual: dict[str, dist.ProcessGroup | None] = {}
     for name, key in keys.items():
         for value in sorted(set(key)):
             members = [r for r in range(layout.world_size) if key[r] == value]
             group = dist.new_group(members)
             if rank in members:
-                found[name] = group
-    return found
+                actual[name] = group
+    return actual
 
 
 def save_on_four_ranks(rank: int, folder: str) -> list[str]:

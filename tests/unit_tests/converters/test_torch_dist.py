@@ -70,9 +70,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_megatron_loads_what_is_written_and_writes_what_is_read(world_size: int, converted: Path) -> None:
     moe = {"qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"}
     models = {name: {"moe": name in moe, "mtp": model.get("mtp", "drop")} for name, model in MODELS.items()}
-    for found in run_ranks(world_size, load_and_save, str(converted), world_size, models, timeout_s=240):
-        assert {case: names for case, names in found.items() if names} == {}
-        assert len(found) >= 3 * len(MODELS)
+    for actual in run_ranks(world_size, load_and_save, str(converted), world_size, models, timeout_s=240):
+        assert {case: names for case, names in actual.items() if names} == {}
+        assert len(actual) >= 3 * len(MODELS)
     for name in MODELS:
         for layout in WORLDS[world_size]:
             saved = converted / name / f"saved-{layout}"
@@ -90,10 +90,10 @@ def test_a_critic_of_megatron_loads_a_value_head(tmp_path: Path) -> None:
     critic = write_random(tmp_path / "critic", "qwen3", dtype=torch.float32, head="value")
     layout = ParallelLayout(world_size=2, tp=2)
     import_hf(critic, tmp_path / "dist", layout=layout, format="torch_dist", options=ImportOptions(head="value"))
-    for found in run_ranks(1, load_critic, str(policy), str(tmp_path / "dist")):
+    for actual in run_ranks(1, load_critic, str(policy), str(tmp_path / "dist")):
         with CheckpointReader(critic) as reader:
-            assert set(found) == set(reader.tensors)
-            assert all(torch.equal(found[name], reader.read(name)) for name in found)
+            assert set(actual) == set(reader.tensors)
+            assert all(torch.equal(actual[name], reader.read(name)) for name in actual)
 
 
 def test_both_dialects_and_both_ways_to_stack_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

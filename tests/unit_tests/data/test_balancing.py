@@ -116,8 +116,8 @@ def test_the_number_of_microbatches_is_near_the_optimum(lengths: list[int], max_
         return min([*choices, optimum(rows[1:], tuple(sorted((*rooms, max_tokens - rows[0]))))])
 
     best = optimum(tuple(sorted(lengths, reverse=True)[:6]), ())
-    found = minimum_microbatches(sorted(lengths, reverse=True)[:6], max_tokens)
-    assert best <= found <= 11 / 9 * best + 1
+    actual = minimum_microbatches(sorted(lengths, reverse=True)[:6], max_tokens)
+    assert best <= actual <= 11 / 9 * best + 1
 
 
 def test_more_microbatches_than_rows_leave_some_empty() -> None:

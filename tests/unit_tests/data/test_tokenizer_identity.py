@@ -51,9 +51,9 @@ def tokenizer(
     change(content)
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    found = read_tokenizer(folder)
-    assert found is not None
-    return found
+    actual = read_tokenizer(folder)
+    assert actual is not None
+    return actual
 
 
 def reverse(content: dict[str, Any]) -> None:
@@ -220,16 +220,16 @@ def test_a_large_file_takes_a_moment(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     assert len(text.encode()) > 10_000_000
     start = time.process_time()
-    found = read_tokenizer(tmp_path)
-    assert found is not None
-    assert found.digest
+    actual = read_tokenizer(tmp_path)
+    assert actual is not None
+    assert actual.digest
     assert time.process_time() - start < 1.5
     random.Random(0).shuffle(tokens)
     model["vocab"] = {token: vocabulary[token] for token in tokens}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
     shuffled = read_tokenizer(tmp_path)
     assert shuffled is not None
-    assert shuffled.digest == found.digest
+    assert shuffled.digest == actual.digest
 
 
 def test_it_needs_neither_torch_nor_a_tokenizer_library() -> None:

@@ -115,10 +115,10 @@ def run_cases(rank: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every case of this world size."""
     from tests.helpers.engines import make_config, replaced
 
-    found = []
+    actual = []
     for case in cases:
         config = make_config(Path(case["checkpoint"]), dtype=case["dtype"])
         config = replaced(config, "engine.megatron", **case["parallel"])
         config = replaced(config, "engine.megatron.optimizer", distributed=case["sharded"])
-        found.append(describe_engine(replaced(config, "engine.megatron.ddp", **case["ddp"])))
-    return found
+        actual.append(describe_engine(replaced(config, "engine.megatron.ddp", **case["ddp"])))
+    return actual

@@ -73,7 +73,7 @@ def listing(path: Path, **changes: Any) -> dict[str, Any]:
 
 def early_state(path: Path) -> dict[str, Any]:
     """A state that is looked at before the first step: zeros, and the training is the same."""
-    found = {}
+    actual = {}
     for name, optimizer in {"device": {}, "host": {"cpu_offload": 0.5}}.items():
         weights = []
         for looks in (False, True):
@@ -81,36 +81,36 @@ def early_state(path: Path) -> dict[str, Any]:
                 if looks:
                     state = engine.state()
                     moments = [p.data for p in state.pieces if p.name.startswith("exp_avg")]
-                    found[f"{name} zeros"] = bool(moments) and not any(bool(m.any()) for m in moments)
-                    found[f"{name} steps"] = state.numbers["optimizer_steps"]
+                    actual[f"{name} zeros"] = bool(moments) and not any(bool(m.any()) for m in moments)
+                    actual[f"{name} steps"] = state.numbers["optimizer_steps"]
                 for _ in range(2):
                     engine.train_minibatch(own_rows(random_experience(), engine), losses("lm"), lr=1e-2)
                 weights.append(exported(engine))
-        found[f"{name} same"] = all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    return found
+        actual[f"{name} same"] = all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    return actual
 
 
 def refusals(path: Path) -> dict[str, str]:
     """What is said of numbers that are not an engine's, and of memory that is given back."""
     from mega_rl.errors import UserError
 
-    found = {}
+    actual = {}
     with engine_of(path) as engine:
         engine.state()
         for name, numbers in MISTAKES.items():
             try:
                 engine.resume_from(numbers)
             except UserError as error:
-                found[name] = str(error)
+                actual[name] = str(error)
         for part in ("parameters", "gradients", "optimizer"):
             parts = {each: each == part for each in ("parameters", "gradients", "optimizer")}
             engine.offload(**parts)
             try:
                 engine.state()
             except RuntimeError as error:
-                found[f"{part} offloaded"] = str(error)
+                actual[f"{part} offloaded"] = str(error)
             engine.onload(**parts)
-    return found
+    return actual
 
 
 def on_the_host(path: Path) -> bool:
@@ -158,13 +158,13 @@ def fused_adam() -> dict[str, Any]:
     inner = FusedAdam(parameters)
     optimizer: Any = SimpleNamespace(optimizer=inner)
     create_state(optimizer)
-    found: dict[str, Any] = {"before": count_steps(optimizer)}
+    actual: dict[str, Any] = {"before": count_steps(optimizer)}
     set_steps(optimizer, 5)
-    found |= {"after": count_steps(optimizer), "group": inner.param_groups[0]["step"]}
+    actual |= {"after": count_steps(optimizer), "group": inner.param_groups[0]["step"]}
     trained = list(trained_parameters(optimizer))
-    found["main"] = [each.main is not None and each.main.dtype == torch.int16 for each in trained]
-    found["moments"] = [str(each.state["exp_avg"].dtype) for each in trained]
-    return found
+    actual["main"] = [each.main is not None and each.main.dtype == torch.int16 for each in trained]
+    actual["moments"] = [str(each.state["exp_avg"].dtype) for each in trained]
+    return actual
 
 
 def multi_token_prediction(path: Path) -> list[tuple[str, int, int, bool]]:

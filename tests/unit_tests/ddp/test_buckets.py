@@ -27,7 +27,7 @@ CASES: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str, bool]] = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Every rank's answers, by case."""
     models = {
         "dense": write_tiny_checkpoint(tmp_path_factory.mktemp("dense"), family="qwen3"),
@@ -46,25 +46,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 @pytest.mark.parametrize("case", [case[0] for case in CASES])
-def test_places_are_where_gradients_lie(found: dict[str, list[dict[str, Any]]], case: str) -> None:
+def test_places_are_where_gradients_lie(results: dict[str, list[dict[str, Any]]], case: str) -> None:
     """Every trained parameter is listed, and its gradient starts at the address that its offset says."""
-    for rank in found[case]:
+    for rank in results[case]:
         assert rank["wrong"] == []
         assert rank["places"] == rank["parameters"] > 0
 
 
 @pytest.mark.parametrize("case", [case[0] for case in CASES])
-def test_collectives_are_those_that_run(found: dict[str, list[dict[str, Any]]], case: str) -> None:
+def test_collectives_are_those_that_run(results: dict[str, list[dict[str, Any]]], case: str) -> None:
     """The functions called in one step with their group sizes, and the bytes that leave all ranks together."""
-    for rank in found[case]:
+    for rank in results[case]:
         assert rank["calls"] == rank["described"]
         assert rank["sent_by_all"] == rank["described_by_all"]
         assert (rank["sent_by_all"] > 0) == (case != "pipeline")  # its two ranks are two stages
 
 
-def test_operations(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_operations(results: dict[str, list[dict[str, Any]]]) -> None:
     """Experts are reduced over fewer ranks; what is not sharded is not gathered; instances add an all-reduce."""
-    operations = {case: ranks[0]["operations"] for case, ranks in found.items()}
+    operations = {case: ranks[0]["operations"] for case, ranks in results.items()}
     assert operations["all-reduce"] == [("dense", "all_reduce", 2)]
     assert operations["sharded"] == [("dense", "all_gather", 2), ("dense", "reduce_scatter", 2)]
     assert operations["experts"] == [
@@ -74,13 +74,13 @@ def test_operations(found: dict[str, list[dict[str, Any]]]) -> None:
         ("expert", "reduce_scatter", 2),
     ]
     assert ("dense", "all_reduce", 2) in operations["instances"]
-    assert found["all-reduce"][0]["buckets"] == 1
-    assert found["sharded"][0]["buckets"] > 4
+    assert results["all-reduce"][0]["buckets"] == 1
+    assert results["sharded"][0]["buckets"] > 4
 
 
-def test_table(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_table(results: dict[str, list[dict[str, Any]]]) -> None:
     """Names over the whole model, one line per parameter and per collective, and the total."""
-    answer = found["pipeline"][1]
+    answer = results["pipeline"][1]
     lines = answer["text"].splitlines()
     assert lines[0].split() == ["chunk", "buffer", "bucket", "offset", "elements", "dtype", "parameter"]
     assert any(line.endswith("decoder.layers.3.mlp.linear_fc2.weight") for line in lines)  # the last stage's

@@ -187,15 +187,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_steps_are_those_of_adamw(results: dict[str, Any], case: str) -> None:
     """Norms before clipping to 1e-5; each tensor's way to 1e-4 of its length (fp32 against fp64)."""
-    found, reference = results[case], results["reference"]
-    assert found["norms"] == pytest.approx(reference["norms"], rel=1e-5)
-    assert min(found["norms"]) > 4 * OPTIM.clip_grad  # clipping has something to do
-    assert reference["weights"].keys() <= found["weights"].keys()
+    actual, reference = results[case], results["reference"]
+    assert actual["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+    assert min(actual["norms"]) > 4 * OPTIM.clip_grad  # clipping has something to do
+    assert reference["weights"].keys() <= actual["weights"].keys()
     for name, expected in reference["weights"].items():
-        start = found["start"][name].double()
+        start = actual["start"][name].double()
         way = expected - start
         assert way.norm() > 0
-        distance = (found["weights"][name].double() - start - way).norm() / way.norm()
+        distance = (actual["weights"][name].double() - start - way).norm() / way.norm()
         assert distance <= 1e-4, name
 
 

@@ -26,12 +26,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_element_is_written_once(ranks: list[dict[str, Any]], layout: str) -> None:
     """Owned pieces cover each tensor, and the tensors are the same on all layouts."""
     written: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-    for found in ranks:
-        for name, whole, offset, shape, owned in found["layouts"][layout]["pieces"]:
+    for actual in ranks:
+        for name, whole, offset, shape, owned in actual["layouts"][layout]["pieces"]:
             count = written.setdefault((name, whole), torch.zeros(whole, dtype=torch.int8))
             count[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] += int(owned)
     assert all(bool((count == 1).all()) for count in written.values())
-    assert set(written) == {tuple(piece[:2]) for found in ranks for piece in found["layouts"]["dp2"]["pieces"]}
+    assert set(written) == {tuple(piece[:2]) for actual in ranks for piece in actual["layouts"]["dp2"]["pieces"]}
     kinds = defaultdict(set)
     for name, _ in written:
         kind, _, key = name.partition("/")
@@ -44,8 +44,8 @@ def test_every_element_is_written_once(ranks: list[dict[str, Any]], layout: str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pieces_are_live_memory_and_all_of_it(ranks: list[dict[str, Any]], layout: str) -> None:
     """A rank that loads writes every element of its own weights; shards of FSDP are less than the whole."""
-    for found in ranks:
-        listed = found["layouts"][layout]
+    for actual in ranks:
+        listed = actual["layouts"][layout]
         assert listed["shapes"]
         assert listed["own memory"]
         assert listed["memory of two pieces"] == 0  # so neither moment is saved as the other
@@ -53,21 +53,21 @@ def test_pieces_are_live_memory_and_all_of_it(ranks: list[dict[str, Any]], layou
         if layout != "torch_fsdp2":
             assert listed["weights"] == listed["parameters"]
     if layout == "torch_fsdp2":
-        assert sum(found["layouts"][layout]["weights"] for found in ranks) == ranks[0]["layouts"]["dp2"]["parameters"]
+        assert sum(actual["layouts"][layout]["weights"] for actual in ranks) == ranks[0]["layouts"]["dp2"]["parameters"]
 
 
 def test_a_state_before_the_first_step(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
+    for actual in ranks:
         for name in ("device", "host"):
-            assert found["early"][f"{name} zeros"]
-            assert found["early"][f"{name} steps"] == 0
-            assert found["early"][f"{name} same"]
-        assert found["on the host"]
+            assert actual["early"][f"{name} zeros"]
+            assert actual["early"][f"{name} steps"] == 0
+            assert actual["early"][f"{name} same"]
+        assert actual["on the host"]
 
 
 def test_what_cannot_be_restored(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        said = found["refusals"]
+    for actual in ranks:
+        said = actual["refusals"]
         assert set(said) == {*MISTAKES, "parameters offloaded", "optimizer offloaded"}
         assert "are [], must be ['optimizer_steps']" in said["nothing"]
         assert "are ['epochs', 'optimizer_steps'], must be" in said["unknown"]
@@ -78,14 +78,14 @@ def test_what_cannot_be_restored(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_an_engine_that_does_not_learn(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["frozen engine"] == {"kinds": ["weights"], "numbers": {}}
+    for actual in ranks:
+        assert actual["frozen engine"] == {"kinds": ["weights"], "numbers": {}}
 
 
 def test_an_optimizer_that_makes_its_own_state(ranks: list[dict[str, Any]]) -> None:
     """A precision-aware optimizer has of a bf16 parameter the rest of its bits; an FP32 one is its own main."""
-    for found in ranks:
-        assert found["fused"] == {
+    for actual in ranks:
+        assert actual["fused"] == {
             "before": 0,
             "after": 5,
             "group": 5,
@@ -96,7 +96,7 @@ def test_an_optimizer_that_makes_its_own_state(ranks: list[dict[str, Any]]) -> N
 
 def test_multi_token_prediction_on_two_stages(ranks: list[dict[str, Any]]) -> None:
     """The last stage's copy of the embedding is nobody's to write; everything else is covered once."""
-    first, last = (found["multi-token prediction"] for found in ranks)
+    first, last = (actual["multi-token prediction"] for actual in ranks)
     keys = {key for key, *_ in last}
     assert any(key.startswith("mtp.layers.0.") for key in keys)
     embedding = "embedding.word_embeddings.weight"

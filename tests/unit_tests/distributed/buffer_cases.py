@@ -125,18 +125,18 @@ def unready(name: str, groups: Any, device: torch.device) -> str:
 
 def run_world(rank: int, world_size: int) -> dict[str, Any]:
     """Everything of one world size in one launch."""
-    found: dict[str, Any] = {"sync": {}, "unready": {}}
+    actual: dict[str, Any] = {"sync": {}, "unready": {}}
     with groups_of(world_size) as (groups, device):
-        found["layouts"] = dict(layouts(groups, device))
-        found["whole"] = whole_values(groups, device)
+        actual["layouts"] = dict(layouts(groups, device))
+        actual["whole"] = whole_values(groups, device)
         for name, (ddp, _, _) in SYNCS.items():
             if ddp.optimizer_instances == 1:
-                found["sync"][name] = synced_values(name, groups, device)
+                actual["sync"][name] = synced_values(name, groups, device)
                 if ddp.overlap_grad_reduce:
-                    found["unready"][name] = unready(name, groups, device)
+                    actual["unready"][name] = unready(name, groups, device)
     if world_size > 1:
         with groups_of(world_size, optimizer_instances=2) as (groups, device):
             for name, (ddp, _, _) in SYNCS.items():
                 if ddp.optimizer_instances == 2:
-                    found["sync"][name] = synced_values(name, groups, device)
-    return found
+                    actual["sync"][name] = synced_values(name, groups, device)
+    return actual

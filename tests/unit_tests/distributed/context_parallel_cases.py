@@ -127,21 +127,21 @@ def run_rank(rank: int, world_size: int, root: str) -> dict[str, Any]:
     accelerator = prepare("auto")
     from tests.unit_tests.distributed.shared_attention_cases import shared_attention
 
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     if world_size > 1:
         from mega_rl.parallel import groups as process_groups
         from mega_rl.parallel.layout import ParallelLayout
 
         layout = ParallelLayout(world_size=world_size, cp=world_size)
         groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=60.0)
-        found["attention"] = shared_attention(groups.collection)
+        actual["attention"] = shared_attention(groups.collection)
         process_groups.destroy()
     for layout_name, (size, parallel, models) in PAIRS.items():
         if size != world_size:
             continue
         for name in models:
-            found[f"{name} {layout_name}"] = run_model(Path(root) / name, parallel)
+            actual[f"{name} {layout_name}"] = run_model(Path(root) / name, parallel)
     if world_size == 2:
         recompute = {"recompute": "selective", "recompute_modules": ("core_attn",)}
-        found["gemma3 cp2 recomputed"] = run_model(Path(root) / "gemma3", {"cp": 2}, **recompute)
-    return found if rank in (0, world_size - 1) else {"attention": found["attention"]}
+        actual["gemma3 cp2 recomputed"] = run_model(Path(root) / "gemma3", {"cp": 2}, **recompute)
+    return actual if rank in (0, world_size - 1) else {"attention": actual["attention"]}

@@ -134,7 +134,7 @@ CONFIGS: dict[str, tuple[DdpConfig, bool]] = {  # name -> (settings, distributed
 
 def compare_groups(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """By config: how default and explicit groups differ, and how far gradients are from a single process's."""
-    found: dict[str, dict[str, Any]] = {}
+    actual: dict[str, dict[str, Any]] = {}
     with groups_of(world_size) as (groups, device):
         explicit = callers_groups()
         for name, (ddp, sharded) in CONFIGS.items():
@@ -147,7 +147,7 @@ def compare_groups(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
             (default, outputs, gradients), (other, other_outputs, other_gradients) = runs
             assert default.dp_cp_group is not other.dp_cp_group
             mean = ddp.average_in_collective
-            found[name] = {
+            actual[name] = {
                 "buckets": len(default.bucket_groups),
                 "same_outputs": all(
                     torch.equal(a, b)
@@ -157,7 +157,7 @@ def compare_groups(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
                 "same_gradients": all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True)),
                 "error": distance_from_one_process(default, world_size, device, mean=mean, sharded=sharded),
             }
-    return found
+    return actual
 
 
 def distance_from_one_process(chunk: Any, world_size: int, device: torch.device, *, mean: bool, sharded: bool) -> float:
@@ -236,31 +236,31 @@ def resume(checkpoint: str, folder: str, *, ddp: dict[str, Any]) -> dict[str, bo
         engine.onload()
         engine.train_minibatch(rows, losses("lm"), lr=1e-3)
         continued = exported(engine)
-    found = {}
+    actual = {}
     for name, settings in (("same", ddp), ("plain", {})):
         with running_engine(replaced(config, "engine.megatron.ddp", **settings)) as engine:
             load_state(engine, Path(folder))
             loaded = exported(engine)
-            found[f"{name} weights"] = all(torch.equal(saved[key], loaded[key]) for key in saved)
+            actual[f"{name} weights"] = all(torch.equal(saved[key], loaded[key]) for key in saved)
             engine.train_minibatch(rows, losses("lm"), lr=1e-3)
             after = exported(engine)
             # Sums over optimizer instances are sums in another order.
             apart = max(float((continued[key] - after[key]).abs().max()) for key in saved)
-            found[f"{name} next step"] = apart == 0.0 if name == "same" else apart < 1e-6
-    return found
+            actual[f"{name} next step"] = apart == 0.0 if name == "same" else apart < 1e-6
+    return actual
 
 
 def run_engines(rank: int, cases: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Every case; what rank 0 found, by name."""
-    found = {case["name"]: run_engine(**{k: v for k, v in case.items() if k != "name"}) for case in cases}
-    return found if rank == 0 else None
+    actual = {case["name"]: run_engine(**{k: v for k, v in case.items() if k != "name"}) for case in cases}
+    return actual if rank == 0 else None
 
 
 def run_world(
     rank: int, world_size: int, cases: list[dict[str, Any]], resumed: list[str], folder: str
 ) -> dict[str, Any]:
     """Everything of one world size in one launch; `resumed` names some of `RESUMED`, `folder` is for checkpoints."""
-    found = {"groups": compare_groups(rank, world_size), "engines": run_engines(rank, cases), "resume": {}}
+    actual = {"groups": compare_groups(rank, world_size), "engines": run_engines(rank, cases), "resume": {}}
     for name in resumed:
-        found["resume"][name] = resume(cases[0]["checkpoint"], f"{folder}/{name}", ddp=RESUMED[name])
-    return found
+        actual["resume"][name] = resume(cases[0]["checkpoint"], f"{folder}/{name}", ddp=RESUMED[name])
+    return actual

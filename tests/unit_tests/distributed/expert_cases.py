@@ -76,16 +76,16 @@ def run_case(
 
 def run_cases(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Every case, as rank 0 found it."""
-    found = {}
+    actual = {}
     for name, case in cases.items():
         try:
-            found[name] = run_case(**case)
+            actual[name] = run_case(**case)
         except Exception as error:
             raise RuntimeError(f"case {name}") from error
-    return found if rank == 0 else None
+    return actual if rank == 0 else None
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Distance relative to the norm of what is expected; of two tensors of zeros 0."""
     size = float(expected.double().norm())
-    return float((found.double() - expected.double()).norm()) / max(size, 1e-12)
+    return float((actual.double() - expected.double()).norm()) / max(size, 1e-12)

@@ -206,7 +206,7 @@ def measure(
     from mega_rl.parallel.layout import ParallelLayout
     from mega_rl.verify.twin.logits import load_model
 
-    found = {}
+    actual = {}
     for layout in layouts:
         sizes = ParallelLayout(**LAYOUTS[layout], sequence_parallel=LAYOUTS[layout].get("tp", 1) > 1)
         built = groups.initialize(sizes, accelerator=accelerator, timeout_s=60)
@@ -226,9 +226,9 @@ def measure(
                     answer["error"] = float(off.abs().max())
             elif layout == "1" and not case.reference:
                 answer |= against_wrong_reference(model, case, wrong[name])
-            found[f"{name} {layout}"] = answer
+            actual[f"{name} {layout}"] = answer
         groups.destroy()
-    return found
+    return actual
 
 
 def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, Any]:

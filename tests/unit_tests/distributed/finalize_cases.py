@@ -83,30 +83,30 @@ def fill_and_finalize(engine: Any, *, rank: int) -> dict[str, dict[str, Any]]:
                 parameter.main_grad.fill_(rank + 1)
     tokens = torch.tensor(7, dtype=torch.int, device=engine.device)
     engine.config.finalize_model_grads_func(list(engine.chunks), tokens, pg_collection=engine.groups.collection)
-    found = {}
+    actual = {}
     for stage, chunk in enumerate(engine.chunks):
         for name, parameter in chunk.module.named_parameters():
             has_gradient = hasattr(parameter, "main_grad")
             assert has_gradient == parameter.requires_grad, name
             assert not has_gradient or parameter.main_grad.unique().numel() == 1, name
-            found[f"{stage}.{name}"] = {
+            actual[f"{stage}.{name}"] = {
                 "gradient": float(parameter.main_grad.flatten()[0]) if has_gradient else None,
                 "sequence_parallel": bool(getattr(parameter, "sequence_parallel", False)),
             }
-    return found
+    return actual
 
 
 def finalize_all(rank: int, root: str) -> dict[str, Any]:
     """Every case on two ranks."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, (checkpoint, layout, head, frozen) in CASES.items():
         with wrapped_engine(Path(root) / checkpoint, layout, head=head, frozen=frozen) as engine:
-            found[name] = fill_and_finalize(engine, rank=rank)
+            actual[name] = fill_and_finalize(engine, rank=rank)
     for layout in ROUTERS:
         for rate in (0.0, BIAS_RATE):
             with wrapped_engine(Path(root) / "routed", layout) as engine:
-                found[f"{layout} bias {rate}"] = update_biases(engine, rank=rank, rate=rate)
-    return found
+                actual[f"{layout} bias {rate}"] = update_biases(engine, rank=rank, rate=rate)
+    return actual
 
 
 def update_biases(engine: Any, *, rank: int, rate: float) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
         held = torch.tensor(sum(moment.numel() for moment in moments))
         held = int(engine.replica.sum(held) if not sharded else engine.data_parallel.sum(engine.replica.sum(held)))
         gradients = [p for m in engine.models for p in m.parameters() if hasattr(p, "main_grad")]
-        found = {
+        actual = {
             "start": start,
             "weights": exported(engine),
             "norms": norms,
@@ -109,10 +109,10 @@ def train(root: Path, frozen: Frozen, layout: str) -> dict[str, Any]:
             norm = engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"]
             after = exported(engine)
             load_state(engine, folder)
-            found["resumed"] = engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] == norm
+            actual["resumed"] = engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] == norm
             again = exported(engine)
-            found["same"] = all(torch.equal(again[key], after[key]) for key in after)
-        return found
+            actual["same"] = all(torch.equal(again[key], after[key]) for key in after)
+        return actual
 
 
 def mistake(root: Path, name: str, parallel: MegatronConfig) -> str:
@@ -139,13 +139,13 @@ def expert_names(root: Path) -> list[str]:
 
 def train_all(rank: int, root: str, world_size: int) -> dict[str, Any]:
     """Every case of a world size."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for layout, (size, _, _) in LAYOUTS.items():
         for name, frozen in FROZEN.items():
             if size == world_size and selected(layout, name):
-                found[f"{layout} {name}"] = train(Path(root), frozen, layout)
+                actual[f"{layout} {name}"] = train(Path(root), frozen, layout)
     if world_size == 2:
         for name in MISTAKES:
-            found[f"mistake {name}"] = mistake(Path(root), name, MegatronConfig(pp=2))
-        found["experts"] = expert_names(Path(root))
-    return found
+            actual[f"mistake {name}"] = mistake(Path(root), name, MegatronConfig(pp=2))
+        actual["experts"] = expert_names(Path(root))
+    return actual

@@ -53,25 +53,25 @@ def train(case: Case, root: Path) -> dict[str, Any]:
     name, loss = ("values", "critic/loss") if case.head == "value" else ("logprobs", "actor/loss")
     with changed(case), running_engine(case.config(root), head=case.head) as engine:
         rows = own_rows(random_experience(), engine)
-        found: dict[str, Any] = {"start": exported(engine)}
+        actual: dict[str, Any] = {"start": exported(engine)}
         if case.ddp.implementation == "torch_fsdp2":
-            found["modules"] = sharded_modules(engine)
-        found["before"] = whole(getattr(engine.forward(rows), name), engine)
+            actual["modules"] = sharded_modules(engine)
+        actual["before"] = whole(getattr(engine.forward(rows), name), engine)
         metrics = []
         for _ in range(STEPS):
             metrics.append(engine.train_minibatch(rows, losses(case.head), lr=OPTIM.lr))
             if case.offload:
-                found["freed"], found["left"] = engine.offload(), storage_bytes(engine)
+                actual["freed"], actual["left"] = engine.offload(), storage_bytes(engine)
                 engine.onload()
-        found["norms"] = [step["grad_norm"] for step in metrics]
-        found["losses"] = [step[loss] for step in metrics]
-        found["microbatches"] = metrics[0]["num_microbatches"]
-        found["weights"] = exported(engine)
+        actual["norms"] = [step["grad_norm"] for step in metrics]
+        actual["losses"] = [step[loss] for step in metrics]
+        actual["microbatches"] = metrics[0]["num_microbatches"]
+        actual["weights"] = exported(engine)
         if case.export:
             engine.save_hf(root / case.export, source=root / case.model)
-        found["after"] = whole(getattr(engine.forward(rows), name), engine)
-        found["moments"] = moments(engine)
-    return found
+        actual["after"] = whole(getattr(engine.forward(rows), name), engine)
+        actual["moments"] = moments(engine)
+    return actual
 
 
 @contextmanager
@@ -117,8 +117,8 @@ def moments(engine: Any) -> int:
 
     from mega_rl.ddp.optimizer import torch_optimizers
 
-    found = [s["exp_avg"] for o in torch_optimizers(engine.optimizer) for s in o.state.values()]
-    return sum((m.to_local() if isinstance(m, DTensor) else m).numel() for m in found)
+    actual = [s["exp_avg"] for o in torch_optimizers(engine.optimizer) for s in o.state.values()]
+    return sum((m.to_local() if isinstance(m, DTensor) else m).numel() for m in actual)
 
 
 def storage_bytes(engine: Any) -> int:
@@ -154,10 +154,10 @@ def assert_exported(folder: Path, results: list[dict[str, Any]]) -> None:
     from transformers import AutoModelForCausalLM
 
     on_disk = load_file(folder / "model.safetensors")
-    for found in results:
-        assert on_disk.keys() == found["weights"].keys()
-        assert all(torch.equal(on_disk[name], tensor) for name, tensor in found["weights"].items())
-        assert any(not torch.equal(on_disk[name], tensor) for name, tensor in found["start"].items())
+    for actual in results:
+        assert on_disk.keys() == actual["weights"].keys()
+        assert all(torch.equal(on_disk[name], tensor) for name, tensor in actual["weights"].items())
+        assert any(not torch.equal(on_disk[name], tensor) for name, tensor in actual["start"].items())
     read = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False).state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in on_disk.items())
 
@@ -166,7 +166,7 @@ def assert_bf16_like_ddp(results: dict[str, list[dict[str, Any]]]) -> None:
     """Norms and weights of the case "bf16" are those of "ddp bf16" on every rank, as far as bf16 says."""
     for ddp, sharded in zip(results["ddp bf16"], results["bf16"], strict=True):
         steps = zip(sharded["norms"], ddp["norms"], strict=True)
-        assert all(math.isclose(found, expected, rel_tol=1e-2) for found, expected in steps)
+        assert all(math.isclose(actual, expected, rel_tol=1e-2) for actual, expected in steps)
         for key, expected in ddp["weights"].items():
             assert sharded["weights"][key].dtype == torch.bfloat16
             difference = (sharded["weights"][key].float() - expected.float()).abs().max()

@@ -47,7 +47,7 @@ def synced(engine: Any, groups: Any, *, average: bool) -> dict[str, Any]:
     dense_ranks = dist.get_process_group_ranks(groups.dp_cp)
     expert_ranks = dist.get_process_group_ranks(groups.collection.expt_dp)
     apart = {parameter for buffer in chunk.expert_parallel_buffers for parameter in buffer.params}
-    found: dict[str, Any] = {
+    actual: dict[str, Any] = {
         "experts": len(experts),
         "experts apart": apart == experts,
         "dense group": len(dense_ranks),
@@ -81,9 +81,9 @@ def synced(engine: Any, groups: Any, *, average: bool) -> dict[str, Any]:
                 size = bucket_group.intra_distributed_optimizer_instance_size
                 rank = bucket_group.intra_distributed_optimizer_instance_rank
                 kept, wanted = (shard_buffer(tensor, size)[rank] for tensor in (kept, wanted))
-            found["wrong"] = max(found["wrong"], float((kept - wanted).abs().max()))
-            found["checked"] += kept.numel()
-    return found
+            actual["wrong"] = max(actual["wrong"], float((kept - wanted).abs().max()))
+            actual["checked"] += kept.numel()
+    return actual
 
 
 def run(rank: int, checkpoint: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def run(rank: int, checkpoint: str) -> dict[str, Any]:
     accelerator = prepare("auto")
     from mega_rl.assemble import build_actor, session
 
-    found = {}
+    actual = {}
     for layout in LAYOUTS:
         for instances in (1, 2):
             cases = [case for case in combinations(layout) if case["instances"] == instances]
@@ -112,5 +112,5 @@ def run(rank: int, checkpoint: str) -> dict[str, Any]:
                         bucket_size=4000,
                     )
                     engine = build_actor(config, groups, accelerator)
-                    found[name_of(layout, case)] = synced(engine, groups, average=case["average"])
-    return found
+                    actual[name_of(layout, case)] = synced(engine, groups, average=case["average"])
+    return actual

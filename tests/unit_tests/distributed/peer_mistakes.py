@@ -66,7 +66,7 @@ def measure_mistakes(rank: int, root: str) -> dict[str, tuple[float, float]]:
     from mega_rl.verify.twin.reference import hf_logits
 
     built = groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=60)
-    found = {}
+    actual = {}
     for name, mistake in MISTAKES.items():
         path = write_case(mistake.case, Path(root))
         tokens = tokens_of(CASES[mistake.case])
@@ -79,6 +79,6 @@ def measure_mistakes(rank: int, root: str) -> dict[str, tuple[float, float]]:
             outputs = model.forward(tokens)
             assert outputs is not None
             gaps.append(float((outputs.logits.cpu() - expected).abs().max()))
-        found[name] = (gaps[0], gaps[1])
+        actual[name] = (gaps[0], gaps[1])
     groups.destroy()
-    return found
+    return actual

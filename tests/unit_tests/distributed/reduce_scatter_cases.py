@@ -96,8 +96,8 @@ def against_others(rank: int, size: int, device: torch.device) -> dict[str, Any]
     rounded = contribution(0, 0, size * shard, torch.bfloat16)[own]
     for other in range(1, size):
         rounded = rounded + contribution(other, 0, size * shard, torch.bfloat16)[own]
-    found = ours.cpu().double()
-    squares = [float((rounded.double() - found).square().sum()), float(found.square().sum())]
+    actual = ours.cpu().double()
+    squares = [float((rounded.double() - actual).square().sum()), float(actual.square().sum())]
     return {
         "same_as_upstream": torch.equal(ours, theirs),
         "off_bf16": int((ours != plain).sum()),

@@ -92,8 +92,12 @@ def unused(checkpoint: str) -> bool:
     with running_engine(config_of(Path(checkpoint), "1")) as engine:
         rows = random_experience()
         plain = engine.forward(rows)
-        told = engine.forward(with_routing(rows, torch.zeros(8, 24, 2, 2, dtype=torch.int16)))
-        return plain.routing is None and told.routing is None and torch.equal(plain.logprobs, told.logprobs)
+        with_experts = engine.forward(with_routing(rows, torch.zeros(8, 24, 2, 2, dtype=torch.int16)))
+        return (
+            plain.routing is None
+            and with_experts.routing is None
+            and torch.equal(plain.logprobs, with_experts.logprobs)
+        )
 
 
 def travelling(size: int) -> list[int]:
@@ -121,17 +125,17 @@ def travelling(size: int) -> list[int]:
 
 def run_cases(rank: int, size: int, cases: dict[str, dict[str, Any]], extras: str) -> dict[str, Any] | None:
     """Every case, and what is asked of one number of ranks alone."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, case in cases.items():
         try:
-            found[name] = run_case(**case)
+            actual[name] = run_case(**case)
         except Exception as error:
             raise RuntimeError(f"case {name}") from error
     if size == 1:
-        found["refusals"], found["unused"] = refusals(extras), unused(extras)
+        actual["refusals"], actual["unused"] = refusals(extras), unused(extras)
     else:
-        found[f"travelling {size}"] = travelling(size)
-    return found if rank == 0 else None
+        actual[f"travelling {size}"] = travelling(size)
+    return actual if rank == 0 else None
 
 
 def real_tokens() -> torch.Tensor:

@@ -36,12 +36,12 @@ def differences(
     expected = [context, *gradients]
     worst = {}
     for form, run in (("packed", _packed), ("padded", _padded)):
-        found = run(module, collection.cp, lengths, [x.detach() for x in given], grad, expected[:4])
+        actual = run(module, collection.cp, lengths, [x.detach() for x in given], grad, expected[:4])
         if sinks:
-            share = found.pop().double()  # of this rank's queries
+            share = actual.pop().double()  # of this rank's queries
             torch.distributed.all_reduce(share, group=collection.cp)
-            found.append((share, expected[4]))
-        for name, whole, (one, other) in zip("oqkvs", expected, found, strict=False):
+            actual.append((share, expected[4]))
+        for name, whole, (one, other) in zip("oqkvs", expected, actual, strict=False):
             # Of short sequences a rank may hold padding alone.
             off = (one - other).detach().abs().flatten().tolist()
             worst[f"{form} {name}"] = max(off, default=0.0) / float(whole.detach().abs().max().clamp(min=1.0))
@@ -183,13 +183,13 @@ def chunk_differences(rank: int) -> dict[str, float]:
                 held = held_positions([length], cp_rank=number, cp_size=size).to(device)
                 chunks = Chunks(module._attend, rank=number, size=size, window=None)
                 context = chunks(q[:, :, held], k, v)
-                found = [context, *torch.autograd.grad(context, [q, k, v], grad[:, :, held])]
+                actual = [context, *torch.autograd.grad(context, [q, k, v], grad[:, :, held])]
                 exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
                 rows_of_all = module._attend(*exact)[:, :, held]
                 expected = [rows_of_all, *torch.autograd.grad(rows_of_all, exact, grad[:, :, held].float())]
                 worst[f"groups {groups} rank {number} of {size}"] = max(
                     float((one.float() - other).norm() / other.norm())
-                    for one, other in zip(found, expected, strict=True)
+                    for one, other in zip(actual, expected, strict=True)
                 )
     return worst
 

@@ -39,7 +39,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 def outcome(rank: int, checkpoint: str, cases: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Gradients, their norm, log-probs and the weights after a step of each case: {name: {area: settings}}."""
-    found = {}
+    results = {}
     for name, areas in cases.items():
         config = make_config(Path(checkpoint), layout="1")
         config = replaced(config, "optim", clip_grad=0.0)
@@ -50,19 +50,19 @@ def outcome(rank: int, checkpoint: str, cases: dict[str, dict[str, dict[str, Any
             rows = own_rows(random_experience(), engine)
             logprobs = engine.forward(rows).logprobs
             metrics = engine.train_minibatch(rows, losses("lm"), lr=1e-4)
-            found[name] = {
+            results[name] = {
                 "logprobs": logprobs,
                 "norm": metrics["grad_norm"],
                 "gradients": exported_gradients(engine),
                 "weights": exported(engine),
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
             }
-        found[name]["afterwards"] = torch.are_deterministic_algorithms_enabled()
-    return found
+        results[name]["afterwards"] = torch.are_deterministic_algorithms_enabled()
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 found, by case."""
     checkpoint = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), family="qwen3", tied=True)
     of_one = {"1": {}, "again": {}, "deterministic": {"trainer": {"deterministic": True}}}
@@ -76,9 +76,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_stages(found: dict[str, Any], name: str) -> None:
+def test_uneven_stages(results: dict[str, Any], name: str) -> None:
     """Stages of any length, none of its layers included, give what one rank gives."""
-    one, many = found["1"], found[name]
+    one, many = results["1"], results[name]
     assert float((many["logprobs"] - one["logprobs"]).abs().max()) <= 1e-4
     assert many["norm"] == pytest.approx(one["norm"], rel=1e-5)
     assert many["gradients"].keys() == one["gradients"].keys()
@@ -88,27 +88,27 @@ def test_uneven_stages(found: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recomputation_repeats_every_bit(found: dict[str, Any], name: str) -> None:
+def test_recomputation_repeats_every_bit(results: dict[str, Any], name: str) -> None:
     """The same operators run on the same numbers, so gradients and updated weights are equal, not just close."""
-    one, many = found["1"], found[f"recompute {name}"]
+    one, many = results["1"], results[f"recompute {name}"]
     for kind in ("gradients", "weights"):
         assert [key for key in one[kind] if not torch.equal(one[kind][key], many[kind][key])] == []
 
 
-def test_recomputed_norms(found: dict[str, Any]) -> None:
+def test_recomputed_norms(results: dict[str, Any]) -> None:
     """Their first pass runs without autograd, where torch's RMSNorm takes another path that rounds otherwise."""
-    one, many = found["1"]["gradients"], found["norms recomputed"]["gradients"]
+    one, many = results["1"]["gradients"], results["norms recomputed"]["gradients"]
     for weight, expected in one.items():
         off = (many[weight].double() - expected.double()).norm() / expected.double().norm()
         assert float(off) <= TOLERANCE, weight
 
 
-def test_two_runs_have_the_same_bits(found: dict[str, Any]) -> None:
+def test_two_runs_have_the_same_bits(results: dict[str, Any]) -> None:
     """With trainer.deterministic by promise; on a CPU without it too."""
     for name in ("again", "deterministic"):
         for kind in ("gradients", "weights"):
-            one, other = found["1"][kind], found[name][kind]
+            one, other = results["1"][kind], results[name][kind]
             assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
-    assert found["deterministic"]["deterministic"]
-    assert not found["deterministic"]["afterwards"]
-    assert not found["again"]["deterministic"]
+    assert results["deterministic"]["deterministic"]
+    assert not results["deterministic"]["afterwards"]
+    assert not results["again"]["deterministic"]

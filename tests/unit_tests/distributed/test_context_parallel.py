@@ -40,8 +40,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 @pytest.mark.parametrize("size", SIZES)
 def test_attention_on_slices_is_explicit_softmax(ranks: dict[int, list[dict[str, Any]]], size: int) -> None:
     """Context and gradients of every rank, packed and padded, for odd lengths; padding neither gets nor gives."""
-    for found in ranks[size]:
-        for mix, differences in found["attention"]["mixes"].items():
+    for actual in ranks[size]:
+        for mix, differences in actual["attention"]["mixes"].items():
             assert len(differences) == 8
             assert max(differences.values()) <= FP64_TOLERANCE, (mix, differences)
 
@@ -50,8 +50,8 @@ def test_attention_on_slices_is_explicit_softmax(ranks: dict[int, list[dict[str,
 @pytest.mark.parametrize("size", SIZES)
 def test_windows_sinks_and_value_heads(ranks: dict[int, list[dict[str, Any]]], size: int, variant: str) -> None:
     """With the gradient of the sinks, added over ranks."""
-    for found in ranks[size]:
-        chosen = {k: v for k, v in found["attention"]["variants"].items() if k.startswith(f"{variant}, ")}
+    for actual in ranks[size]:
+        chosen = {k: v for k, v in actual["attention"]["variants"].items() if k.startswith(f"{variant}, ")}
         assert chosen
         for name, differences in chosen.items():
             assert len(differences) == (10 if VARIANTS[variant].sinks else 8)
@@ -62,22 +62,22 @@ def test_windows_sinks_and_value_heads(ranks: dict[int, list[dict[str, Any]]], s
 @pytest.mark.parametrize("size", SIZES)
 def test_training_dtypes(ranks: dict[int, list[dict[str, Any]]], size: int, dtype: torch.dtype) -> None:
     """As close as on one rank."""
-    for found in ranks[size]:
-        differences = found["attention"]["dtypes"][str(dtype)]
+    for actual in ranks[size]:
+        differences = actual["attention"]["dtypes"][str(dtype)]
         assert max(differences.values()) <= DTYPES[dtype], differences
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_packed_sequences_never_see_each_other(ranks: dict[int, list[dict[str, Any]]], size: int) -> None:
     """One sequence overwritten, with NaN too: context and gradients of all others keep every bit on every rank."""
-    for found in ranks[size]:
-        assert found["attention"]["leaks"] == {name: [] for name in found["attention"]["leaks"]}
-        assert len(found["attention"]["leaks"]) == 4
+    for actual in ranks[size]:
+        assert actual["attention"]["leaks"] == {name: [] for name in actual["attention"]["leaks"]}
+        assert len(actual["attention"]["leaks"]) == 4
 
 
 def test_gradients_of_keys_are_added_in_float32(ranks: dict[int, list[dict[str, Any]]]) -> None:
     """256 + 1 + 1 + 1 is 256 in bfloat16 additions, and 260 when it is rounded once."""
-    assert [found["attention"]["bf16 sum"] for found in ranks[4]] == [260.0] * 4
+    assert [actual["attention"]["bf16 sum"] for actual in ranks[4]] == [260.0] * 4
 
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
@@ -85,9 +85,9 @@ def test_gradients_of_keys_are_added_in_float32(ranks: dict[int, list[dict[str, 
 def test_engines_agree_with_one_rank(ranks: dict[int, list[dict[str, Any]]], name: str, layout: str, form: str) -> None:
     """Log-probs, entropy, loss, gradient norm and every gradient; all ranks have the whole outputs."""
     one = ranks[1][0][f"{name} 1"][form]
-    found = ranks[PAIRS[layout.split()[0]][0]]
+    actual = ranks[PAIRS[layout.split()[0]][0]]
     for rank in (0, -1):
-        many = found[rank][f"{name} {layout}"][form]
+        many = actual[rank][f"{name} {layout}"][form]
         assert (many["logprobs"] - one["logprobs"]).abs().max() <= LOGPROB_TOLERANCE
         assert (many["entropy"] - one["entropy"]).abs().max() <= LOGPROB_TOLERANCE
         assert (many["inspected"] - one["logprobs"]).abs().max() <= LOGPROB_TOLERANCE

@@ -74,7 +74,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
         "dense": write_tiny_checkpoint(tmp_path_factory.mktemp("dense"), family="qwen3"),
         "experts": write_tiny_checkpoint(tmp_path_factory.mktemp("experts"), family="qwen3_moe"),
     }
-    found = {}
+    actual = {}
     for size in (1, 2, 4):
         cases = [
             {"name": name, "checkpoint": str(models[model]), "parallel": parallel, "ddp": ddp, "dtype": dtype}
@@ -83,8 +83,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
         ]
         folder = str(tmp_path_factory.mktemp("checkpoints"))
         resumed = [settings for ranks, settings in RESUMES if ranks == size]
-        found[size] = run_ranks(size, run_world, size, cases, resumed, folder, timeout_s=240)
-    return found
+        actual[size] = run_ranks(size, run_world, size, cases, resumed, folder, timeout_s=240)
+    return actual
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -92,10 +92,10 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
 def test_explicit_groups_change_nothing(worlds: dict[int, list[dict[str, Any]]], size: int, config: str) -> None:
     """Groups that the caller built give the outputs and gradients of the default groups, bit for bit."""
     for rank in worlds[size]:
-        found = rank["groups"][config]
-        assert found["same_outputs"]
-        assert found["same_gradients"]
-        assert found["buckets"] == (3 if CONFIGS[config][0].bucket_size else 1)  # 6 layers of 600; two exceed 700
+        actual = rank["groups"][config]
+        assert actual["same_outputs"]
+        assert actual["same_gradients"]
+        assert actual["buckets"] == (3 if CONFIGS[config][0].bucket_size else 1)  # 6 layers of 600; two exceed 700
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -110,17 +110,17 @@ def test_engine_matches_one_rank(worlds: dict[int, list[dict[str, Any]]], case: 
     """Gradient norms, log-probs after each but the last step and weights after three steps."""
     name, size, model, _, ddp, dtype = case
     bf16 = dtype == "bf16"
-    found = worlds[size][0]["engines"][name]
+    actual = worlds[size][0]["engines"][name]
     expected = worlds[1][0]["engines"][f"{model} bf16" if bf16 else model]
-    for step, wanted in zip(found["steps"], expected["steps"], strict=True):
+    for step, wanted in zip(actual["steps"], expected["steps"], strict=True):
         assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=GRAD_NORM_BF16 if bf16 else GRAD_NORM)
     if ddp.get("bucket_size"):
-        assert found["buckets"] > 1
-    worst, tensor = worst_difference(found["weights"], expected["weights"])
+        assert actual["buckets"] > 1
+    worst, tensor = worst_difference(actual["weights"], expected["weights"])
     assert worst < (WEIGHTS_BF16 if bf16 else WEIGHTS), tensor
     if not bf16:
-        torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0, atol=1e-3)
-    moved, _ = worst_difference(found["weights"], found["start"])
+        torch.testing.assert_close(actual["logprobs"], expected["logprobs"], rtol=0, atol=1e-3)
+    moved, _ = worst_difference(actual["weights"], actual["start"])
     assert moved > 1e-3  # three steps did something
 
 

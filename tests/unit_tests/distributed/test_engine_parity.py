@@ -52,7 +52,7 @@ def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         " bf16": {"checkpoint": str(checkpoint), "dtype": "bf16"},
     }
     wanted = [*product(["1"], KINDS), *COMPARED]
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for world_size in sorted({size for size, _ in LAYOUTS.values()}):
         cases = [
             {"name": f"{layout}{kind}", "layout": layout, **kinds[kind]}
@@ -67,8 +67,8 @@ def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
                 {"name": f"pp2 {cut}", "checkpoint": str(checkpoint), "layout": "pp2", "moves": False, **CUTS[cut]}
                 for cut in ("padded by 3, uneven",)
             ]
-        found |= run_ranks(world_size, run_cases, world_size, cases, timeout_s=240)[0]
-    return found
+        actual |= run_ranks(world_size, run_cases, world_size, cases, timeout_s=240)[0]
+    return actual
 
 
 def worst_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -91,10 +91,10 @@ def test_one_rank_matches_hugging_face(checkpoint: Path, results: dict[str, Any]
         logits = model(batch.tokens, attention_mask=inside.long()).logits
     expected = torch.zeros_like(batch.old_logprobs)
     expected[:, 1:] = logits.log_softmax(-1)[:, :-1].gather(-1, batch.tokens[:, 1:, None])[..., 0]
-    found = results["1"]["outputs"]
-    assert found[~batch.loss_mask].abs().max() == 0
-    assert (found - expected)[batch.loss_mask].abs().max() <= LOGPROB_TOLERANCE
-    assert found[batch.loss_mask].std() > 0.3  # log-probs that differ by so much cannot agree by chance
+    actual = results["1"]["outputs"]
+    assert actual[~batch.loss_mask].abs().max() == 0
+    assert (actual - expected)[batch.loss_mask].abs().max() <= LOGPROB_TOLERANCE
+    assert actual[batch.loss_mask].std() > 0.3  # log-probs that differ by so much cannot agree by chance
 
 
 @pytest.mark.parametrize(("layout", "kind"), [(layout, kind) for layout, kind in COMPARED if kind != " bf16"])

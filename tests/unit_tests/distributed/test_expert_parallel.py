@@ -75,7 +75,7 @@ CASES = without(
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 found, by case; one launch for each number of ranks."""
     root = tmp_path_factory.mktemp("families")
     paths = {family: str(write_family(root, family)) for family in FAMILIES}
@@ -92,9 +92,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_layout_computes_what_one_rank_computes(found: dict[str, Any], name: str) -> None:
+def test_layout_computes_what_one_rank_computes(results: dict[str, Any], name: str) -> None:
     """Log-probs, every clipped gradient, the norm before clipping, and the weights after the step."""
-    one, many = found[f"1 {CASES[name]['family']}"], found[name]
+    one, many = results[f"1 {CASES[name]['family']}"], results[name]
     assert (many["logprobs"] - one["logprobs"]).abs().max() <= LOGPROB_TOLERANCE
     assert many["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=NORM_TOLERANCE)
     assert one["metrics"]["grad_norm"] > 0.6  # more than is clipped to, so that the norm takes part in every gradient
@@ -108,9 +108,9 @@ def test_layout_computes_what_one_rank_computes(found: dict[str, Any], name: str
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_load_metrics_are_those_of_one_rank(found: dict[str, Any], name: str) -> None:
+def test_load_metrics_are_those_of_one_rank(results: dict[str, Any], name: str) -> None:
     """Counts of real tokens are whole numbers: equal, not close."""
-    one, many = found[f"1 {CASES[name]['family']}"]["metrics"], found[name]["metrics"]
+    one, many = results[f"1 {CASES[name]['family']}"]["metrics"], results[name]["metrics"]
     loads = {key: value for key, value in one.items() if key.startswith("moe_")}
     assert set(loads) == {"moe_load_max_over_mean", "moe_load_max_over_mean_max", "moe_experts_without_tokens"}
     assert {key: many[key] for key in loads} == loads
@@ -118,9 +118,9 @@ def test_load_metrics_are_those_of_one_rank(found: dict[str, Any], name: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_weight_learns(found: dict[str, Any], family: str) -> None:
+def test_every_kind_of_weight_learns(results: dict[str, Any], family: str) -> None:
     """Routers, experts, shared experts, gates, norms and biases: each kind has a gradient and moves."""
-    one = found[f"1 {family}"]
+    one = results[f"1 {family}"]
     moved: dict[str, float] = {}
     for name in one["weights"]:
         kind = ".".join(part for part in name.split(".") if not part.isdigit())

@@ -39,7 +39,7 @@ PAIRS = [
 
 def gradients(rank: int, root: str, layouts: list[str]) -> dict[str, dict[str, Any]]:
     """Gradients by Hugging Face's names and their norm as the optimizer sees it, by "family layout"."""
-    found = {}
+    results = {}
     for layout in layouts:
         for family in FAMILIES:
             if layout != "1" and (family, layout) not in PAIRS:
@@ -48,15 +48,15 @@ def gradients(rank: int, root: str, layouts: list[str]) -> dict[str, dict[str, A
             config = make_config(Path(root) / family, layout=layout, optim=optim, optimizer=optimizer)
             with running_engine(config) as e:
                 metrics = e.train_minibatch(own_rows(random_experience(), e), losses("lm"), lr=0.0)
-                found[f"{family} {layout}"] = {
+                results[f"{family} {layout}"] = {
                     "gradients": exported_gradients(e),
                     "norm": float(metrics["grad_norm"]),
                 }
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What rank 0 found."""
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
@@ -69,9 +69,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize(("family", "layout"), PAIRS)
-def test_gradients_are_those_of_one_rank(found: dict[str, dict[str, Any]], family: str, layout: str) -> None:
+def test_gradients_are_those_of_one_rank(results: dict[str, dict[str, Any]], family: str, layout: str) -> None:
     """Of every weight, clipped, relative to its norm; and the norm over all of them before clipping."""
-    one, many = found[f"{family} 1"], found[f"{family} {layout}"]
+    one, many = results[f"{family} 1"], results[f"{family} {layout}"]
     assert one["gradients"].keys() == many["gradients"].keys()
     for name, expected in one["gradients"].items():
         off = (many["gradients"][name].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
@@ -80,10 +80,10 @@ def test_gradients_are_those_of_one_rank(found: dict[str, dict[str, Any]], famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_weight_learns(found: dict[str, dict[str, Any]], family: str) -> None:
+def test_every_kind_of_weight_learns(results: dict[str, dict[str, Any]], family: str) -> None:
     """Sinks, routers, shared experts, norms and biases: in some layer each kind has a gradient."""
     kinds: dict[str, float] = {}
-    for name, gradient in found[f"{family} 1"]["gradients"].items():
+    for name, gradient in results[f"{family} 1"]["gradients"].items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
         kinds[kind] = max(kinds.get(kind, 0.0), float(gradient.abs().max()))
         assert torch.isfinite(gradient).all(), name

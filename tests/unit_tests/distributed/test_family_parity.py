@@ -36,7 +36,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 @pytest.fixture(scope="module")
-def found(expected: tuple[Path, dict[str, Tensor]]) -> dict[str, list[dict[str, Any]]]:
+def results(expected: tuple[Path, dict[str, Tensor]]) -> dict[str, list[dict[str, Any]]]:
     """By "case layout", what every rank found."""
     root, logits = expected
     right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
@@ -53,9 +53,9 @@ PAIRS = [(name, layout) for name, case in CASES.items() for layout in case.layou
 
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
-def test_round_trip_is_bit_equal(found: dict[str, list[dict[str, Any]]], name: str, layout: str) -> None:
+def test_round_trip_is_bit_equal(results: dict[str, list[dict[str, Any]]], name: str, layout: str) -> None:
     """All ranks export the names, dtypes and bits of the source; corrections of experts stay float32 in bf16 models."""
-    for answer in found[f"{name} {layout}"]:
+    for answer in results[f"{name} {layout}"]:
         assert answer["names"] == []
         assert answer["different"] == []
         assert answer["count"] > 30
@@ -64,10 +64,10 @@ def test_round_trip_is_bit_equal(found: dict[str, list[dict[str, Any]]], name: s
 @pytest.mark.parametrize(
     ("name", "layout"), [pair for pair in PAIRS if CASES[pair[0]].has_logits and CASES[pair[0]].reference]
 )
-def test_logits_are_those_of_transformers(found: dict[str, list[dict[str, Any]]], name: str, layout: str) -> None:
+def test_logits_are_those_of_transformers(results: dict[str, list[dict[str, Any]]], name: str, layout: str) -> None:
     """On every rank of the last pipeline stage."""
-    errors = [answer["error"] for answer in found[f"{name} {layout}"] if "error" in answer]
-    assert len(errors) == len(found[f"{name} {layout}"]) // (2 if "pp" in layout else 1)
+    errors = [answer["error"] for answer in results[f"{name} {layout}"] if "error" in answer]
+    assert len(errors) == len(results[f"{name} {layout}"]) // (2 if "pp" in layout else 1)
     assert max(errors) <= GATE
 
 
@@ -80,7 +80,7 @@ def test_the_setting_matters(expected: tuple[Path, dict[str, Tensor]], name: str
 
 
 def test_wrong_references_are_known(
-    expected: tuple[Path, dict[str, Tensor]], found: dict[str, list[dict[str, Any]]]
+    expected: tuple[Path, dict[str, Tensor]], results: dict[str, list[dict[str, Any]]]
 ) -> None:
     """Where transformers is wrong, the same fault in Megatron-Core gives its logits; nobody else is in the table."""
     root, _ = expected
@@ -88,6 +88,6 @@ def test_wrong_references_are_known(
         bug = known_bug(read_hf_config(root / name))
         assert (bug is None) == case.reference, name
         if bug is not None:
-            (answer,) = found[f"{name} 1"]
+            (answer,) = results[f"{name} 1"]
             assert answer["right"] > EFFECT
             assert answer["spoilt"] <= GATE

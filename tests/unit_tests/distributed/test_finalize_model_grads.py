@@ -28,19 +28,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, finalize_all, str(root), timeout_s=180)
 
 
-def gradients(found: dict[str, dict[str, Any]]) -> dict[str, float | None]:
+def gradients(actual: dict[str, dict[str, Any]]) -> dict[str, float | None]:
     """By chunk and name."""
-    return {name: value["gradient"] for name, value in found.items()}
+    return {name: value["gradient"] for name, value in actual.items()}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("tp2")])
 def test_layer_norms_across_tensor_parallelism(ranks: list[dict[str, Any]], case: str) -> None:
     """Under sequence parallelism every norm is summed, without it those of queries and keys; no matrix ever is."""
     sequence_parallel = "sp" in case
-    for rank, found in enumerate(gradients(rank[case]) for rank in ranks):
-        norms = {name for name in found if "layernorm" in name}
+    for rank, actual in enumerate(gradients(rank[case]) for rank in ranks):
+        norms = {name for name in actual if "layernorm" in name}
         assert len(norms) == 4 * 4 + 1  # two of each layer and those of its queries and keys, and the final one
-        for name, gradient in found.items():
+        for name, gradient in actual.items():
             if "frozen" in case and name in norms and name.endswith("layernorm.weight"):
                 assert gradient is None, name
                 continue
@@ -52,27 +52,27 @@ def test_layer_norms_across_tensor_parallelism(ranks: list[dict[str, Any]], case
 
 def test_marks_of_sequence_parallelism(ranks: list[dict[str, Any]]) -> None:
     """What is summed is what is marked, so that a norm added later is not forgotten."""
-    for case, found in ((case, rank[case]) for case in ("tp2-sp", "tp2-sp value") for rank in ranks):
-        for name, value in found.items():
+    for case, actual in ((case, rank[case]) for case in ("tp2-sp", "tp2-sp value") for rank in ranks):
+        for name, value in actual.items():
             assert (value["gradient"] == SUM) == value["sequence_parallel"], (case, name)
 
 
 def test_data_parallel_sums_are_not_divided(ranks: list[dict[str, Any]]) -> None:
     """Neither by the number of ranks nor by the count of tokens that the schedule hands over."""
-    for found in (gradients(rank["dp2"]) for rank in ranks):
-        assert set(found.values()) == {SUM}
+    for actual in (gradients(rank["dp2"]) for rank in ranks):
+        assert set(actual.values()) == {SUM}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("pp2")])
 def test_word_embeddings_across_the_pipeline(ranks: list[dict[str, Any]], case: str) -> None:
     """Tied: the first stage's embedding and the last one's output layer hold one sum; all else stays."""
     tied = "untied" not in case and "value" not in case
-    for rank, found in enumerate(gradients(rank[case]) for rank in ranks):
+    for rank, actual in enumerate(gradients(rank[case]) for rank in ranks):
         last_chunk = "1" if "chunks" in case else "0"
         ends = {f"0.{EMBEDDING}"} if rank == 0 else {f"{last_chunk}.{OUTPUT}"}
-        assert ends <= found.keys()
-        assert len(found) > 15
-        for name, gradient in found.items():
+        assert ends <= actual.keys()
+        assert len(actual) > 15
+        for name, gradient in actual.items():
             frozen = "all frozen" in case or ("embedding frozen" in case and name in ends)
             expected = None if frozen else SUM if tied and name in ends else rank + 1
             assert gradient == expected, name
@@ -84,11 +84,11 @@ def test_expert_biases_move_against_the_load(ranks: list[dict[str, Any]], layout
 
     In a pipeline every stage counts for its own layers.
     """
-    found = [rank[f"{layout} bias {BIAS_RATE}"] for rank in ranks]
-    for rank in found:
+    actual = [rank[f"{layout} bias {BIAS_RATE}"] for rank in ranks]
+    for rank in actual:
         assert len(rank["before"]) == (3 if layout != "pp2" else len(rank["before"]))
         for number, (before, after) in enumerate(zip(rank["before"], rank["after"], strict=True)):
-            parts = [rank] if layout == "pp2" else found
+            parts = [rank] if layout == "pp2" else actual
             load = [sum(counts) for counts in zip(*(part["counts"][number] for part in parts), strict=True)]
             mean = sum(load) / len(load)
             expected = [
@@ -104,6 +104,6 @@ def test_expert_biases_move_against_the_load(ranks: list[dict[str, Any]], layout
 def test_expert_biases_stay_at_rate_zero(ranks: list[dict[str, Any]], layout: str) -> None:
     """Bit for bit: reinforcement learning trains on the routing it loaded."""
     for rank in ranks:
-        found = rank[f"{layout} bias 0.0"]
-        assert found["after"] == found["before"]
-        assert not any(found["left"])
+        actual = rank[f"{layout} bias 0.0"]
+        assert actual["after"] == actual["before"]
+        assert not any(actual["left"])

@@ -27,22 +27,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     write_tiny_checkpoint(root / "tied", family="qwen3", tied=True)
     write_tiny_checkpoint(root / "untied", family="qwen3", tied=False)
     write_tiny_checkpoint(root / "routed", family="qwen3_moe", tied=False)
-    found: dict[str, list[Any]] = {}
+    actual: dict[str, list[Any]] = {}
     for world_size in (1, 2, 4):
         answers = run_ranks(world_size, train_all, str(root), world_size, timeout_s=240)
-        found |= {case: [answer[case] for answer in answers] for case in answers[0]}
-    return found
+        actual |= {case: [answer[case] for answer in answers] for case in answers[0]}
+    return actual
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_frozen_weights_keep_every_bit_and_the_others_move(ranks: dict[str, list[Any]], layout: str, name: str) -> None:
     """On every rank; no more and no less than the patterns say."""
-    for found in ranks[f"{layout} {name}"]:
-        assert found["trainable"]
-        moved = {key for key, start in found["start"].items() if not torch.equal(found["weights"][key], start)}
-        frozen = {key for key in found["start"] if key.startswith(FROZEN[name].names)}
+    for actual in ranks[f"{layout} {name}"]:
+        assert actual["trainable"]
+        moved = {key for key, start in actual["start"].items() if not torch.equal(actual["weights"][key], start)}
+        frozen = {key for key in actual["start"] if key.startswith(FROZEN[name].names)}
         assert frozen
-        assert moved == found["start"].keys() - frozen
+        assert moved == actual["start"].keys() - frozen
 
 
 @pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[0] != "1"])
@@ -58,17 +58,17 @@ def test_the_others_train_as_on_one_rank(ranks: dict[str, list[Any]], layout: st
 @pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[0] in ("dp2", "pp2")])
 def test_checkpoints_of_partly_frozen_models(ranks: dict[str, list[Any]], layout: str, name: str) -> None:
     """Saved, trained on, loaded and trained on again: the same bits, though some layers have no optimizer state."""
-    for found in ranks[f"{layout} {name}"]:
-        assert found["resumed"]
-        assert found["same"]
+    for actual in ranks[f"{layout} {name}"]:
+        assert actual["resumed"]
+        assert actual["same"]
 
 
 @pytest.mark.parametrize("name", list(FROZEN))
 def test_recomputation_changes_nothing(ranks: dict[str, list[Any]], name: str) -> None:
     """Layers behind a frozen embedding get the same gradients whether or not they are recomputed."""
     plain, recomputed = name.removesuffix(", recomputed"), name
-    (expected,), (found,) = ranks[f"1 {plain}"], ranks[f"1 {recomputed}"]
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+    (expected,), (actual,) = ranks[f"1 {plain}"], ranks[f"1 {recomputed}"]
+    assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", list(FROZEN))
@@ -79,7 +79,9 @@ def test_only_trained_weights_have_optimizer_state(ranks: dict[str, list[Any]], 
     elements = sum(one["start"][key].numel() for key in trained)
     for layout in ("1", "dp2", "dp2 not sharded", "pp2", "pp2 not sharded", "pp2-dp2"):
         if selected(layout, name):
-            assert [found["moments"] for found in ranks[f"{layout} {name}"]] == [elements] * LAYOUTS[layout][0], layout
+            assert [actual["moments"] for actual in ranks[f"{layout} {name}"]] == [elements] * LAYOUTS[layout][0], (
+                layout
+            )
 
 
 @pytest.mark.parametrize("name", list(MISTAKES))

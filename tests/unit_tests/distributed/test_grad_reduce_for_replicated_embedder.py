@@ -26,12 +26,12 @@ def test_flagged_parameters_are_summed_over_stages_and_chunks(ranks: list[dict[s
     """Weight and bias; what is not flagged keeps the gradient of its own stage and chunk, what is frozen has none."""
     for rank, chunks in enumerate(rank["True"] for rank in ranks):
         assert len(chunks) == 2
-        for number, found in enumerate(chunks):
-            assert {name for name, value in found.items() if value == EVERYWHERE} == {
+        for number, actual in enumerate(chunks):
+            assert {name for name, value in actual.items() if value == EVERYWHERE} == {
                 "shared_embedder.weight",
                 "shared_embedder.bias",
             }
-            own = {name: value for name, value in found.items() if not name.startswith("shared_embedder")}
+            own = {name: value for name, value in actual.items() if not name.startswith("shared_embedder")}
             frozen = {name for name, value in own.items() if value is None}
             assert frozen == {"frozen_embedder.weight", "frozen_embedder.bias"}
             assert {value for name, value in own.items() if name not in frozen} == {10.0**number * (rank + 1)}
@@ -41,5 +41,5 @@ def test_flagged_parameters_are_summed_over_stages_and_chunks(ranks: list[dict[s
 def test_without_such_embedders_nothing_is_summed(ranks: list[dict[str, Any]]) -> None:
     """The flag alone does nothing: the config must say that there are replicated embedders."""
     for rank, chunks in enumerate(rank["False"] for rank in ranks):
-        for number, found in enumerate(chunks):
-            assert {value for value in found.values() if value is not None} == {10.0**number * (rank + 1)}
+        for number, actual in enumerate(chunks):
+            assert {value for value in actual.values() if value is not None} == {10.0**number * (rank + 1)}

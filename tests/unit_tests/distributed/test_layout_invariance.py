@@ -165,15 +165,15 @@ def test_runs_do_not_depend_on_the_layout(runs: dict[str, Any], layout: str, alg
     """Same tokens in every rollout, same metrics in every step."""
     alone = "experts 1" if layout in EXPERT_LAYOUTS else "1"
     one, many = runs[f"{alone} {algorithm}"], runs[f"{layout} {algorithm}"]
-    for step, (expected, found) in enumerate(zip(one["tokens"], many["tokens"], strict=True)):
-        assert torch.equal(found, expected), f"rollouts of step {step}"
-    for step, (expected, found) in enumerate(zip(one["metrics"], many["metrics"], strict=True)):
-        assert found.keys() == expected.keys()
+    for step, (expected, actual) in enumerate(zip(one["tokens"], many["tokens"], strict=True)):
+        assert torch.equal(actual, expected), f"rollouts of step {step}"
+    for step, (expected, actual) in enumerate(zip(one["metrics"], many["metrics"], strict=True)):
+        assert actual.keys() == expected.keys()
         wrong = {
-            name: (found[name], expected[name])
+            name: (actual[name], expected[name])
             for name in expected
             if comparable(name)
-            and not math.isclose(found[name], expected[name], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
+            and not math.isclose(actual[name], expected[name], rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-6)
         }
         assert not wrong, f"step {step}"
 
@@ -182,10 +182,10 @@ def test_a_single_update_needs_no_forward_of_its_own(runs: dict[str, Any]) -> No
     """Old log-probs from the update's forward or from one before it: the same run."""
     update, before = runs["1 grpo"], runs["1 grpo recomputed"]
     assert all(torch.equal(a, b) for a, b in zip(update["tokens"], before["tokens"], strict=True))
-    for found, expected in zip(update["metrics"], before["metrics"], strict=True):
-        assert found.keys() == expected.keys()
+    for actual, expected in zip(update["metrics"], before["metrics"], strict=True):
+        assert actual.keys() == expected.keys()
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "kl/ref", "reward/mean"):
-            assert found[name] == pytest.approx(expected[name], rel=RELATIVE_TOLERANCE, abs=1e-6), name
+            assert actual[name] == pytest.approx(expected[name], rel=RELATIVE_TOLERANCE, abs=1e-6), name
 
 
 def comparable(name: str) -> bool:

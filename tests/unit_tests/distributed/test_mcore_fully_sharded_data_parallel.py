@@ -76,11 +76,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(root: Path) -> dict[str, dict[str, list[Any]]]:
     """By world size and case, what every rank found."""
     write_tiny_checkpoint(root / "tied", family="qwen3", tied=True)
-    found: dict[str, dict[str, list[Any]]] = {}
+    actual: dict[str, dict[str, list[Any]]] = {}
     for world_size, cases in {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}.items():
         answers = run_megatron_fsdp(world_size, train_all, str(root), cases, timeout_s=150)
-        found[str(world_size)] = {name: [answer[name] for answer in answers] for name in cases}
-    return found
+        actual[str(world_size)] = {name: [answer[name] for answer in answers] for name in cases}
+    return actual
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -118,8 +118,8 @@ def test_groups_of_the_caller(results: dict[str, Any], groups: str) -> None:
 def test_hybrid_sharding_holds_copies_of_shards(results: dict[str, Any], name: str) -> None:
     """Two groups of two: together they hold everything twice; the steps are compared with one rank's above."""
     (whole,) = results["1"]["tied"]
-    assert sum(found["moments"] for found in results["4"]["flat"]) == whole["moments"]
-    assert sum(found["moments"] for found in results["4"][name]) == 2 * whole["moments"]
+    assert sum(actual["moments"] for actual in results["4"]["flat"]) == whole["moments"]
+    assert sum(actual["moments"] for actual in results["4"][name]) == 2 * whole["moments"]
 
 
 @pytest.mark.parametrize("name", ["offload", "offload optim"])
@@ -141,15 +141,15 @@ def test_bf16_is_that_of_ddp(results: dict[str, Any]) -> None:
 def test_upstream_is_still_wrong_where_it_is_refused(results: dict[str, Any]) -> None:
     """0.18 has mended two of three. Once no release has one, its refusal can go: ddp/fsdp_limits.py and no_sync_of."""
     (one,) = results["1"]["tied"]
-    found = {
+    actual = {
         "no_sync": results["2"]["upstream optim"][0]["norms"],
         "overlapped": results["2"]["upstream optim, overlapped"][0]["norms"],
         "one rank": results["1"]["upstream optim_grads"][0]["norms"],
     }
-    wrong = {name for name, norms in found.items() if abs(norms[0] / one["norms"][0] - 1) > 0.01}
+    wrong = {name for name, norms in actual.items() if abs(norms[0] / one["norms"][0] - 1) > 0.01}
     if installed_release().series == "0.16":
         assert wrong == {"no_sync", "overlapped", "one rank"}
-        assert found["no_sync"][0] == pytest.approx(2 * one["norms"][0], rel=NORM_TOLERANCE)
+        assert actual["no_sync"][0] == pytest.approx(2 * one["norms"][0], rel=NORM_TOLERANCE)
     else:
         assert wrong == {"no_sync"}
 

@@ -23,12 +23,12 @@ def worlds() -> dict[int, list[dict[str, Any]]]:
 
 def parameters(*, bias: bool) -> list[tuple[str, int]]:
     """(name, elements) in the order of definition."""
-    found = []
+    actual = []
     for layer in range(LAYERS):
-        found.append((f"layers.{layer}.weight", BUFFER_WIDTH**2))
+        actual.append((f"layers.{layer}.weight", BUFFER_WIDTH**2))
         if bias:
-            found.append((f"layers.{layer}.bias", BUFFER_WIDTH))
-    return found
+            actual.append((f"layers.{layer}.bias", BUFFER_WIDTH))
+    return actual
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -70,8 +70,8 @@ def expected_buckets(
 def test_layout_of_buckets(worlds: dict[int, list[dict[str, Any]]], ranks: int, size: int) -> None:
     """Number, sizes, offsets and members of buckets, with and without sharding, biases and a shared embedding."""
     counts = set()
-    for found in worlds[ranks]:
-        for (bucket_size, sharded, bias, shared), made in found["layouts"].items():
+    for actual in worlds[ranks]:
+        for (bucket_size, sharded, bias, shared), made in actual["layouts"].items():
             if bucket_size != size:
                 continue
             expected = expected_buckets(size, sharded=sharded, bias=bias, shared=shared, ranks=ranks)
@@ -93,9 +93,9 @@ def test_values_of_synced_gradients(worlds: dict[int, list[dict[str, Any]]], ran
     if ranks == 1 and ddp.optimizer_instances == 2:
         pytest.skip("two optimizer instances need two ranks")
     for rank in worlds[ranks]:
-        found = rank["sync"][name]
-        assert found["error"] == 0.0
-        assert found["buckets"] == (2 if ddp.overlap_grad_reduce else 1)
+        actual = rank["sync"][name]
+        assert actual["error"] == 0.0
+        assert actual["buckets"] == (2 if ddp.overlap_grad_reduce else 1)
 
 
 @pytest.mark.parametrize("ranks", SIZES)

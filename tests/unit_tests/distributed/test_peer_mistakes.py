@@ -14,7 +14,7 @@ EFFECT = 100 * GATE
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float]]:
     """By mistake the largest logit difference (without it, with it)."""
     root: Path = tmp_path_factory.mktemp("mistakes")
     (answer,) = run_ranks(1, measure_mistakes, str(root), device="cpu")
@@ -22,8 +22,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, fl
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_mistake_is_not_made_and_would_show(found: dict[str, tuple[float, float]], name: str) -> None:
+def test_the_mistake_is_not_made_and_would_show(results: dict[str, tuple[float, float]], name: str) -> None:
     """Within the gate as loaded, far beyond it with the mistake put in."""
-    right, wrong = found[name]
+    right, wrong = results[name]
     assert right <= GATE
     assert wrong > EFFECT

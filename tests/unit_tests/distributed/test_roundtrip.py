@@ -36,16 +36,16 @@ def round_trip(rank: int, root: str, layouts: list[str]) -> dict[str, Any]:
         source = Path(root) / source_name(family, tied, dtype)
         for layout in (name for name in layouts if (family, tied, dtype, name) in CASES):
             with running_engine(make_config(source, layout=layout, dtype=dtype), trainable=False) as engine:
-                found = exported(engine)
+                actual = exported(engine)
             with CheckpointReader(source) as reader:
                 expected = {name: reader.read(name) for name in reader.tensors}
             answers[f"{source.name} {layout}"] = {
-                "names": sorted(found) == sorted(expected),
+                "names": sorted(actual) == sorted(expected),
                 "different": [
-                    n for n in expected if n not in found or found[n].dtype != expected[n].dtype
-                    or not torch.equal(found[n], expected[n])
+                    n for n in expected if n not in actual or actual[n].dtype != expected[n].dtype
+                    or not torch.equal(actual[n], expected[n])
                 ],
-                "count": len(found),
+                "count": len(actual),
             }  # fmt: skip
     return answers
 
@@ -62,12 +62,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             dtype=DTYPES[dtype],
             vocab_size=VOCABULARY,
         )
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for world_size, layouts in LAYOUTS.items():
         ranks = run_ranks(world_size, round_trip, str(root), layouts, timeout_s=240)
         for key in ranks[0]:
-            found[key] = [answers[key] for answers in ranks]
-    return found
+            actual[key] = [answers[key] for answers in ranks]
+    return actual
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype", "layout"), CASES)

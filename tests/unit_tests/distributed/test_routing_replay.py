@@ -41,7 +41,7 @@ GRADIENT_TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 found, by case."""
     root = tmp_path_factory.mktemp("families")
     paths = {family: str(write_family(root, family, layers=4)) for family in EXPERTS}
@@ -57,9 +57,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_recorded_experts_do_not_depend_on_the_layout(found: dict[str, Any], name: str) -> None:
+def test_recorded_experts_do_not_depend_on_the_layout(results: dict[str, Any], name: str) -> None:
     """Equal numbers for every real token and mixture, prompts included; -1 on padding; int16."""
-    one, many = found[ONE[CASES[name]["family"]]], found[name]
+    one, many = results[ONE[CASES[name]["family"]]], results[name]
     layers = 3 if CASES[name]["family"] == "deepseek_v3" else 4  # the first layer of DeepSeek's is dense
     assert many["routing"].shape[:3] == (8, 24, layers)
     assert torch.equal(many["routing"], one["routing"])
@@ -72,17 +72,17 @@ def test_recorded_experts_do_not_depend_on_the_layout(found: dict[str, Any], nam
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_replay_of_unchanged_weights_changes_no_bit(found: dict[str, Any], name: str) -> None:
+def test_replay_of_unchanged_weights_changes_no_bit(results: dict[str, Any], name: str) -> None:
     """Gradients and norm."""
-    free, replayed = found[name]["free"], found[name]["replayed"]
+    free, replayed = results[name]["free"], results[name]["replayed"]
     assert same(free["gradients"], replayed["gradients"]) == []
     assert free["norm"] == replayed["norm"]
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_changed_routers_take_the_recorded_experts(found: dict[str, Any], name: str) -> None:
+def test_changed_routers_take_the_recorded_experts(results: dict[str, Any], name: str) -> None:
     """In a forward and in training, where the counts of the experts say so; free, the routers would choose others."""
-    many, experts = found[name], EXPERTS[CASES[name]["family"]]
+    many, experts = results[name], EXPERTS[CASES[name]["family"]]
     assert torch.equal(many["again"], many["routing"])
     changed = (many["moved"] != many["routing"]).any(-1)[real_tokens()]
     assert changed.float().mean() > 0.3
@@ -92,10 +92,10 @@ def test_changed_routers_take_the_recorded_experts(found: dict[str, Any], name: 
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_gradients_flow_through_the_replayed_experts(found: dict[str, Any], name: str) -> None:
+def test_gradients_flow_through_the_replayed_experts(results: dict[str, Any], name: str) -> None:
     """Those of one rank that replays, recomputing or not; the routers have some of their own."""
-    one = found[ONE[CASES[name]["family"]]]["moved replayed"]["gradients"]
-    many = found[name]["moved replayed"]["gradients"]
+    one = results[ONE[CASES[name]["family"]]]["moved replayed"]["gradients"]
+    many = results[name]["moved replayed"]["gradients"]
     off = {n: relative(many[n], one[n]) for n in one}
     worst = max(off, key=off.__getitem__)
     assert off[worst] <= GRADIENT_TOLERANCE, worst
@@ -103,33 +103,33 @@ def test_gradients_flow_through_the_replayed_experts(found: dict[str, Any], name
     assert routers
     for router in routers:
         assert one[router].abs().max() > 0
-        assert relative(one[router], found[name]["moved free"]["gradients"][router]) > 1e-2
+        assert relative(one[router], results[name]["moved free"]["gradients"][router]) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["1", "tp2-sp", "cp2-ep2"])
-def test_tokens_without_a_record_choose_for_themselves(found: dict[str, Any], name: str) -> None:
+def test_tokens_without_a_record_choose_for_themselves(results: dict[str, Any], name: str) -> None:
     """Of a record of every second token these keep theirs; in the first mixture the others choose as if alone."""
-    many = found[name]
+    many = results[name]
     kept, inside = many["half"][:, 1::2], real_tokens()
     assert torch.equal(kept[inside[:, 1::2]], many["routing"][:, 1::2][inside[:, 1::2]])
     # Deeper mixtures see hidden states that the replay of the other tokens has changed.
     assert torch.equal(many["half"][:, ::2, 0], many["moved"][:, ::2, 0])
 
 
-def test_records_that_cannot_be_the_models_are_refused(found: dict[str, Any]) -> None:
+def test_records_that_cannot_be_the_models_are_refused(results: dict[str, Any]) -> None:
     """Another number of experts per token or of mixtures, and experts that there are not."""
-    first, second, third = found["refusals"]
+    first, second, third = results["refusals"]
     assert "RunError: routing has (3, 1) choices per token, the model (3, 4)" in first
     assert "RunError: routing has (1, 4) choices per token, the model (3, 4)" in second
     assert third == "RunError: routing names experts outside 0..7"
 
 
-def test_nothing_is_recorded_unless_asked(found: dict[str, Any]) -> None:
-    assert found["unused"]
+def test_nothing_is_recorded_unless_asked(results: dict[str, Any]) -> None:
+    assert results["unused"]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_routing_travels_with_its_row(found: dict[str, Any], size: int) -> None:
+def test_routing_travels_with_its_row(results: dict[str, Any], size: int) -> None:
     """Rows i of all ranks meet on rank i modulo their number."""
     expected = [1000 * rank + row for to in range(size) for rank in range(size) for row in range(to, 8, size)]
-    assert found[f"travelling {size}"] == expected
+    assert results[f"travelling {size}"] == expected

@@ -76,11 +76,11 @@ def results(root: Path) -> dict[str, dict[str, list[Any]]]:
     """By world size and case, what every rank found."""
     write_tiny_checkpoint(root / "tied", family="qwen3", tied=True)
     write_tiny_checkpoint(root / "untied", family="qwen3", tied=False)
-    found: dict[str, dict[str, list[Any]]] = {}
+    actual: dict[str, dict[str, list[Any]]] = {}
     for world_size, cases in {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}.items():
         answers = run_ranks(world_size, train_all, str(root), cases, timeout_s=300)
-        found[str(world_size)] = {name: [answer[name] for answer in answers] for name in answers[0]}
-    return found
+        actual[str(world_size)] = {name: [answer[name] for answer in answers] for name in answers[0]}
+    return actual
 
 
 @pytest.mark.parametrize(("world", "name"), SAME_AS_ONE_RANK)
@@ -105,19 +105,19 @@ def test_bf16_is_that_of_ddp(results: dict[str, Any]) -> None:
 
 def test_a_value_head_is_fp32_in_bf16_too(results: dict[str, Any]) -> None:
     """It trains, and what it says has more than eight bits."""
-    for found in results["2"]["value bf16"]:
-        assert found["norms"][0] > 0
-        assert found["after"].abs().max() > 0
-        assert not torch.equal(found["after"], found["after"].bfloat16().float())
+    for actual in results["2"]["value bf16"]:
+        assert actual["norms"][0] > 0
+        assert actual["after"].abs().max() > 0
+        assert not torch.equal(actual["after"], actual["after"].bfloat16().float())
 
 
 @pytest.mark.parametrize("name", list(EXPECTED_UNITS))
 def test_what_is_sharded(results: dict[str, Any], name: str) -> None:
     """Layers, embedding and head one by one, the rest with the root; no linear layer inside a layer by itself."""
-    for found in results["2"][name]:
-        assert found["modules"]["units"] == EXPECTED_UNITS[name]
-        assert found["modules"]["sharded"]
-        assert found["modules"]["group"]
+    for actual in results["2"][name]:
+        assert actual["modules"]["units"] == EXPECTED_UNITS[name]
+        assert actual["modules"]["sharded"]
+        assert actual["modules"]["group"]
 
 
 def test_an_explicit_group(results: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def test_state_is_sharded(results: dict[str, Any]) -> None:
     """Each of two ranks holds half of the moments, each of four a quarter (rows do not always divide)."""
     (whole,) = results["1"]["tied"]
     for world, name, size in (("2", "tied", 2), ("4", "dp4", 4)):
-        held = [found["moments"] for found in results[world][name]]
+        held = [actual["moments"] for actual in results[world][name]]
         assert sum(held) == whole["moments"]
         assert max(held) <= 1.1 * whole["moments"] / size
 
@@ -148,9 +148,9 @@ def test_offload_between_steps(results: dict[str, Any]) -> None:
 
 def test_frozen_weights_stay(results: dict[str, Any]) -> None:
     """To the bit."""
-    for found in results["2"]["frozen"]:
-        moved = {key for key, start in found["start"].items() if not torch.equal(found["weights"][key], start)}
-        assert moved == {k for k in found["start"] if not k.startswith(("model.embed", "model.layers.1."))}
+    for actual in results["2"]["frozen"]:
+        moved = {key for key, start in actual["start"].items() if not torch.equal(actual["weights"][key], start)}
+        assert moved == {k for k in actual["start"] if not k.startswith(("model.embed", "model.layers.1."))}
 
 
 @pytest.mark.parametrize(("world", "name"), EXPORTS)

@@ -135,19 +135,19 @@ def test_experts_that_are_whole_under_tensor_parallelism(ranks: list[dict[str, A
 
 def test_strided_tensors_on_gloo(ranks: list[dict[str, Any]]) -> None:
     """An all-reduce of a strided tensor gives other values, no error; ours makes it contiguous."""
-    found = ranks[0]["strided"]
-    assert found["ours"].equal(found["expected"])
-    if found["backend"] == "gloo":
-        assert not found["torch"].equal(found["expected"])
+    actual = ranks[0]["strided"]
+    assert actual["ours"].equal(actual["expected"])
+    if actual["backend"] == "gloo":
+        assert not actual["torch"].equal(actual["expected"])
 
 
 def test_outputs_freed_while_gloo_sends_them(ranks: list[dict[str, Any]]) -> None:
     """The receiver gets what the memory holds by then; on a CPU outputs are kept."""
-    found = ranks[1]["freed"]
-    if found["backend"] != "gloo":
+    actual = ranks[1]["freed"]
+    if actual["backend"] != "gloo":
         pytest.skip("NCCL copies on its stream before the memory is used again")
-    assert found["received"] != 1.0  # 7 where the memory has been used again
-    assert found["ours"] is False
+    assert actual["received"] != 1.0  # 7 where the memory has been used again
+    assert actual["ours"] is False
 
 
 def test_checkpoint_names_of_norms_in_front_of_experts(alone: dict[str, Any]) -> None:
@@ -165,10 +165,10 @@ def test_step_counters_after_a_load(alone: dict[str, Any]) -> None:
 
 def test_norms_of_long_tensors(alone: dict[str, Any]) -> None:
     """torch's float32 norm of ten million elements is off by more than 1e-4 on a CPU; the patched one is exact."""
-    found = alone["norms"]
-    assert found["ours"] <= 1e-6
-    if found["device"] == "cpu":
-        assert found["torch"] > 1e-5
+    actual = alone["norms"]
+    assert actual["ours"] <= 1e-6
+    if actual["device"] == "cpu":
+        assert actual["torch"] > 1e-5
 
 
 def test_every_issue_has_its_test() -> None:
@@ -186,5 +186,5 @@ def test_every_issue_has_its_test() -> None:
         for path, function in named:
             assert (ROOT / path).is_file(), f"{title}: {path} does not exist"
             tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-            found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-            assert function in found, f"{title}: {path} has no {function}"
+            actual = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+            assert function in actual, f"{title}: {path} has no {function}"

@@ -71,14 +71,14 @@ def servers_for(rank: int, hosts: tuple[str, ...], leaders: dict[int, int], **kw
     ]
 
 
-def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> list[str]:
     return [
         name
-        for name in {**expected, **found}
+        for name in {**expected, **actual}
         if name not in expected
-        or name not in found
-        or expected[name].dtype != found[name].dtype
-        or not torch.equal(expected[name], found[name])
+        or name not in actual
+        or expected[name].dtype != actual[name].dtype
+        or not torch.equal(expected[name], actual[name])
     ]
 
 
@@ -107,20 +107,20 @@ def makers(
             weights, servers, hosts=hosts, bucket_bytes=nbytes, timeout_s=TIMEOUT_S
         )
 
-    found = {f"shared_memory {nbytes}": shared(nbytes) for nbytes in buckets}
+    actual = {f"shared_memory {nbytes}": shared(nbytes) for nbytes in buckets}
     if apart:
-        found["gathered"] = shared(BUCKETS[1])
-        found["cuda_ipc"] = lambda servers, hosts: CudaIpcTransport(
+        actual["gathered"] = shared(BUCKETS[1])
+        actual["cuda_ipc"] = lambda servers, hosts: CudaIpcTransport(
             weights, servers, hosts=hosts, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=HostDevice()
         )
-    found["distributed"] = lambda servers, hosts: DistributedTransport(
+    actual["distributed"] = lambda servers, hosts: DistributedTransport(
         weights, servers, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S
     )
     if not weights.sharded:
-        found["disk"] = lambda servers, hosts: DiskTransport(
+        actual["disk"] = lambda servers, hosts: DiskTransport(
             weights, servers, folder=root / DISK, source=root / "qwen3", timeout_s=TIMEOUT_S
         )
-    return found
+    return actual
 
 
 def hosts_for(name: str, weights: Any) -> tuple[str, ...]:
@@ -196,13 +196,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(root: Path) -> dict[str, list[dict[str, Any]]]:
     """By case and transport, what every rank found."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    actual: dict[str, list[dict[str, Any]]] = {}
     for world_size in (2, 4):
         cases = [case for case, (size, *_) in CASES.items() if size == world_size]
         ranks = run_ranks(world_size, send_all, str(root), cases, timeout_s=400)
         for key in ranks[0]:
-            found[key] = [answer[key] for answer in ranks]
-    return found
+            actual[key] = [answer[key] for answer in ranks]
+    return actual
 
 
 TRANSPORTS = ("distributed", "disk")

@@ -237,7 +237,7 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
     from mega_rl.verify.plan import REFERENCE
 
     plan = Plan(str(Path(root) / "qwen3" / "twin"), root, (), timeout_s=60.0)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
 
     def count(engine: Any) -> list[int]:
         states = [state for optimizer in torch_optimizers(engine.optimizer) for state in optimizer.state.values()]
@@ -247,10 +247,10 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=0)
         engine.train_minibatch(batch, policy_loss(), lr=1e-3)
         load_as_upstream(engine, Path(root) / "saved")
-        found["upstream"] = count(engine)
+        actual["upstream"] = count(engine)
         engine.resume_from(engine.state().numbers)
-        found["ours"] = count(engine)
-    return found
+        actual["ours"] = count(engine)
+    return actual
 
 
 def load_as_upstream(engine: Any, folder: Path) -> None:
@@ -264,9 +264,9 @@ def load_as_upstream(engine: Any, folder: Path) -> None:
     }
 
     def state(*, is_loading: bool) -> dict[str, Any]:
-        found = {"model": engine.models[0].sharded_state_dict(metadata=metadata)}
-        found["optimizer"] = engine.optimizer.sharded_state_dict(found, is_loading=is_loading, metadata=metadata)
-        return found
+        actual = {"model": engine.models[0].sharded_state_dict(metadata=metadata)}
+        actual["optimizer"] = engine.optimizer.sharded_state_dict(actual, is_loading=is_loading, metadata=metadata)
+        return actual
 
     folder.mkdir()
     dist_checkpointing.save(state(is_loading=False), str(folder))
@@ -279,11 +279,11 @@ def long_norms(accelerator: Any) -> dict[str, Any]:
 
     values = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0))
     exact = float(values.double().norm())
-    found, _ = utils.local_multi_tensor_l2_norm(65536, None, [[values[:7], values[7:]]], False)
+    actual, _ = utils.local_multi_tensor_l2_norm(65536, None, [[values[:7], values[7:]]], False)
     return {
         "device": accelerator.name,
         "torch": abs(float(torch.norm(values)) / exact - 1),
-        "ours": abs(float(found) / exact - 1),
+        "ours": abs(float(actual) / exact - 1),
     }
 
 

@@ -61,17 +61,17 @@ def train(engine: Any, *, seed: int = 0) -> dict[str, float]:
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
     """Exported weights, main parameters and moments of this rank, as copies."""
-    found = exported(engine)
+    actual = exported(engine)
     if engine.optimizer is None:
-        return found
+        return actual
     from mega_rl.ddp.optimizer import torch_optimizers
 
     for optimizer in torch_optimizers(engine.optimizer):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
-            found[f"main {number}"] = parameter.detach().clone()
-            found |= {f"{key} {number}": value.clone() for key, value in optimizer.state[parameter].items()}
-    return found
+            actual[f"main {number}"] = parameter.detach().clone()
+            actual |= {f"{key} {number}": value.clone() for key, value in optimizer.state[parameter].items()}
+    return actual
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

@@ -67,15 +67,15 @@ def write_inputs(folder: Path) -> None:
 def see_all(rank: int, folder: str) -> dict[str, dict[str, bool]]:
     """Whether this rank sees a feature, by engine and name."""
     root = Path(folder)
-    found: dict[str, dict[str, bool]] = {}
+    actual: dict[str, dict[str, bool]] = {}
     for engine in ENGINES:
-        found[engine] = {"families": has_families(engine, root)}
-        found[engine] |= options(engine, root) | one_step(engine, root) | usual(rank, engine, root)
-        found[engine]["recompute"] = found[engine].pop("recomputed") and found[engine].pop("not recomputed")
+        actual[engine] = {"families": has_families(engine, root)}
+        actual[engine] |= options(engine, root) | one_step(engine, root) | usual(rank, engine, root)
+        actual[engine]["recompute"] = actual[engine].pop("recomputed") and actual[engine].pop("not recomputed")
     for engine, other in zip(ENGINES, reversed(ENGINES), strict=True):
         own, others = loads(engine, [root / engine, root / other], root)
-        found[engine] |= {"resume": own, "checkpoint of the other engine": others}
-    return found
+        actual[engine] |= {"resume": own, "checkpoint of the other engine": others}
+    return actual
 
 
 def usual(rank: int, engine: str, root: Path) -> dict[str, bool]:
@@ -85,7 +85,7 @@ def usual(rank: int, engine: str, root: Path) -> dict[str, bool]:
     with engine_of(root / "model", engine=engine) as built:
         weights, before = exported(built), state(built)
         members = [name for name in dir(ModelEngine) if not name.startswith("_")]
-        found = {
+        actual = {
             "protocol": len(members) > 15 and all(hasattr(built, name) for name in members),
             "data parallelism": built.data_parallel.size == 2,
             "shared moments": share_of("exp_avg", built) < 0.6,
@@ -95,45 +95,45 @@ def usual(rank: int, engine: str, root: Path) -> dict[str, bool]:
         freed = built.offload()
         gone = all(built.is_offloaded(part) for part in ("parameters", "gradients", "optimizer"))
         built.onload()
-        found["offload"] = gone and freed > 0 and same(state(built), before)
+        actual["offload"] = gone and freed > 0 and same(state(built), before)
         save_state(built, root / engine)
         length = momentum(built)
         if rank == 0:
             torch.save((weights, length), root / engine / "expected.pt")
         built.save_hf(root / f"{engine}-hf", source=root / "model")
-        found["not recomputed"] = forwards_in_a_step(built) == 1
+        actual["not recomputed"] = forwards_in_a_step(built) == 1
     other = ENGINES[1 - ENGINES.index(engine)]
     with running_engine(config_of(root / f"{engine}-hf", engine=other), trainable=False) as reader:
-        found["Hugging Face checkpoint"] = same(exported(reader), weights)
-    (found["resume elsewhere"],) = loads(engine, [root / engine], root, **OTHER_LAYOUT[engine])
-    return found
+        actual["Hugging Face checkpoint"] = same(exported(reader), weights)
+    (actual["resume elsewhere"],) = loads(engine, [root / engine], root, **OTHER_LAYOUT[engine])
+    return actual
 
 
 def options(engine: str, root: Path) -> dict[str, bool]:
     """Of engines with one setting changed."""
     model = partial(engine_of, root / "model", engine=engine)
-    found = {}
+    actual = {}
     with model(**SHARDED_WEIGHTS[engine]) as built:
-        found["shared weights"] = share_of("weights", built) < 0.6
+        actual["shared weights"] = share_of("weights", built) < 0.6
     with model(**COPIES[engine]) as built:
-        found["copies"] = share_of("exp_avg", built) == 1.0
+        actual["copies"] = share_of("exp_avg", built) == 1.0
     with model(**ON_HOST[engine]) as built:
-        found["optimizer on the host"] = steps_on_host(built)
+        actual["optimizer on the host"] = steps_on_host(built)
     with model(model={"recompute": "full", "attn_implementation": "eager"}) as built:
-        found["recomputed"] = forwards_in_a_step(built) == 2
-        found["eager"] = built.attention == "eager"
+        actual["recomputed"] = forwards_in_a_step(built) == 2
+        actual["eager"] = built.attention == "eager"
     with model(dtype="bf16") as built:
-        found["bf16"] = main_dtypes(built) == {torch.float32} and {
+        actual["bf16"] = main_dtypes(built) == {torch.float32} and {
             weight.dtype for weight in exported(built).values()
         } == {torch.bfloat16}
     frozen = {"frozen": [FIRST_LAYER[engine] + "*"], "attn_implementation": "sdpa"}
     with running_engine(config_of(root / "model", engine=engine, model=frozen)) as built:
-        found["sdpa"] = built.attention == "sdpa"
+        actual["sdpa"] = built.attention == "sdpa"
         before = exported(built)
         train(built)
         still = {name for name, weight in exported(built).items() if torch.equal(weight, before[name])}
-        found["frozen"] = still == {name for name in before if name.startswith("model.layers.0.")}
-    return found
+        actual["frozen"] = still == {name for name in before if name.startswith("model.layers.0.")}
+    return actual
 
 
 def one_step(engine: str, root: Path) -> dict[str, bool]:
@@ -305,11 +305,11 @@ def transports(rank: int, engine: Any, root: Path) -> dict[str, bool]:
         "distributed": partial(DistributedTransport, bucket_bytes=SOME),
         "disk": partial(DiskTransport, folder=folder, source=root / "model"),
     }
-    found = {}
+    actual = {}
     for name, make in makers.items():
         receiver = FakeReceiver() if rank == 0 else None
         transport = make(weights, [Server(0, 1, "a", receiver)], timeout_s=60.0)
         report = transport.send(version=1)
         transport.close()
-        found[name] = not report.failed and (receiver is None or same(receiver.weights, expected))
-    return found
+        actual[name] = not report.failed and (receiver is None or same(receiver.weights, expected))
+    return actual

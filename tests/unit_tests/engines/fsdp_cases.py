@@ -72,9 +72,9 @@ def train(engine: Any, *, seed: int = 0) -> dict[str, float]:
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of this rank, as copies."""
-    found = engine.state()
-    return {piece.name: piece.data.clone() for piece in found.pieces} | {
-        name: torch.tensor(number) for name, number in found.numbers.items()
+    actual = engine.state()
+    return {piece.name: piece.data.clone() for piece in actual.pieces} | {
+        name: torch.tensor(number) for name, number in actual.numbers.items()
     }
 
 
@@ -85,10 +85,10 @@ def computed(checkpoint: Path, *, head: str = "lm", rows: int | None = None, **m
         mine, on_fsdp = own_rows(batch, engine), hasattr(engine, "model")
         buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()} if on_fsdp else {}
         outputs = engine.forward(mine)
-        found = {name: whole(value, engine) for name, value in vars(outputs).items() if value is not None}
+        actual = {name: whole(value, engine) for name, value in vars(outputs).items() if value is not None}
         start = exported(engine)
         steps = [engine.train_minibatch(mine, losses(head), lr=1e-3) for _ in range(STEPS)]
-        return {"outputs": found, "start": start, "steps": steps, "weights": exported(engine), "buffers": buffers}
+        return {"outputs": actual, "start": start, "steps": steps, "weights": exported(engine), "buffers": buffers}
 
 
 def distances(left: dict[str, Any], right: dict[str, Any]) -> dict[str, float]:
@@ -129,7 +129,7 @@ def run_all(rank: int, folder: str, families: list[str]) -> dict[str, Any]:
     reference = computed(tiny, engine="megatron")
     frozen = computed(tiny, engine="megatron", **WAYS["half frozen for Megatron-Core"])
     undisturbed = two_steps(tiny)
-    found: dict[str, Any] = {
+    actual: dict[str, Any] = {
         "families": {
             family: family_case(path, reference if path == tiny else computed(path, engine="megatron"))
             for family, path in paths.items()
@@ -151,7 +151,7 @@ def run_all(rank: int, folder: str, families: list[str]) -> dict[str, Any]:
         "mistakes": mistakes_case(tiny),
         "waits": waits_case(tiny),
     }
-    return found
+    return actual
 
 
 def write_checkpoints(folder: Path, families: list[str]) -> None:
@@ -195,11 +195,11 @@ def family_case(path: Path, megatron: dict[str, Any]) -> dict[str, float]:
     """How far a family is from the Megatron engine, and whether its buffers are those of a model built in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    found = computed(path)
+    actual = computed(path)
     expected = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).named_buffers())
     expected = {name: buffer for name, buffer in expected.items() if not name.endswith("_bias")}  # from the file
-    buffers = {name: buffer for name, buffer in found["buffers"].items() if name in expected}
-    return distances(found, megatron) | {"same buffers": same(buffers, expected)}
+    buffers = {name: buffer for name, buffer in actual["buffers"].items() if name in expected}
+    return distances(actual, megatron) | {"same buffers": same(buffers, expected)}
 
 
 def spoiled_case(checkpoint: Path, undisturbed: dict[str, Any]) -> dict[str, Any]:

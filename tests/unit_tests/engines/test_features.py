@@ -41,10 +41,10 @@ Check = Callable[[str, Measured], bool]
 def accepts(engine: str, measured: Measured, *overrides: str, facts: ModelFacts = DENSE) -> bool:
     """Whether an engine takes these settings on four ranks; what it says of others is an error of this test."""
     given = load(None, [f"engine.backend={engine}", *overrides])
-    found = check(given, world_size=4, models={"model.path": facts})
+    actual = check(given, world_size=4, models={"model.path": facts})
     keys = [override.partition("=")[0] for override in overrides]
-    assert all(any(line.startswith(key) for key in keys) for line in found), found
-    return not found
+    assert all(any(line.startswith(key) for key in keys) for line in actual), actual
+    return not actual
 
 
 def setting(*overrides: str, facts: ModelFacts = DENSE) -> Check:

@@ -30,14 +30,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, run_all, str(folder), list(FAMILIES), timeout_s=400)
 
 
-def agrees(found: dict[str, float]) -> None:
+def agrees(actual: dict[str, float]) -> None:
     """Log-probs and entropy, loss and its metrics, gradient norms and the weights after two steps."""
-    assert found["start"] == 0.0  # both have loaded the same
-    assert found["outputs"] <= LOGPROB_TOLERANCE
-    assert found["metrics"] <= LOGPROB_TOLERANCE
-    assert found["grad_norm"] <= RELATIVE_TOLERANCE
+    assert actual["start"] == 0.0  # both have loaded the same
+    assert actual["outputs"] <= LOGPROB_TOLERANCE
+    assert actual["metrics"] <= LOGPROB_TOLERANCE
+    assert actual["grad_norm"] <= RELATIVE_TOLERANCE
     # Of the way that a tensor has gone. Steps of 1e-4 on weights of about 1: each engine rounds them to 6e-8 of that.
-    assert found["weights"] <= 2e-3
+    assert actual["weights"] <= 2e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,10 +62,10 @@ def test_a_rank_without_rows_takes_part(ranks: list[dict[str, Any]]) -> None:
 
 def test_bf16(ranks: list[dict[str, Any]]) -> None:
     """Layers compute in bf16 what float32 shards hold; log-probs move by what 8 bits leave, and they do move."""
-    found = ranks[0]["bf16"]
-    assert found["pieces"] == ["torch.float32"]
-    assert found["exported"] == ["torch.bfloat16"]
-    assert 1e-4 < found["outputs"] < 0.3
+    actual = ranks[0]["bf16"]
+    assert actual["pieces"] == ["torch.float32"]
+    assert actual["exported"] == ["torch.bfloat16"]
+    assert 1e-4 < actual["outputs"] < 0.3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,37 +74,37 @@ def test_buffers_outside_checkpoints(family: str, ranks: list[dict[str, Any]]) -
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["spoiled"] for rank in ranks):
-        assert found["message"] == "actor: the gradient norm is nan; weights and optimizer state are unchanged"
-        assert found["unchanged"]
-        assert found["usable"]
+    for actual in (rank["spoiled"] for rank in ranks):
+        assert actual["message"] == "actor: the gradient norm is nan; weights and optimizer state are unchanged"
+        assert actual["unchanged"]
+        assert actual["usable"]
 
 
 def test_inspect_sees_the_forward_and_may_stop_the_update(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["inspected"] for rank in ranks):
-        assert found["message"] == "stopped"
-        assert max(found["seen"]) <= 1e-6
-        assert found["unchanged"]
-        assert found["metric"] == 3.0
-        assert found["moved"]
+    for actual in (rank["inspected"] for rank in ranks):
+        assert actual["message"] == "stopped"
+        assert max(actual["seen"]) <= 1e-6
+        assert actual["unchanged"]
+        assert actual["metric"] == 3.0
+        assert actual["moved"]
 
 
 @pytest.mark.parametrize(("name", "parts"), [("trains", 4), ("frozen", 1)])
 def test_offload_gives_everything_back(name: str, parts: int, ranks: list[dict[str, Any]]) -> None:
     """Weights, gradients and two moments; bit for bit the same afterwards."""
-    for found in (rank["offload"][name] for rank in ranks):
-        assert found["left"] == 0
+    for actual in (rank["offload"][name] for rank in ranks):
+        assert actual["left"] == 0
         # A shard's memory is padded to that of the largest.
-        assert parts * FP32_BYTES * found["elements"] <= found["given back"]
-        assert found["given back"] <= 1.1 * parts * FP32_BYTES * found["elements"] + 4096
-        assert "onload before state()" in found["state"]
-        assert found["same state"]
-        assert found["same outputs"]
+        assert parts * FP32_BYTES * actual["elements"] <= actual["given back"]
+        assert actual["given back"] <= 1.1 * parts * FP32_BYTES * actual["elements"] + 4096
+        assert "onload before state()" in actual["state"]
+        assert actual["same state"]
+        assert actual["same outputs"]
 
 
 def test_a_hugging_face_checkpoint_goes_to_the_other_engine(ranks: list[dict[str, Any]]) -> None:
-    for found in (rank["saved"] for rank in ranks):
-        assert found["read back"]
+    for actual in (rank["saved"] for rank in ranks):
+        assert actual["read back"]
     assert ranks[0]["saved"]["on disk"]
 
 
@@ -112,10 +112,10 @@ def test_ranks_share_weights_and_moments(ranks: list[dict[str, Any]]) -> None:
     """Each element of weights and both moments is on one of the two ranks, and each read its own rows only."""
     shares = [rank["shares"] for rank in ranks]
     model = shares[0]["model"]
-    assert sum(found["weights"] for found in shares) == model
-    assert sum(found["all"] for found in shares) == 3 * model
-    assert sum(found["bytes read"] for found in shares) == FP32_BYTES * model
-    assert max(found["weights"] for found in shares) < 0.51 * model
+    assert sum(actual["weights"] for actual in shares) == model
+    assert sum(actual["all"] for actual in shares) == 3 * model
+    assert sum(actual["bytes read"] for actual in shares) == FP32_BYTES * model
+    assert max(actual["weights"] for actual in shares) < 0.51 * model
 
 
 def test_the_host_waits_once_for_all_norms_and_for_no_micro_batch(ranks: list[dict[str, Any]]) -> None:

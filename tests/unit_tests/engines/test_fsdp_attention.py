@@ -64,23 +64,23 @@ def model(path: Path, implementation: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation, **how).eval()
 
 
-def alone(found: Any) -> Tensor:
+def alone(actual: Any) -> Tensor:
     """[T, V]: logits of every sequence by itself, one after another."""
-    return torch.cat([found(tokens[None], use_cache=False).logits[0] for tokens in sequences()])
+    return torch.cat([actual(tokens[None], use_cache=False).logits[0] for tokens in sequences()])
 
 
-def packed(found: Any, arguments: dict[str, Any]) -> Tensor:
+def packed(actual: Any, arguments: dict[str, Any]) -> Tensor:
     """[T, V]: logits of all sequences in one row."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     tokens = torch.cat(sequences())[None]
-    return found(tokens, position_ids=positions, use_cache=False, **arguments).logits[0]
+    return actual(tokens, position_ids=positions, use_cache=False, **arguments).logits[0]
 
 
-def padded(found: Any, arguments: dict[str, Any]) -> Tensor:
+def padded(actual: Any, arguments: dict[str, Any]) -> Tensor:
     """[T, V]: logits of all sequences in rows of one length, without those of padding."""
     tokens = torch.nn.utils.rnn.pad_sequence(list(sequences()), batch_first=True)
     positions = torch.arange(tokens.size(1)).expand(len(LENGTHS), -1)
-    logits = found(tokens, position_ids=positions, use_cache=False, **arguments).logits
+    logits = actual(tokens, position_ids=positions, use_cache=False, **arguments).logits
     return torch.cat([logits[row, :length] for row, length in enumerate(LENGTHS)])
 
 
@@ -93,17 +93,17 @@ def test_every_family_as_transformers_computes_it(
     with torch.no_grad():
         expected = alone(model(path, "eager"))
         for kernel in KERNELS:
-            found = model(path, attention.attention_name(kernel))
+            actual = model(path, attention.attention_name(kernel))
             forms: list[tuple[Callable[[Any, dict[str, Any]], Tensor], Tensor | None]] = [
                 (packed, cu_seqlens()),
                 (padded, None),
             ]
             for form, bounds in forms:
                 with AttentionProbe() as probe:
-                    logits = form(found, attention.attention_arguments(kernel, bounds, max(LENGTHS), device=CPU))
+                    logits = form(actual, attention.attention_arguments(kernel, bounds, max(LENGTHS), device=CPU))
                 assert float((logits - expected).abs().max()) <= TOLERANCE, (kernel, form.__name__)
                 classes = 1 if bounds is None else 3
-                assert probe.ran == {kernel: classes * len(found.model.layers)}, form.__name__
+                assert probe.ran == {kernel: classes * len(actual.model.layers)}, form.__name__
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
@@ -138,11 +138,11 @@ def test_no_mask_of_all_pairs_is_made(tmp_path: Path, attention: Any) -> None:
             largest = max(largest, *(x.numel() for x in made if isinstance(x, Tensor)), 0)
             return result
 
-    found = model(write_tiny_checkpoint(tmp_path / "model"), attention.attention_name("sdpa"))
+    actual = model(write_tiny_checkpoint(tmp_path / "model"), attention.attention_name("sdpa"))
     bounds = 8 * torch.arange(65, dtype=torch.int32)
     tokens, positions = torch.full((1, 512), 3), torch.arange(8).repeat(64)[None]
     with torch.no_grad(), Sizes():
-        found(
+        actual(
             tokens,
             position_ids=positions,
             use_cache=False,
@@ -198,19 +198,19 @@ def test_a_mask_and_attention_both_ways_are_errors(attention: Any) -> None:
 
 def test_a_model_that_loses_the_sequences_is_an_error(tmp_path: Path, attention: Any) -> None:
     """Never a forward in which packed sequences see each other."""
-    found = model(write_tiny_checkpoint(tmp_path / "model"), attention.attention_name("sdpa"))
+    actual = model(write_tiny_checkpoint(tmp_path / "model"), attention.attention_name("sdpa"))
     with pytest.raises(TypeError, match="sequences"):
-        found(torch.full((1, 8), 3), use_cache=False)
+        actual(torch.full((1, 8), 3), use_cache=False)
 
 
 def test_flash_attention_is_told_of_packed_sequences(attention: Any) -> None:
     """In the words of transformers' own function, which takes nothing else of a packed row."""
     bounds = cu_seqlens()
-    found = attention.attention_arguments("flash_attention_2", bounds, 33, device=CPU)
-    assert found.pop("deterministic") is False
-    lengths: Sequence[Any] = [found[f"max_length_{side}"] for side in "qk"]
+    actual = attention.attention_arguments("flash_attention_2", bounds, 33, device=CPU)
+    assert actual.pop("deterministic") is False
+    lengths: Sequence[Any] = [actual[f"max_length_{side}"] for side in "qk"]
     assert lengths == [33, 33]
-    assert all(found[f"cu_seq_lens_{side}"] is bounds for side in "qk")
+    assert all(actual[f"cu_seq_lens_{side}"] is bounds for side in "qk")
     assert attention.attention_arguments("flash_attention_2", None, 33, device=CPU) == {"deterministic": False}
     assert attention.attention_name("flash_attention_2") == "flash_attention_2"
     with pytest.raises(KeyError):

@@ -24,30 +24,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", list(OFFLOADS))
 def test_offload_gives_back_what_it_says(ranks: list[dict[str, Any]], case: str) -> None:
     """Every storage of parameters, gradients and optimizer state is empty; little else is left in the process."""
-    for found in (rank["offload"][case] for rank in ranks):
-        assert found["given back"] == found["fell by"] > 0
-        assert found["parameters"] == 0
-        assert found["left"] < 0.2 * found["given back"]
-        assert found["twice"] == "offload() called twice: call onload() first"
+    for actual in (rank["offload"][case] for rank in ranks):
+        assert actual["given back"] == actual["fell by"] > 0
+        assert actual["parameters"] == 0
+        assert actual["left"] < 0.2 * actual["given back"]
+        assert actual["twice"] == "offload() called twice: call onload() first"
 
 
 @pytest.mark.parametrize("case", list(OFFLOADS))
 def test_training_goes_on_after_onload(ranks: list[dict[str, Any]], case: str) -> None:
     """Weights, main parameters, moments and outputs of the next step: every bit as without the detour."""
-    for found in (rank["offload"][case] for rank in ranks):
-        assert found["back"] == 0
-        assert found["same state"]
-        assert found["same outputs"]
-        assert found["again"]
+    for actual in (rank["offload"][case] for rank in ranks):
+        assert actual["back"] == 0
+        assert actual["same state"]
+        assert actual["same outputs"]
+        assert actual["again"]
 
 
 @pytest.mark.parametrize("case", list(SPOILED))
 def test_a_gradient_that_is_not_finite(ranks: list[dict[str, Any]], case: str) -> None:
     """An error on all ranks; no bit of weights and moments changes, and the engine goes on as if it had not been."""
-    for found in (rank["spoiled"][case] for rank in ranks):
-        assert found["message"].startswith("actor: the gradient norm is ")
-        assert found["unchanged"]
-        assert found["usable"]
+    for actual in (rank["spoiled"][case] for rank in ranks):
+        assert actual["message"].startswith("actor: the gradient norm is ")
+        assert actual["unchanged"]
+        assert actual["usable"]
 
 
 @pytest.mark.parametrize("case", list(FUSED))
@@ -63,12 +63,12 @@ def test_layers_that_add_into_main_grad_train_as_those_that_do_not(ranks: list[d
 @pytest.mark.parametrize("layout", INSPECTED)
 def test_inspect_sees_the_forward_before_a_weight_changes(ranks: list[dict[str, Any]], layout: str) -> None:
     """The outputs of `forward` up to rounding; what it raises stops the update, what it returns is reported."""
-    for found in (rank["inspected"][layout] for rank in ranks):
-        assert found["message"] == "stopped"
-        assert max(found["seen"]) <= 1e-5
-        assert found["unchanged"]
-        assert found["metric"] == 3.0
-        assert found["moved"]
+    for actual in (rank["inspected"][layout] for rank in ranks):
+        assert actual["message"] == "stopped"
+        assert max(actual["seen"]) <= 1e-5
+        assert actual["unchanged"]
+        assert actual["metric"] == 3.0
+        assert actual["moved"]
 
 
 def test_views_stay_views() -> None:

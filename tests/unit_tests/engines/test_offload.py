@@ -40,27 +40,27 @@ def run_case(
 ) -> dict[str, Any]:
     """A step for each subset of parts, then these parts are taken off, looked at, and brought back (unless `stay`)."""
     config = make_config(root / model, megatron=MegatronConfig(ep=ep), **settings)
-    found: dict[str, Any] = {"norms": [], "freed": [], "sizes": [], "left": [], "still there": [], "back": []}
+    actual: dict[str, Any] = {"norms": [], "freed": [], "sizes": [], "left": [], "still there": [], "back": []}
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
         for subset in subsets:
-            found["norms"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
+            actual["norms"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
             if stay:
                 continue
             before = sizes(engine)
             chosen = {part: part in subset for part in PARTS}
-            found["freed"].append(engine.offload(**chosen))
-            found["sizes"].append(sum(before[part] for part in subset))
+            actual["freed"].append(engine.offload(**chosen))
+            actual["sizes"].append(sum(before[part] for part in subset))
             after = sizes(engine)
-            found["left"].append(sum(after[part] for part in subset))
-            found["still there"].append(all(after[part] == before[part] for part in PARTS if part not in subset))
+            actual["left"].append(sum(after[part] for part in subset))
+            actual["still there"].append(all(after[part] == before[part] for part in PARTS if part not in subset))
             if "parameters" not in subset:
                 engine.forward(rows)
             engine.onload(**chosen)
-            found["back"].append(sizes(engine) == before)
-        found["weights"] = exported(engine)
-        found["logprobs"] = engine.forward(rows).logprobs
-    return found
+            actual["back"].append(sizes(engine) == before)
+        actual["weights"] = exported(engine)
+        actual["logprobs"] = engine.forward(rows).logprobs
+    return actual
 
 
 def sizes(engine: Any) -> dict[str, int]:
@@ -97,7 +97,7 @@ def expert_buffers(root: Path) -> list[int]:
 def restored_case(root: Path) -> dict[str, bool]:
     """Whether a detour keeps what a resume writes, into the device's memory or into the host's; and zero gradients."""
     config = make_config(root / "dense", dtype="bf16")
-    found = {}
+    actual = {}
     with running_engine(config) as engine:
         rows = own_rows(random_experience(), engine)
         for place in ("device", "host"):
@@ -114,21 +114,21 @@ def restored_case(root: Path) -> dict[str, bool]:
             engine.resume_from(state.numbers)
             engine.offload()
             engine.onload()
-            found[place] = all(bool((p.data == number % 7).all()) for number, p in enumerate(engine.state().pieces))
+            actual[place] = all(bool((p.data == number % 7).all()) for number, p in enumerate(engine.state().pieces))
         buffers = [buffer.grad_data for chunk in engine.chunks for buffer in chunk.buffers]
-        found["gradients are zero"] = bool(buffers) and not any(bool(buffer.any()) for buffer in buffers)
-    return found
+        actual["gradients are zero"] = bool(buffers) and not any(bool(buffer.any()) for buffer in buffers)
+    return actual
 
 
 def run_all(rank: int, root: str) -> dict[str, Any]:
     """Every case with and without the detour."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, case in CASES.items():
-        found[name] = {
+        actual[name] = {
             "stayed": run_case(Path(root), subsets=subsets_of(name), stay=True, **case),
             "moved": run_case(Path(root), subsets=subsets_of(name), stay=False, **case),
         }
-    return found | {"experts' buffers": expert_buffers(Path(root)), "restored": restored_case(Path(root))}
+    return actual | {"experts' buffers": expert_buffers(Path(root)), "restored": restored_case(Path(root))}
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +143,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_chosen_parts_are_gone_and_the_others_are_not(ranks: list[dict[str, Any]], case: str) -> None:
     """The bytes returned are those of the parts' storages (message buffers may add to them), which are empty then."""
-    for found in (rank[case]["moved"] for rank in ranks):
-        for subset, freed, size in zip(subsets_of(case), found["freed"], found["sizes"], strict=True):
+    for actual in (rank[case]["moved"] for rank in ranks):
+        for subset, freed, size in zip(subsets_of(case), actual["freed"], actual["sizes"], strict=True):
             assert size > 0
             assert freed >= size if "gradients" in subset else freed == size, subset
-        assert not any(found["left"])
-        assert all(found["still there"])
-        assert all(found["back"])
+        assert not any(actual["left"])
+        assert all(actual["still there"])
+        assert all(actual["back"])
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -249,5 +249,5 @@ def test_importing_the_package_pulls_in_nothing_heavy() -> None:
         "heavy = {'megatron', 'transformers', 'tensorboard', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    actual = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert actual.stdout.strip() == "[]"

@@ -162,10 +162,10 @@ def differences(
     expected_grads = torch.autograd.grad(expected, [*given, *sinks], grad.double())
     worst = {}
     for form, attend in (("packed", packed), ("padded", padded)):
-        found = attend(module, lengths, *given)
-        found_grads = torch.autograd.grad(found, [*given, *sinks], grad)
+        actual = attend(module, lengths, *given)
+        found_grads = torch.autograd.grad(actual, [*given, *sinks], grad)
         names = "oqkvs"[: 4 + len(sinks)]
-        for name, one, other in zip(names, (found, *found_grads), (expected, *expected_grads), strict=True):
+        for name, one, other in zip(names, (actual, *found_grads), (expected, *expected_grads), strict=True):
             # Of a sequence of one token the gradients of query and key are 0: nothing to be relative to.
             worst[f"{form} {name}"] = float((one - other).abs().max() / other.abs().max().clamp(min=1.0))
     return worst
@@ -173,11 +173,11 @@ def differences(
 
 def kernel_differences(variant: Variant) -> float:
     """Largest difference of one kernel's context and gradients to the other's in float32, relative as above."""
-    found = []
+    actual = []
     for kernel in KERNELS:
         tensors = inputs((1, 20, 7, 50), variant, dtype=torch.float32)
-        found.append(_everything(core_attention(replace(variant, kernel=kernel)), (1, 20, 7, 50), tensors))
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*found, strict=True))
+        actual.append(_everything(core_attention(replace(variant, kernel=kernel)), (1, 20, 7, 50), tensors))
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*actual, strict=True))
 
 
 def kernels_that_ran(variant: Variant) -> dict[str, int]:
@@ -200,7 +200,7 @@ def backends() -> dict[str, tuple[str, str | None]]:
     from mega_rl.models.build import ModelSettings, transformer_config
     from mega_rl.parallel.layout import ParallelLayout
 
-    found = {}
+    actual = {}
     for attention in get_args(Attention):
         if attention != "flash_attention_2":  # of Hugging Face's models alone
             config = transformer_config(
@@ -210,8 +210,8 @@ def backends() -> dict[str, tuple[str, str | None]]:
                 attention=attention,
                 device_overrides={},
             )
-            found[attention] = (config.attention_backend.name, vars(config).get("core_attention"))
-    return found
+            actual[attention] = (config.attention_backend.name, vars(config).get("core_attention"))
+    return actual
 
 
 def layers_without_window() -> float:

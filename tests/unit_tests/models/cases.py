@@ -110,10 +110,10 @@ def family_norm_cases() -> dict[str, Any]:
             x = (3 * torch.randn(5, 7, 24, generator=generator)).to(dtype)
             grad = torch.randn(5, 7, 24, generator=generator).to(dtype)
             heads = (5, 7, 4, 6) if name == "joint" else (5, 7, 24)
-            found = through(ours, x.view(heads), grad.view(heads))
+            actual = through(ours, x.view(heads), grad.view(heads))
             expected = through(theirs, x, grad)
             result[f"{name} {dtype}"] = [
-                relative(a.reshape(b.shape), b.double()) for a, b in zip(found, expected, strict=True)
+                relative(a.reshape(b.shape), b.double()) for a, b in zip(actual, expected, strict=True)
             ]
     return result
 
@@ -135,7 +135,7 @@ def te_layer_cases(folder: Path) -> dict[str, Any]:
         return SimpleNamespace(submodules=SimpleNamespace(mlp=mixture, self_attention=attention))
 
     specs.get_gpt_layer_with_transformer_engine_spec = asking
-    found = {}
+    actual = {}
     for family in ("qwen3", "deepseek_v3", "gemma3_text", "glm4", "olmoe"):
         hf = read_hf_config(folder / family)
         asked.clear()
@@ -145,9 +145,9 @@ def te_layer_cases(folder: Path) -> dict[str, Any]:
         ours = [
             (mixture.router is specs.Router, attention.module is specs.LatentAttention) for mixture, attention in made
         ]
-        found[family] = {"asked": list(asked), "ours": ours, "lacking": specs.needs_local_spec(hf)}
+        actual[family] = {"asked": list(asked), "ours": ours, "lacking": specs.needs_local_spec(hf)}
     specs.get_gpt_layer_with_transformer_engine_spec = original
-    return found
+    return actual
 
 
 def refusal_cases(folder: Path) -> dict[str, str]:
@@ -170,7 +170,7 @@ def refusal_cases(folder: Path) -> dict[str, str]:
         hf, groups = read_hf_config(folder / family), SimpleNamespace(tp=None, cp=SimpleNamespace(size=lambda: cp))
         return outcome(lambda: str(len(decoder_spec(impl, hf, layers=range(4), pg_collection=groups).layer_specs)))
 
-    found = {
+    actual = {
         "experts": config("olmoe", tp=2),
         "latent": config("deepseek_v3", tp=2),
         "dense": config("qwen3", tp=2),
@@ -184,12 +184,12 @@ def refusal_cases(folder: Path) -> dict[str, str]:
         "local": spec("local", "gemma3_text"),
     }
     multi_latent_attention.HAVE_TE = True  # what upstream believes wherever our patches are not
-    found["latent on cuda"] = spec("local", "deepseek_v3")
+    actual["latent on cuda"] = spec("local", "deepseek_v3")
     multi_latent_attention.HAVE_TE = False
     linear, multi_latent_attention.Linear = multi_latent_attention.Linear, None  # what it is there from 0.18
-    found["latent on cuda, newer"] = spec("local", "deepseek_v3")
+    actual["latent on cuda, newer"] = spec("local", "deepseek_v3")
     multi_latent_attention.Linear = linear
-    return found | {"latent on cpu": spec("local", "deepseek_v3")}
+    return actual | {"latent on cpu": spec("local", "deepseek_v3")}
 
 
 def through(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -199,9 +199,9 @@ def through(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> lis
     return [output, *torch.autograd.grad(output, [x, module.weight], grad)]  # type: ignore[list-item]
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference relative to the norm of what is expected."""
-    return float((found.double() - expected).norm() / expected.norm())
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def head_cases() -> dict[str, Any]:
@@ -231,15 +231,15 @@ def impl_cases() -> dict[str, Any]:
     from mega_rl.models import specs
 
     original = importlib.util.find_spec
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for installed in (False, True):
         importlib.util.find_spec = (lambda there: lambda name: object() if there else None)(installed)  # type: ignore
         for requested in ("auto", "local", "transformer_engine"):
             for device in ("cpu", "cuda"):
                 key = f"{requested} {device} {'with' if installed else 'without'}"
-                found[key] = outcome(lambda r=requested, d=device: specs.choose_transformer_impl(r, device_type=d))
+                actual[key] = outcome(lambda r=requested, d=device: specs.choose_transformer_impl(r, device_type=d))
     importlib.util.find_spec = original
-    return found
+    return actual
 
 
 def outcome(function: Callable[[], str]) -> str:

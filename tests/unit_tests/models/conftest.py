@@ -12,7 +12,7 @@ from tests.unit_tests.models.cases import run_all
 
 
 @pytest.fixture(scope="package")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every case of cases.py gave."""
     folder = tmp_path_factory.mktemp("models")
     write_tiny_checkpoint(folder / "qwen3", family="qwen3", tied=True)

@@ -219,11 +219,11 @@ KINDS = {
 
 def run_cases(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """Every case, as rank 0 found it."""
-    found = {}
+    actual = {}
     for name, case in cases.items():
         settings = {key: value for key, value in case.items() if key != "kind"}
         try:
-            found[name] = KINDS[case["kind"]](**settings)
+            actual[name] = KINDS[case["kind"]](**settings)
         except Exception as error:
             raise RuntimeError(f"case {name}") from error
-    return found if rank == 0 else None
+    return actual if rank == 0 else None

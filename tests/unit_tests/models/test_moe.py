@@ -70,7 +70,7 @@ FAMILY = {"balance": "deepseek_v3", "bias": "deepseek_v3", "idle": "lopsided"}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 found, by kind and name; one launch for each number of ranks."""
     root = tmp_path_factory.mktemp("families")
     paths = {family: str(write_family(root, family)) for family in ("qwen2_moe", "deepseek_v3", "mixtral")}
@@ -99,16 +99,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answers
 
 
-def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Largest relative distance of two tensors of one name, and that name."""
-    assert found.keys() == expected.keys()
-    return max((relative(found[name], expected[name]), name) for name in expected)
+    assert results.keys() == expected.keys()
+    return max((relative(results[name], expected[name]), name) for name in expected)
 
 
 @pytest.mark.parametrize("name", list(IDLE))
-def test_experts_and_ranks_without_tokens(found: dict[str, Any], name: str) -> None:
+def test_experts_and_ranks_without_tokens(results: dict[str, Any], name: str) -> None:
     """No hang; everything as on one rank, though whole ranks have no token for their experts and no rows."""
-    one, many = found["idle 1"], found[f"idle {name}"]
+    one, many = results["idle 1"], results[f"idle {name}"]
     assert (many["logprobs"] - one["logprobs"]).abs().max() <= 1e-5
     assert many["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=2e-6)
     distance, weight = worst(many["gradients"], one["gradients"])
@@ -120,10 +120,10 @@ def test_experts_and_ranks_without_tokens(found: dict[str, Any], name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["1", *IDLE])
-def test_only_real_tokens_count(found: dict[str, Any], name: str) -> None:
+def test_only_real_tokens_count(results: dict[str, Any], name: str) -> None:
     """Dummy micro-batches and padding are computed, and are in no load: two experts for each token of three rows."""
     tokens = int(random_experience()[:3].lengths.sum())
-    case = found[f"idle {name}"]
+    case = results[f"idle {name}"]
     expected = torch.tensor([[tokens if expert in USED else 0 for expert in range(8)]], dtype=torch.float64)
     assert torch.equal(case["loads"], expected)
     assert case["metrics"]["moe_experts_without_tokens"] == 6.0
@@ -132,10 +132,10 @@ def test_only_real_tokens_count(found: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
-def test_balance_loss_is_what_its_definition_says(found: dict[str, Any], family: str) -> None:
+def test_balance_loss_is_what_its_definition_says(results: dict[str, Any], family: str) -> None:
     """The mean over rows of E sum_e f_e P_e, summed over mixtures, times its coefficient; value and gradients."""
-    by_hand = found[f"by hand {family}"]
-    engine = found["balance 1" if family == "deepseek_v3" else "balance 1 mixtral"]
+    by_hand = results[f"by hand {family}"]
+    engine = results["balance 1" if family == "deepseek_v3" else "balance 1 mixtral"]
     assert engine["loss"] == pytest.approx(by_hand["loss"], rel=1e-6)
     distance, weight = worst(engine["gradients"], by_hand["gradients"])
     assert distance <= TOLERANCE, weight
@@ -145,17 +145,17 @@ def test_balance_loss_is_what_its_definition_says(found: dict[str, Any], family:
 
 
 @pytest.mark.parametrize("name", list(BALANCE))
-def test_balance_loss_does_not_depend_on_layout_or_micro_batches(found: dict[str, Any], name: str) -> None:
+def test_balance_loss_does_not_depend_on_layout_or_micro_batches(results: dict[str, Any], name: str) -> None:
     """Value and gradients, of a loss that is nothing else."""
-    one, many = found["balance 1"], found[f"balance {name}"]
+    one, many = results["balance 1"], results[f"balance {name}"]
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
     distance, weight = worst(many["gradients"], one["gradients"])
     assert distance <= TOLERANCE, weight
 
 
-def test_biases_move_against_the_load(found: dict[str, Any]) -> None:
+def test_biases_move_against_the_load(results: dict[str, Any]) -> None:
     """By the rate, once per update and for its tokens alone: the forward before does not count."""
-    one = found["bias 1"]
+    one = results["bias 1"]
     before, *after = one["biases"]
     tokens = int(random_experience().lengths.sum())
     for loads, moved in zip(one["loads"], after, strict=True):
@@ -168,24 +168,24 @@ def test_biases_move_against_the_load(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", list(BIASES))
-def test_biases_are_those_of_one_rank(found: dict[str, Any], name: str) -> None:
+def test_biases_are_those_of_one_rank(results: dict[str, Any], name: str) -> None:
     """Bit for bit, as exported; recomputation counts nothing twice."""
-    one, many = found["bias 1"], found[f"bias {name}"]
+    one, many = results["bias 1"], results[f"bias {name}"]
     for expected, loads in zip(one["loads"], many["loads"], strict=True):
         assert torch.equal(loads, expected)
     for expected, bias in zip(one["biases"], many["biases"], strict=True):
         assert torch.equal(bias, expected), BIAS
 
 
-def test_a_rate_needs_biases(found: dict[str, Any]) -> None:
-    assert found["no bias"].startswith(
+def test_a_rate_needs_biases(results: dict[str, Any]) -> None:
+    assert results["no bias"].startswith(
         "engine.megatron.moe.expert_bias_update_rate=0.01: this model's routers have no bias"
     )
 
 
-def test_settings_that_the_layers_cannot_follow_are_refused(found: dict[str, Any]) -> None:
+def test_settings_that_the_layers_cannot_follow_are_refused(results: dict[str, Any]) -> None:
     """Each with its remedy; what fits is let through."""
-    one_by_one, activation, router, fitting = found["settings"]
+    one_by_one, activation, router, fitting = results["settings"]
     assert router.startswith("engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose")
     assert one_by_one.startswith(
         "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped"
@@ -194,9 +194,9 @@ def test_settings_that_the_layers_cannot_follow_are_refused(found: dict[str, Any
     assert fitting == "nothing"
 
 
-def test_kernels_of_mixtures_are_asked_of_megatron_core(found: dict[str, Any]) -> None:
+def test_kernels_of_mixtures_are_asked_of_megatron_core(results: dict[str, Any]) -> None:
     """Tokens are rearranged by a kernel where Transformer Engine's layers run, unless bits are to repeat."""
-    assert [list(switches.values()) for switches in found["fusions"]] == [
+    assert [list(switches.values()) for switches in results["fusions"]] == [
         [False, False, False],
         [True, False, False],
         [False, False, False],
@@ -206,10 +206,10 @@ def test_kernels_of_mixtures_are_asked_of_megatron_core(found: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", [name for name in RECOMPUTE if not name.endswith(" none")])
-def test_recomputation_changes_no_gradient(found: dict[str, Any], name: str) -> None:
+def test_recomputation_changes_no_gradient(results: dict[str, Any], name: str) -> None:
     """The same operations again; and every token is counted once."""
     case = RECOMPUTE[name]
-    kept, again = found[f"recompute {case['layout']} {case['family']} none"], found[f"recompute {name}"]
+    kept, again = results[f"recompute {case['layout']} {case['family']} none"], results[f"recompute {name}"]
     distance, weight = worst(again["gradients"], kept["gradients"])
     assert distance <= REORDERED.get(name.split()[-1], 0.0), weight
     assert torch.equal(again["loads"], kept["loads"])

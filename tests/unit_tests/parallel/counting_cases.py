@@ -239,14 +239,14 @@ def mixtures(root: str, *, ranks: int) -> dict[str, Any]:
             "dense": (collection.dp_cp, [bucket for c in chunks for b in c.buffers for bucket in b.buckets]),
             "expert": (collection.expt_dp, [u for c in chunks for b in c.expert_parallel_buffers for u in b.buckets]),
         }
-        found: dict[str, Any] = {}
+        actual: dict[str, Any] = {}
         for who in ("upstream", "here"):
             engine.optimizer.prepare_grads()
             with CollectiveRecorder() as recorder:
                 engine.optimizer.step_with_ready_grads() if who == "upstream" else step(engine.optimizer, chunks)
             for kind, (group, of_kind) in buckets.items():
-                found[f"{kind} {who}"] = len(recorder.of(group, "all_gather")) / len(of_kind)
-        return found
+                actual[f"{kind} {who}"] = len(recorder.of(group, "all_gather")) / len(of_kind)
+        return actual
 
 
 def construction(*, ranks: int) -> dict[str, float]:

@@ -26,8 +26,8 @@ def test_a_flat_range_in_boxes(shape: tuple[int, ...], data: st.DataObject) -> N
     end = data.draw(st.integers(start, size))
     array = np.arange(size).reshape(shape)
     boxes = list(flat_boxes(shape, start, end))
-    found = [cut(array, box).reshape(-1) for box in boxes]
-    assert np.concatenate([np.array([], int), *found]).tolist() == list(range(start, end))
+    actual = [cut(array, box).reshape(-1) for box in boxes]
+    assert np.concatenate([np.array([], int), *actual]).tolist() == list(range(start, end))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
@@ -41,12 +41,12 @@ def test_what_two_boxes_share(shape: tuple[int, ...], data: st.DataObject) -> No
     first, second = draw(), draw()
     array = np.arange(prod(shape)).reshape(shape)
     common = set(cut(array, first).reshape(-1).tolist()) & set(cut(array, second).reshape(-1).tolist())
-    found = intersection(first, second)
-    if found is None:
+    actual = intersection(first, second)
+    if actual is None:
         assert not common
         return
-    assert set(cut(array, found).reshape(-1).tolist()) == common
-    inner = within(first, found)
-    assert cut(cut(array, first), inner).tolist() == cut(array, found).tolist()
-    assert moved(inner, first.offset) == found
-    assert intersection(whole(shape), found) == found
+    assert set(cut(array, actual).reshape(-1).tolist()) == common
+    inner = within(first, actual)
+    assert cut(cut(array, first), inner).tolist() == cut(array, actual).tolist()
+    assert moved(inner, first.offset) == actual
+    assert intersection(whole(shape), actual) == actual

@@ -95,11 +95,11 @@ def objects(ranks: GroupRanks) -> None:
     size, rank = ranks.size, ranks.rank
     for value in (lambda r: r, lambda r: [{"rank": r, "text": "ü" * 100 * r}, None, 1e-300, True], lambda r: ""):
         assert ranks.gather_json(value(rank)) == [value(other) for other in range(size)]
-    found = ranks.gather_rows(answers(rank, size))
+    results = ranks.gather_rows(answers(rank, size))
     expected = [answers(other, size) for other in range(size)]
-    assert list(found.texts) == [text for part in expected for text in part.texts]
-    assert found.source == "here"
-    assert torch.equal(found.tokens, torch.cat([padded(part.tokens, max(LENGTHS[size])) for part in expected]))
+    assert list(results.texts) == [text for part in expected for text in part.texts]
+    assert results.source == "here"
+    assert torch.equal(results.tokens, torch.cat([padded(part.tokens, max(LENGTHS[size])) for part in expected]))
     batch = ranks.gather_tensordict(mixed(rank, size))
     parts = [mixed(other, size) for other in range(size)]
     assert batch.batch_size == (sum(BATCHES[size]),)

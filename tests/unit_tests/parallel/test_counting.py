@@ -68,7 +68,7 @@ class SumInBackward(torch.autograd.Function):
 
 def test_every_collective_is_seen() -> None:
     """Kinds, group sizes, dtypes and bytes, on both ranks; a barrier moves nothing."""
-    for rank, found in enumerate(run_ranks(2, collectives)):
+    for rank, actual in enumerate(run_ranks(2, collectives)):
         expected = [
             ["all_reduce", 2, F32, 32],
             ["reduce_scatter", 2, F32, 16],
@@ -77,8 +77,8 @@ def test_every_collective_is_seen() -> None:
             ["broadcast", 2, "torch.bfloat16", 16],
             ["all_reduce", 2, F32, 32],
         ]
-        assert [c for c in found if c[0] not in ("send", "recv")] == expected
-        assert sorted(c for c in found if c[0] in ("send", "recv")) == [["recv", 2, F32, 32], ["send", 2, F32, 32]]
+        assert [c for c in actual if c[0] not in ("send", "recv")] == expected
+        assert sorted(c for c in actual if c[0] in ("send", "recv")) == [["recv", 2, F32, 32], ["send", 2, F32, 32]]
 
 
 def test_unknown_operators_are_not_passed_over() -> None:

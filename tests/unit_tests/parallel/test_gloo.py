@@ -29,7 +29,7 @@ def count_threads(rank: int) -> dict[str, Any]:
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
 
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, interfaces in {"default": "", "one": "lo", "two names of one": "lo,lo"}.items():
         os.environ["GLOO_SOCKET_IFNAME"] = interfaces
         built = groups.initialize(ParallelLayout(world_size=2, tp=2), accelerator=accelerator, timeout_s=20)
@@ -37,26 +37,26 @@ def count_threads(rank: int) -> dict[str, Any]:
         total = torch.tensor([float(rank + 1)])
         for group in (built.world, built.tp, *more):
             dist.all_reduce(total, group=group)
-        found[name] = (network_threads(), float(total))
+        actual[name] = (network_threads(), float(total))
         del built, more, group
         groups.destroy()
-        found[f"after {name}"] = network_threads()
+        actual[f"after {name}"] = network_threads()
     os.environ["GLOO_SOCKET_IFNAME"] = ""
     dist.init_process_group("gloo")
     others = [dist.new_group([0, 1]) for _ in range(3)]
-    found["another's"] = (network_threads(), len(others) + 1)
+    actual["another's"] = (network_threads(), len(others) + 1)
     dist.destroy_process_group()
-    return found
+    return actual
 
 
 def test_one_thread_for_all_groups() -> None:
-    for found in run_ranks(2, count_threads, device="cpu"):
+    for actual in run_ranks(2, count_threads, device="cpu"):
         total = 3.0 * 2**6  # two ranks' 1 and 2, then doubled by each further group
-        assert found["default"] == (1, total)
-        assert found["one"] == (1, total)
-        assert found["two names of one"] == (2, total)
-        assert {found[name] for name in found if name.startswith("after")} == {0}
-        threads, groups = found["another's"]
+        assert actual["default"] == (1, total)
+        assert actual["one"] == (1, total)
+        assert actual["two names of one"] == (2, total)
+        assert {actual[name] for name in actual if name.startswith("after")} == {0}
+        threads, groups = actual["another's"]
         assert threads == groups
 
 

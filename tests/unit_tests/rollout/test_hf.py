@@ -37,13 +37,13 @@ STOPS = list(range(0, VOCAB_SIZE, 8))  # common enough for responses of every le
 
 def responses(rollout: Rollout) -> dict[tuple[int, int], tuple[list[int], bool, Tensor]]:
     """(prompt_index, sample_index) -> response tokens, finished, log-probs."""
-    found = {}
+    actual = {}
     for row in range(rollout.tokens.shape[0]):
         start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
         key = int(rollout.prompt_index[row]), int(rollout.sample_index[row])
         logprobs = rollout.rollout_logprobs[row, start:stop]
-        found[key] = rollout.tokens[row, start:stop].tolist(), bool(rollout.finished[row]), logprobs
-    return found
+        actual[key] = rollout.tokens[row, start:stop].tolist(), bool(rollout.finished[row]), logprobs
+    return actual
 
 
 def assert_same_samples(left: Rollout, right: Rollout) -> None:

@@ -43,23 +43,23 @@ def check(
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        found = check_stop_tokens(folder, tokenizer, extra=stop or [], chat_template=chat, is_writer=True)
-    return found, [record.getMessage() for record in caplog.records if record.name.startswith("mega_rl")]
+        actual = check_stop_tokens(folder, tokenizer, extra=stop or [], chat_template=chat, is_writer=True)
+    return actual, [record.getMessage() for record in caplog.records if record.name.startswith("mega_rl")]
 
 
 def test_a_model_that_ends_where_its_tokenizer_does(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_config(model, eos_token_id=1)
     assert check(model, caplog) == ((1,), [])
     write_config(model, [1, 14], eos_token_id=None)
-    found, lines = check(model, caplog, chat=True)
-    assert (found, lines) == ((1, 14), [])
-    assert name_stop_tokens(AutoTokenizer.from_pretrained(model), found) == "<eos> (id 1) or = (id 14)"
+    actual, lines = check(model, caplog, chat=True)
+    assert (actual, lines) == ((1, 14), [])
+    assert name_stop_tokens(AutoTokenizer.from_pretrained(model), actual) == "<eos> (id 1) or = (id 14)"
 
 
 def test_a_tokenizer_that_ends_elsewhere(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_config(model, eos_token_id=5)
-    found, lines = check(model, caplog, stop=[7])
-    assert found == (5, 7)
+    actual, lines = check(model, caplog, stop=[7])
+    assert actual == (5, 7)
     assert lines[0] == (
         "<eos> (id 1) ends a sequence of the tokenizer and does not end a response; if the model is to stop there, set "
         "rollout.stop_token_ids=[7,1]"

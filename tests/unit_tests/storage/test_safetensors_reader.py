@@ -58,9 +58,9 @@ def test_the_library_reads_what_we_write(tmp_path: Path, shard_bytes: int) -> No
     expected = tensors_of_every_type()
     out = write_checkpoint(tmp_path / "out", expected.items(), shard_bytes=shard_bytes)
     files = sorted(out.glob("*.safetensors"))
-    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert found.keys() == expected.keys()
-    assert all(same(found[name], expected[name]) for name in expected)
+    actual = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert actual.keys() == expected.keys()
+    assert all(same(actual[name], expected[name]) for name in expected)
     if len(files) == 1:
         assert [f.name for f in out.iterdir()] == ["model.safetensors"]
     else:

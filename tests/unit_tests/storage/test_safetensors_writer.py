@@ -76,9 +76,9 @@ def test_rows_in_any_order_from_several_threads(tmp_path: Path, seed: int) -> No
             worker.start()
         for worker in workers:
             worker.join()
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(same(found[name], tensors[name]) for name in tensors)
+    actual = load_file(tmp_path / "x.safetensors")
+    assert actual.keys() == tensors.keys()
+    assert all(same(actual[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.parametrize("rows", [[(0, 3)], [(0, 4), (4, 7), (2, 3)], [(1, 7)], []])
@@ -268,8 +268,8 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with SafetensorsFile(tmp_path / "x", specs_of(tensors)) as file:
         for name, tensor in tensors.items():
             file.write(name, tensor)
-    found = load_file(tmp_path / "x")
-    assert all(same(found[name], tensors[name]) for name in tensors)
+    actual = load_file(tmp_path / "x")
+    assert all(same(actual[name], tensors[name]) for name in tensors)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -69,13 +69,13 @@ def test_the_others_learn_as_if_it_were_not_there(estimator: AdvantageEstimator,
     Sums of float64 have more zeros in them, which moves their order: that may show in a float32's last bit.
     """
     rollout, rewards = with_failures(rows)
-    found = experience_of(rollout, rewards, estimator)
+    actual = experience_of(rollout, rewards, estimator)
     expected = experience_of(*answered(rollout, rewards), estimator)
     assert rollout.failed is not None
-    torch.testing.assert_close(found.advantages[~rollout.failed], expected.advantages, rtol=2e-7, atol=1e-7)
-    assert torch.equal(found.returns[~rollout.failed], expected.returns)
-    assert not found.advantages[rollout.failed].any()
-    assert experience_metrics(found, FakeRanks()) == pytest.approx(
+    torch.testing.assert_close(actual.advantages[~rollout.failed], expected.advantages, rtol=2e-7, atol=1e-7)
+    assert torch.equal(actual.returns[~rollout.failed], expected.returns)
+    assert not actual.advantages[rollout.failed].any()
+    assert experience_metrics(actual, FakeRanks()) == pytest.approx(
         experience_metrics(expected, FakeRanks()), rel=1e-6, abs=1e-7
     )
     metrics = rollout_metrics(rollout, rewards, FakeRanks())
@@ -133,7 +133,7 @@ def train(rank: int, checkpoint: str) -> dict[str, Any]:
     from tests.helpers.engines import make_config, own_rows, running_engine
     from tests.unit_tests.distributed.engine_cases import losses
 
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, (head, packing) in CASES.items():
         microbatch = MicrobatchConfig(packing=packing, max_tokens=32, size=1)
         trainer = TrainerConfig(timeout_s=60.0, microbatch=microbatch)
@@ -144,8 +144,8 @@ def train(rank: int, checkpoint: str) -> dict[str, Any]:
                 metrics = engine.train_minibatch(rows, losses(head), lr=0.0)
                 metrics.pop("num_microbatches")
                 off = float((said * ~rows.loss_mask).abs().sum())
-                found[f"{name} {kind}"] = {"said": said[rows.loss_mask], "off": off, "metrics": metrics}
-    return found
+                actual[f"{name} {kind}"] = {"said": said[rows.loss_mask], "off": off, "metrics": metrics}
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +162,8 @@ def test_engines_train_on_rows_without_response(trained: list[dict[str, Any]], c
     Rank 1 has rows 4 and 5 without response: padded, each is a micro-batch in which no token trains.
     """
     for rank in trained:
-        found, expected = (rank[f"{case} {kind}"] for kind in ("all", "answered"))
-        assert found["off"] == 0.0
-        torch.testing.assert_close(found["said"], expected["said"], rtol=0, atol=1e-5)
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6)
-        assert found["metrics"][next(name for name in found["metrics"] if name.endswith("grad_norm"))] > 1e-3
+        actual, expected = (rank[f"{case} {kind}"] for kind in ("all", "answered"))
+        assert actual["off"] == 0.0
+        torch.testing.assert_close(actual["said"], expected["said"], rtol=0, atol=1e-5)
+        assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6)
+        assert actual["metrics"][next(name for name in actual["metrics"] if name.endswith("grad_norm"))] > 1e-3

@@ -60,10 +60,10 @@ def measure_faults(rank: int, right: str, broken: dict[str, str]) -> None:
 
 def test_engines_agree(answers: dict[str, LayoutErrors]) -> None:
     """Every tensor of the model is compared, and moves."""
-    found = answers[""]
-    assert problems(found, FP32) == []
-    assert len(found.weights) == found.num_tensors == len(found.gradients) > 20
-    assert found.num_microbatches >= 2
+    actual = answers[""]
+    assert problems(actual, FP32) == []
+    assert len(actual.weights) == actual.num_tensors == len(actual.gradients) > 20
+    assert actual.num_microbatches >= 2
 
 
 @pytest.mark.parametrize("fault", PLANTED)

@@ -65,7 +65,7 @@ class Folders:
         plan.write(path)
         return str(path)
 
-    def found(self, family: str, name: str, *, folder: str = "answers") -> LayoutErrors:
+    def results(self, family: str, name: str, *, folder: str = "answers") -> LayoutErrors:
         return LayoutErrors.read(Plan("", str(self.root / family / folder), ()).answer(self.layout(family, name)))
 
 
@@ -104,10 +104,10 @@ def broken(folders: Folders) -> Folders:
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_a_layout_computes_what_one_rank_computes(answers: Folders, family: str, name: str) -> None:
     """Within the tolerances that users get, over every tensor of the model."""
-    found = answers.found(family, name)
-    assert problems(found, FP32) == []
-    assert len(found.weights) >= found.num_tensors == len(found.gradients) > 20
-    assert found.num_microbatches >= 2
+    results = answers.results(family, name)
+    assert problems(results, FP32) == []
+    assert len(results.weights) >= results.num_tensors == len(results.gradients) > 20
+    assert results.num_microbatches >= 2
 
 
 def test_layouts_leave_no_threads(answers: Folders) -> None:
@@ -121,21 +121,21 @@ def test_layouts_leave_no_threads(answers: Folders) -> None:
 def test_a_planted_fault_is_found_and_named(broken: Folders, fault: str) -> None:
     """Without one of the reductions the layout differs, and the tensor that lacks it is named."""
     family, name, culprit = PLANTED[fault]
-    found = broken.found(family, name, folder=fault.replace(":", ""))
-    lines = problems(found, FP32)
+    results = broken.results(family, name, folder=fault.replace(":", ""))
+    lines = problems(results, FP32)
     assert any(culprit in line for line in lines), lines
     if fault == "one copy":  # what the exporter takes is right: only the comparison of copies sees it
-        assert found.gradients[0].error <= FP32.gradient
+        assert results.gradients[0].error <= FP32.gradient
     else:
-        assert culprit in found.gradients[0].name
-        assert found.gradients[0].error > 100 * FP32.gradient
+        assert culprit in results.gradients[0].name
+        assert results.gradients[0].error > 100 * FP32.gradient
 
 
 def test_errors_are_far_below_the_tolerances(answers: Folders) -> None:
     """A margin of five, so that another machine's order of sums changes no verdict."""
     strict = type(FP32)(**{field.name: getattr(FP32, field.name) / 5 for field in dataclasses.fields(FP32)})
     for family, name in PAIRS:
-        assert problems(answers.found(family, name), strict) == [], (family, name)
+        assert problems(answers.results(family, name), strict) == [], (family, name)
 
 
 def test_dense_models_have_no_expert_layouts(folders: Folders) -> None:

@@ -21,8 +21,8 @@ def test_names_of_tensors_are_whole(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
     monkeypatch.setenv("TERM", "dumb")
     gradient, weight = (TensorError(name, 1e-6) for name in NAMES)
-    found = LayoutErrors(1e-6, 3.0, 1e-7, 1.0, 1e-7, (gradient,), (weight,), (), 100, 4, 1.0)
-    verdict = Verdict(Layout(name="tp2", tp=2), found, ())
+    actual = LayoutErrors(1e-6, 3.0, 1e-7, 1.0, 1e-7, (gradient,), (weight,), (), 100, 4, 1.0)
+    verdict = Verdict(Layout(name="tp2", tp=2), actual, ())
     print_verdicts([verdict], header={}, tolerances=Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 1e-4))
     out = capsys.readouterr().out
     for name in NAMES:

@@ -64,30 +64,30 @@ def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
     from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
     from mega_rl.workers.turns import ResidentModels
 
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
         rows = own_rows(random_experience(), engine)
-        found["stayed"] = [engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] for _ in range(3)]
-        found["stayed weights"] = exported(engine)
+        actual["stayed"] = [engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"] for _ in range(3)]
+        actual["stayed weights"] = exported(engine)
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
         watcher = Watcher(engine)
         models = ResidentModels(prepare("auto"), engines={"actor": engine})
         devices = SharedDevices(models=models, servers=watcher, everyone=GroupRanks(engine.groups.world))
         rollouts, store = ColocatedRollouts(watcher, watcher, devices), ColocatedCheckpoints(watcher, devices)
         watcher.make_room = partial(devices.after_send, [0])
-        prompts, found["moved"], found["metrics"] = FakePrompts().batch(0), [], []
-        found["metrics"].append(rollouts.publish())
+        prompts, actual["moved"], actual["metrics"] = FakePrompts().batch(0), [], []
+        actual["metrics"].append(rollouts.publish())
         for step in range(3):
             rollouts.generate(prompts, step=step)
             watcher.note("train")
-            found["moved"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
-            found["whole"] = sizes(engine)
-            found["metrics"].append(rollouts.publish())
+            actual["moved"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
+            actual["whole"] = sizes(engine)
+            actual["metrics"].append(rollouts.publish())
             rollouts.generate(prompts, step=step, greedy=True)
             if step == 1:
                 store.save(step, {})
         rollouts.generate(prompts, step=3)
-        found["moved weights"] = exported(engine)
-        found["sent"] = watcher.sent
-        found["seen"] = watcher.seen
-    return found
+        actual["moved weights"] = exported(engine)
+        actual["sent"] = watcher.sent
+        actual["seen"] = watcher.seen
+    return actual

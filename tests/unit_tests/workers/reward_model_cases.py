@@ -95,7 +95,7 @@ def score_on_layouts(rank: int, checkpoint: str, actor: str, layouts: list[str],
 
     sampled_with = AutoTokenizer.from_pretrained(actor)
     own = AutoTokenizer.from_pretrained(checkpoint)
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for layout in layouts:
         config = make_config(Path(checkpoint), layout=layout, engine=engine)
         with running_engine(config, head="value", trainable=False) as model:
@@ -113,10 +113,10 @@ def score_on_layouts(rank: int, checkpoint: str, actor: str, layouts: list[str],
                     decode=lambda ids: str(sampled_with.decode(list(ids), skip_special_tokens=True)),
                 )
                 worker = RewardModelWorker(model, source, limits=limits, everyone=everyone)
-                found[f"{layout} {name}"] = worker.score(rows, PROMPTS)
+                actual[f"{layout} {name}"] = worker.score(rows, PROMPTS)
             limits = dataclasses.replace(limits, positions=22)
             try:
                 RewardModelWorker(model, own_tokens, limits=limits, everyone=everyone).score(rows, PROMPTS)
             except RewardError as error:
-                found[f"{layout} error"] = str(error)
-    return found
+                actual[f"{layout} error"] = str(error)
+    return actual

@@ -309,10 +309,10 @@ def test_a_resumed_run_trains_on_the_rollout_that_was_under_way(saved: int, part
     trainer, ahead, again = saving_run(resumed, Recorded(resumed), start=saved, partial=partial)
     ahead.restore(rollout)
     trainer.fit()
-    found = trainer.metrics.records  # type: ignore[attr-defined]
+    actual = trainer.metrics.records  # type: ignore[attr-defined]
     assert torch.equal(resumed.logits, policy.logits)
     for step in range(saved + 1, STEPS + 1):
-        assert {**found[step], "rollout/ahead_wait_s": 0} == {**expected[step], "rollout/ahead_wait_s": 0}
+        assert {**actual[step], "rollout/ahead_wait_s": 0} == {**expected[step], "rollout/ahead_wait_s": 0}
         assert again.kept[step][2].keys() == checkpoints.kept[step][2].keys()
         for name, tensor in checkpoints.kept[step][2].items():
             assert torch.equal(again.kept[step][2][name], tensor), (step, name)

@@ -244,28 +244,28 @@ def test_a_real_engine_holds_what_its_stage_says(ranks: list[dict[str, Any]]) ->
         "train": set(PARTS),
         "save": set(PARTS),
     }
-    for found in ranks:
-        whole = found["whole"]
+    for actual in ranks:
+        whole = actual["whole"]
         assert all(whole[part] > 0 for part in PARTS)
-        assert {event for event, _ in found["seen"]} == set(expected)
-        for event, held in found["seen"][4:]:  # before the first step there is no optimizer state
+        assert {event for event, _ in actual["seen"]} == set(expected)
+        for event, held in actual["seen"][4:]:  # before the first step there is no optimizer state
             if (parts := expected[event]) is not None:
                 early = {"optimizer": 0} if held["optimizer"] == 0 else {}
                 assert held == {part: whole[part] if part in parts else 0 for part in PARTS} | early, event
 
 
 def test_the_bytes_are_those_of_the_storages(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        last = found["metrics"][-1]
-        assert last["memory/offloaded_bytes"] >= sum(found["whole"].values())
+    for actual in ranks:
+        last = actual["metrics"][-1]
+        assert last["memory/offloaded_bytes"] >= sum(actual["whole"].values())
         assert last["memory/training_bytes"] > 0
         assert last["rollout/weight_version"] == 4.0
 
 
 def test_training_goes_on_to_the_bit(ranks: list[dict[str, Any]]) -> None:
     """Gradient norms and weights of a run with devices of its own; what was sent is what was trained."""
-    for found in ranks:
-        assert found["moved"] == found["stayed"]
-        for name, weight in found["stayed weights"].items():
-            assert torch.equal(found["moved weights"][name], weight), name
-            assert torch.equal(found["sent"][name], weight), name
+    for actual in ranks:
+        assert actual["moved"] == actual["stayed"]
+        for name, weight in actual["stayed weights"].items():
+            assert torch.equal(actual["moved weights"][name], weight), name
+            assert torch.equal(actual["sent"][name], weight), name

@@ -49,12 +49,12 @@ def learner(engine: RecordingEngine, **changes: Any) -> LearningWorker:
     return LearningWorker("critic", engine, **settings)  # type: ignore[arg-type]
 
 
-def same(found: LossOutput, expected: LossOutput) -> bool:
+def same(actual: LossOutput, expected: LossOutput) -> bool:
     """Whether two losses are the same numbers under the same names."""
     return (
-        torch.equal(found.loss, expected.loss)
-        and {k: float(v) for k, v in found.sums.items()} == {k: float(v) for k, v in expected.sums.items()}
-        and {k: float(v) for k, v in found.maxima.items()} == {k: float(v) for k, v in expected.maxima.items()}
+        torch.equal(actual.loss, expected.loss)
+        and {k: float(v) for k, v in actual.sums.items()} == {k: float(v) for k, v in expected.sums.items()}
+        and {k: float(v) for k, v in actual.maxima.items()} == {k: float(v) for k, v in expected.maxima.items()}
     )
 
 
@@ -80,9 +80,9 @@ def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
     """The reference's log-probs only with a KL term in the loss. Fields differ, so that none can stand for another."""
     assert len({float(FIELDS[name].sum()) for name in FIELDS if name != "token_weights"}) == len(FIELDS) - 1
     loss = policy_loss(None if kl_coef is None else FixedKL(kl_coef))
-    found = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS)
-    assert same(found, direct_policy_loss(kl_coef))
-    assert ("actor/ref_kl" in found.sums) == (kl_coef is not None)
+    actual = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS)
+    assert same(actual, direct_policy_loss(kl_coef))
+    assert ("actor/ref_kl" in actual.sums) == (kl_coef is not None)
 
 
 def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
@@ -92,9 +92,9 @@ def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
     assert not ValueLoss(value_clip=0.2).needs_entropy
     free = replace(loss, settings=replace(SETTINGS, entropy_coef=0.0))
     assert not free.needs_entropy
-    found = free(TokenOutputs(logprobs=LOGPROBS), FIELDS)
-    assert float(found.sums["actor/entropy"]) == pytest.approx(-float((BATCH.token_weights * LOGPROBS).sum()))
-    assert torch.equal(found.loss, free(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS).loss)
+    actual = free(TokenOutputs(logprobs=LOGPROBS), FIELDS)
+    assert float(actual.sums["actor/entropy"]) == pytest.approx(-float((BATCH.token_weights * LOGPROBS).sum()))
+    assert torch.equal(actual.loss, free(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS).loss)
 
 
 def test_the_policy_loss_follows_the_coefficient() -> None:

@@ -338,13 +338,13 @@ def test_ranks_post_their_share_and_all_hear() -> None:
         return everyone.run(work)
 
     with serving(lambda number, post: lengths(post)) as service:
-        found = play(service.url, ThreadGroup(4), [ThreadGroup(2), ThreadGroup(2)])
+        actual = play(service.url, ThreadGroup(4), [ThreadGroup(2), ThreadGroup(2)])
     posted = sorted([item["response"] for item in post.items] for post in service.posts)
     assert posted == [["50,51", ""], ["50,51", ""], ["52,53,54"], ["52,53,54"]]  # two for each replica
-    assert all(torch.equal(each, torch.tensor([5.0, 8.0, 0.0])) for each in found)
+    assert all(torch.equal(each, torch.tensor([5.0, 8.0, 0.0])) for each in actual)
     with serving(lambda number, post: Answer(status=404) if number else lengths(post)) as service:
-        found = play(service.url, ThreadGroup(4), [ThreadGroup(2), ThreadGroup(2)])
-    assert all(isinstance(each, RewardError) and "HTTP 404" in str(each) for each in found)
+        actual = play(service.url, ThreadGroup(4), [ThreadGroup(2), ThreadGroup(2)])
+    assert all(isinstance(each, RewardError) and "HTTP 404" in str(each) for each in actual)
 
 
 def key_file(path: Path, text: str = KEY + "\n", mode: int = 0o600) -> str:

@@ -34,14 +34,14 @@ ANSWERED = [row for row in range(len(LENGTHS)) if row != FAILED]
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Reward models whose tokenizers have a template and are not the actor's, which is in actor/ beside each."""
-    found = {}
+    actual = {}
     for family in ("qwen3", "llama"):
         folder = tmp_path_factory.mktemp(family)
         (folder / "actor").mkdir()
         write_digit_tokenizer(folder / "actor", vocab_size=50)
-        found[family] = write_reward_model(folder / "model", family=family)
+        actual[family] = write_reward_model(folder / "model", family=family)
         write_other_tokenizer(folder / "model")
-    return found
+    return actual
 
 
 def expected_text_rows(checkpoint: Path) -> list[list[int]]:
@@ -89,12 +89,12 @@ def test_scores_are_those_of_transformers(
         assert expected[ANSWERED].abs().min() > 100 * TOLERANCE  # a row left at 0 would be seen
         assert expected[ANSWERED].diff().abs().min() > 100 * TOLERANCE  # as would rows in another order
         for layout in layouts:
-            found = [result[f"{layout} {kind}"] for result in results]
-            scores = torch.cat(found) if layout == "dp2" else found[0]
+            actual = [result[f"{layout} {kind}"] for result in results]
+            scores = torch.cat(actual) if layout == "dp2" else actual[0]
             assert scores.dtype == torch.float32
             torch.testing.assert_close(scores, expected, rtol=0, atol=TOLERANCE)
             if layout != "dp2":
-                assert all(torch.equal(other, scores) for other in found)  # bit for bit: they train on it
+                assert all(torch.equal(other, scores) for other in actual)  # bit for bit: they train on it
     for layout in layouts:  # the longest row is on one data-parallel rank alone: all hear of it
         for result in results:
             assert result[f"{layout} error"].endswith(

@@ -82,7 +82,7 @@ def test_shares_are_a_partition(count: int, size: int) -> None:
 
 def generate_everywhere(count: int, *, dp: int, replica: int, greedy: bool = False) -> list[list[Rollout]]:
     """What every rank holds after a step with `count` prompts, by data-parallel rank and rank of the replica."""
-    found = []
+    actual = []
     for group in range(dp):
         # First each rank's own rows: a replica of one gathers nothing.
         rows: list[Rollout] = []
@@ -91,8 +91,8 @@ def generate_everywhere(count: int, *, dp: int, replica: int, greedy: bool = Fal
             alone.gather_rows = lambda own: own  # type: ignore[method-assign]
             rows.append(worker(group, dp, alone).generate(PROMPTS[:count], step=3, greedy=greedy))
         gathered = [Replica(rank, replica, rows) for rank in range(replica)]
-        found.append([worker(group, dp, one).generate(PROMPTS[:count], step=3, greedy=greedy) for one in gathered])
-    return found
+        actual.append([worker(group, dp, one).generate(PROMPTS[:count], step=3, greedy=greedy) for one in gathered])
+    return actual
 
 
 def worker(group: int, dp: int, replica: Replica) -> RolloutWorker:
@@ -147,9 +147,9 @@ def test_tokens_that_every_reader_knows() -> None:
 
 def test_a_token_that_a_reader_lacks_ends_the_run_everywhere() -> None:
     """Ids 2 to 4 are on the first rank, up to 8 on the second alone; both hear of it."""
-    for found in generate_known([8, 8]):
-        assert isinstance(found, RunError)
-        assert str(found) == (
+    for actual in generate_known([8, 8]):
+        assert isinstance(actual, RunError)
+        assert str(actual) == (
             "the actor sampled token id 8, and the reference has a vocabulary of 8; use a reference whose embedding "
             "has as many rows as the actor's"
         )

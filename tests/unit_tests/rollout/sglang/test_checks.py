@@ -92,10 +92,10 @@ def test_what_is_sent_does_not_depend_on_the_layout(checkpoints: dict[str, Path]
         ({"json_model_override_args": "[1]"}, "cannot be read"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_named(checkpoints: dict[str, Path], changes: Any, found: str) -> None:
+def test_a_setting_that_does_not_fit_is_named(checkpoints: dict[str, Path], changes: Any, results: str) -> None:
     path = checkpoints["qwen3"]
     (problem,) = mismatches(model_info(path), {**SERVER, **changes}, expected_for(path))
-    assert found in problem
+    assert results in problem
 
 
 def test_a_server_that_is_asked_for_experts_reports_them(checkpoints: dict[str, Path]) -> None:
@@ -125,10 +125,10 @@ def test_the_short_name_of_a_dtype_is_the_dtype(checkpoints: dict[str, Path]) ->
         ({"is_generation": False}, "does not generate"),
     ],
 )
-def test_another_model_is_named(checkpoints: dict[str, Path], changes: Any, found: str) -> None:
+def test_another_model_is_named(checkpoints: dict[str, Path], changes: Any, results: str) -> None:
     path = checkpoints["qwen3"]
     (problem,) = mismatches(model_info(path, **changes), SERVER, expected_for(path))
-    assert found in problem
+    assert results in problem
 
 
 NORM, HEAD, EXTRA = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.2.extra.weight"
@@ -163,14 +163,14 @@ SENT: dict[str, tuple[Change, list[str]]] = {
 def test_every_tensor_that_does_not_fit_is_named(checkpoints: dict[str, Path], change: str, *, reachable: bool) -> None:
     path = checkpoints["qwen3"]
     expected = expected_for(path)
-    alter, found = SENT[change]
+    alter, results = SENT[change]
     altered = replace(expected, sent=tuple(alter({tensor.name: tensor for tensor in expected.sent})))
     info = model_info(path) if reachable else model_info(path, model_path="/elsewhere")
-    assert sorted(mismatches(info, SERVER, altered)) == sorted(found)
+    assert sorted(mismatches(info, SERVER, altered)) == sorted(results)
 
 
 def test_all_that_is_wrong_comes_at_once(checkpoints: dict[str, Path]) -> None:
-    found = mismatches(
+    results = mismatches(
         model_info(checkpoints["llama"]), {**SERVER, "dtype": "bfloat16"}, expected_for(checkpoints["qwen3"])
     )
     for part in (
@@ -182,7 +182,7 @@ def test_all_that_is_wrong_comes_at_once(checkpoints: dict[str, Path]) -> None:
         "lm_head.weight [50, 32] would not be sent",
         *(f"model.layers.{layer}.self_attn.q_norm.weight [16] would be sent and is not part" for layer in range(4)),
     ):
-        assert sum(part in line for line in found) == 1, part
+        assert sum(part in line for line in results) == 1, part
 
 
 def test_the_files_of_the_checkpoint_count_not_its_config_alone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_the_files_of_the_checkpoint_count_not_its_config_alone(checkpoints: dic
     tensors["model.layers.0.extra.weight"] = torch.zeros(3)
     tensors[NORM] = torch.zeros(31)
     save_file(tensors, tmp_path / "model.safetensors")
-    found = mismatches(model_info(path, model_path=str(tmp_path)), SERVER, expected_for(path))
-    assert sorted(found) == [
+    results = mismatches(model_info(path, model_path=str(tmp_path)), SERVER, expected_for(path))
+    assert sorted(results) == [
         "model.layers.0.extra.weight [3] would not be sent",
         f"{NORM} would be sent as [32], its model has [31]",
     ]

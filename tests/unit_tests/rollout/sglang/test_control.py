@@ -192,9 +192,9 @@ def test_flushing_does_not_repeat_what_no_repetition_helps(server: UpdateServer,
 def test_checksums_are_of_every_rank_or_none(server: UpdateServer, control: Control) -> None:
     assert control.weights.checksums() is None
     server.checksum = "c0ffee"
-    found = control.weights.checksums()
-    assert found is not None
-    assert [entry["per_gpu_checksum"] for entry in found] == ["c0ffee0"]
+    actual = control.weights.checksums()
+    assert actual is not None
+    assert [entry["per_gpu_checksum"] for entry in actual] == ["c0ffee0"]
     server.faults = {"/weights_checker": ("error", 1)}
     with pytest.raises(ServerError, match="HTTP 500"):
         control.weights.checksums()

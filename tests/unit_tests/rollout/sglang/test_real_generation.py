@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
-from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
 from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from tests.helpers.models import write_tiny_checkpoint
@@ -49,6 +50,20 @@ def requests(num: int) -> list[SampleRequest]:
 
 def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> FleetResult:
     return fleet.generate(asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
+
+
+def start(fleet: ServerRouter, asked: list[SampleRequest]) -> Handle:
+    """Start a generation; returns when its first samples are complete."""
+    begun = threading.Event()
+    handle = fleet.start(
+        asked,
+        SAMPLED,
+        version=VERSION,
+        deadline=time.monotonic() + 200,
+        progress=lambda progress: begun.set() if progress.done else None,
+    )
+    assert begun.wait(100)
+    return handle
 
 
 def logprobs_of(model: Any, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
@@ -92,8 +107,7 @@ def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: Server
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter) -> None:
     asked = requests(12)
     whole = generate(fleet, asked, SAMPLED)
-    handle = fleet.start(asked, SAMPLED, version=VERSION, deadline=time.monotonic() + 200)
-    time.sleep(0.6 * whole.stats.seconds)
+    handle = start(fleet, asked)
     handle.interrupt()
     first = handle.result()
     assert not first.failures
@@ -109,8 +123,7 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter)
 def test_a_killed_server_loses_no_sample(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:
     """The last test here: it takes the server away."""
     asked = requests(40)
-    handle = fleet.start(asked, SAMPLED, version=VERSION, deadline=time.monotonic() + 200)
-    time.sleep(1.0)
+    handle = start(fleet, asked)
     os.killpg(server[0], signal.SIGKILL)
     began = time.monotonic()
     result = handle.result()

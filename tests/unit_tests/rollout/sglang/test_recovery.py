@@ -57,7 +57,7 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
     from mega_rl.parallel.comm import GroupRanks
 
     config = _config(Path(folder))
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     with session(config, accelerator) as groups, ExitStack() as resources:
         world = GroupRanks(groups.world)
         plan = plan_run(config, accelerator)
@@ -76,27 +76,27 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
         sync, source = rollouts.sync, rollouts.source
         sync.publish()
         calm = source.generate(PROMPTS, step=0)
-        found["calm"] = (calm.tokens, calm.loss_mask)
+        actual["calm"] = (calm.tokens, calm.loss_mask)
         source.metrics()
 
         with _killed_with_samples_in_flight(servers._own[1].pid) if rank == 0 else nullcontext():
             rough = source.generate(PROMPTS, step=0)
-        found["rough"] = (rough.tokens, rough.loss_mask)
-        found["versions"] = rough.weight_version
-        found["metrics"] = source.metrics()
-        found["ready"] = sorted(sync.ready)
+        actual["rough"] = (rough.tokens, rough.loss_mask)
+        actual["versions"] = rough.weight_version
+        actual["metrics"] = source.metrics()
+        actual["ready"] = sorted(sync.ready)
 
         if rank == 0:
             os.kill(servers._own[0].pid, signal.SIGKILL)  # before it can be asked whether it is there
         published = sync.publish()
-        found["failed"] = published["sync/failed_servers"]
-        found["left"] = sorted(sync.ready)
+        actual["failed"] = published["sync/failed_servers"]
+        actual["left"] = sorted(sync.ready)
         after = source.generate(PROMPTS, step=0)
-        found["after"] = (after.tokens, after.loss_mask)
-        found["after_versions"] = after.weight_version
-        found["all_ready"] = sorted(sync.ready)
-        found["pids"] = [server.pid for server in servers._own.values()]
-    return found
+        actual["after"] = (after.tokens, after.loss_mask)
+        actual["after_versions"] = after.weight_version
+        actual["all_ready"] = sorted(sync.ready)
+        actual["pids"] = [server.pid for server in servers._own.values()]
+    return actual
 
 
 @contextmanager
@@ -124,19 +124,19 @@ def test_killed_servers_cost_no_sample_and_come_back_with_the_current_weights(tm
     write_tiny_checkpoint(tmp_path / "model", tied=False)
     write_digit_tokenizer(tmp_path / "model", vocab_size=50)
     first, second = run_ranks(2, _killed_while_it_generates, str(tmp_path), timeout_s=560, device="cpu")
-    for found in (first, second):
+    for actual in (first, second):
         # The same seeds and weights: whoever generates, and however often, the same tokens.
-        calm_tokens, calm_mask = found["calm"]
+        calm_tokens, calm_mask = actual["calm"]
         for name in ("rough", "after"):
-            tokens, mask = found[name]
+            tokens, mask = actual[name]
             # A draw within rounding of a tie may fall otherwise in another batch: one in a million tokens.
             equal = ((tokens == calm_tokens) & (mask == calm_mask)).all(dim=1)
             assert int((~equal).sum()) <= 1
-        assert found["versions"].unique().tolist() == [1]
-        assert found["ready"] == [0, 1]
-        assert found["metrics"]["sglang/retries"] > 0, "no server was lost while it generated"
-        assert found["failed"] == 1
-        assert found["left"] == [1]
-        assert found["after_versions"].unique().tolist() == [2]
-        assert found["all_ready"] == [0, 1]
+        assert actual["versions"].unique().tolist() == [1]
+        assert actual["ready"] == [0, 1]
+        assert actual["metrics"]["sglang/retries"] > 0, "no server was lost while it generated"
+        assert actual["failed"] == 1
+        assert actual["left"] == [1]
+        assert actual["after_versions"].unique().tolist() == [2]
+        assert actual["all_ready"] == [0, 1]
     assert not [pid for pid in first["pids"] if pid is not None and Path(f"/proc/{pid}").exists()]

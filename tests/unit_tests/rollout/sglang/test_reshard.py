@@ -123,13 +123,13 @@ def test_all_ranks_together_write_the_checkpoint(family: str, data: st.DataObjec
     buckets = plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=dtype.itemsize)
     with patch.object(reshard, "_LEAST_BYTES", data.draw(st.sampled_from([1, 64 << 10]))):  # pieces cut, and whole
         flats, _ = written(sharding, buckets, range(layout.world_size), state, dtype)
-    found = {}
+    actual = {}
     for bucket, flat in zip(buckets, flats, strict=True):
         for slot in bucket.slots:
-            found[slot.name] = slot_tensor(flat, slot, dtype)
-    assert found.keys() == state.keys()
-    assert ("lm_head.weight" in found) != tied
-    for name, tensor in found.items():
+            actual[slot.name] = slot_tensor(flat, slot, dtype)
+    assert actual.keys() == state.keys()
+    assert ("lm_head.weight" in actual) != tied
+    for name, tensor in actual.items():
         assert torch.equal(tensor, state[name].to(tensor.dtype)), name
 
 
@@ -159,9 +159,9 @@ def test_buckets_keep_order_bounds_and_what_sglang_fuses(family: str, data: st.D
     fused = 0
     for name, number in place.items():
         for group in FUSED:
-            found = re.fullmatch(rf"(.*\.){group[0]}(\..*)", name)
-            for other in group[1:] if found else ():
-                together = f"{found[1]}{other}{found[2]}"
+            actual = re.fullmatch(rf"(.*\.){group[0]}(\..*)", name)
+            for other in group[1:] if actual else ():
+                together = f"{actual[1]}{other}{actual[2]}"
                 fused += together in place
                 assert place.get(together, number) == number, f"{name} and {together} are in different buckets"
     # glm4's gate and up are one tensor, mixtral's experts have other names: attention is left.

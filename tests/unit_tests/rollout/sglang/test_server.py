@@ -1,4 +1,4 @@
-"""A server's life: what it is told, how its start fails, who may talk to it, and that nothing of it is left.
+"""A server's life: what it is given, how its start fails, who may talk to it, and that nothing of it is left.
 
 Two real servers, started together: `own` of one rank belongs to another program, `pair` of two ranks to this one. The
 tests that end them stand last.
@@ -53,7 +53,7 @@ from tests.helpers.sglang import (
 SETTINGS = ServerSettings(Path("/some/checkpoint"))
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a server is told
+# What a server is given
 
 
 def test_arguments_on_a_cpu() -> None:
@@ -105,14 +105,14 @@ def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    told = environment(replace(SETTINGS, tp=2), scratch=tmp_path, packages=Path("/packages"))
-    assert not told.keys() & (ours.keys() - {"OMP_NUM_THREADS"})
-    assert told["OMP_NUM_THREADS"] != "77"
-    assert told["CUDA_VISIBLE_DEVICES"] == "2,3"
+    given = environment(replace(SETTINGS, tp=2), scratch=tmp_path, packages=Path("/packages"))
+    assert not given.keys() & (ours.keys() - {"OMP_NUM_THREADS"})
+    assert given["OMP_NUM_THREADS"] != "77"
+    assert given["CUDA_VISIBLE_DEVICES"] == "2,3"
     root = str(Path(server.__file__).parents[4])
-    assert told["PYTHONPATH"].split(os.pathsep) == [root, "/packages", "/mine"]
-    assert len(told["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
-    assert told["GLOO_SOCKET_IFNAME"] == "lo"
+    assert given["PYTHONPATH"].split(os.pathsep) == [root, "/packages", "/mine"]
+    assert len(given["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    assert given["GLOO_SOCKET_IFNAME"] == "lo"
     elsewhere = environment(replace(SETTINGS, device="cuda", host="10.0.0.7"), scratch=tmp_path, packages=None)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in elsewhere
     assert elsewhere.get("GLOO_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME")
@@ -139,8 +139,8 @@ def test_sglang_in_its_own_folder_is_found_by_version(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"mega_rl\[sglang\]"):
         installation.require_sglang(device="cuda", prefix=tmp_path)
     make_installation(tmp_path, "0.5.20")
-    found = installation.Installation("0.5.20", tmp_path / "sglang")
-    assert installation.find_sglang(tmp_path) == installation.require_sglang(device="cpu", prefix=tmp_path) == found
+    actual = installation.Installation("0.5.20", tmp_path / "sglang")
+    assert installation.find_sglang(tmp_path) == installation.require_sglang(device="cpu", prefix=tmp_path) == actual
     with pytest.raises(UserError, match="no CUDA kernels"):
         installation.require_sglang(device="cuda", prefix=tmp_path)
     shutil.rmtree(tmp_path / "sglang")
@@ -159,7 +159,7 @@ def test_the_trainers_process_gets_no_sglang_from_it_and_preflight_no_torch() ->
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Starts that fail, with a program that behaves as told in SGLang's place
+# Starts that fail, with a program that behaves as given in SGLang's place
 
 SCRIPTED = """
 import json, os, sys, threading, time, http.server
@@ -205,7 +205,7 @@ http.server.ThreadingHTTPServer(address, Handler).serve_forever()
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Makes a ServerProcess whose program behaves as told; nothing of it may be left."""
+    """Makes a ServerProcess whose program behaves as given; nothing of it may be left."""
     monkeypatch.setattr(server, "require_sglang", lambda **_: installation.Installation("0.5.20", None))
     made: list[ServerProcess] = []
 
@@ -344,7 +344,7 @@ def routes(endpoint: Endpoint) -> list[tuple[str, str]]:
     """(method, path) of every endpoint that the server says it has, and of some more."""
     status, described = request(endpoint, "/openapi.json", key="admin")
     assert status == 200
-    found = [
+    actual = [
         (method.upper(), re.sub(r"\{[^}]*\}", "x", path))
         for path, methods in described["paths"].items()
         for method in methods
@@ -360,16 +360,16 @@ def routes(endpoint: Endpoint) -> list[tuple[str, str]]:
         "//generate",
         "/health/x",
     ]
-    return [*found, *(("GET", path) for path in extra), ("OPTIONS", "/generate"), ("HEAD", "/health")]
+    return [*actual, *(("GET", path) for path in extra), ("OPTIONS", "/generate"), ("HEAD", "/health")]
 
 
 @needs_sglang
 def test_every_endpoint_refuses_a_missing_and_a_wrong_key(own: Running) -> None:
-    found = routes(own.endpoint)
-    assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= {path for _, path in found}
-    assert len(found) > 80, "SGLang 0.5.20 has about 90"
+    actual = routes(own.endpoint)
+    assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= {path for _, path in actual}
+    assert len(actual) > 80, "SGLang 0.5.20 has about 90"
     let_in = []
-    for method, path in found:
+    for method, path in actual:
         wrong_for_it = "admin" if path in GENERATION else "api"
         for key in (None, "wrong", wrong_for_it):
             status, _ = request(own.endpoint, path, {} if method == "POST" else None, key=key, method=method)

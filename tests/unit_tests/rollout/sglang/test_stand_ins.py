@@ -119,9 +119,9 @@ found = {
 @needs_sglang
 @pytest.mark.skipif(DEVICE != "cpu", reason="CPUs alone need stand-ins")
 def test_this_release_needs_the_stand_ins_as_they_are() -> None:
-    found = in_sglang(ASSUMED)
-    assert found.pop("version") == SGLANG_VERSION
-    assert [name for name, holds in found.items() if not holds] == []
+    actual = in_sglang(ASSUMED)
+    assert actual.pop("version") == SGLANG_VERSION
+    assert [name for name, holds in actual.items() if not holds] == []
 
 
 def test_processes_are_forked_where_sglang_asks_for_spawn() -> None:

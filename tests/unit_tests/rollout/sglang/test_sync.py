@@ -251,16 +251,16 @@ def test_a_lost_bucket_shows_in_the_probe(servers: list[UpdateServer]) -> None:
     servers[2].version = "2"  # and it claims the version
     metrics = run.sync.publish()
     assert run.rotation.said == {0: "ready 2", 1: "ready 2", 2: "stale"}
-    found = run.rotation.reasons[2]
+    actual = run.rotation.reasons[2]
     at_server = next_logprobs(servers[2].weights, TEMPERATURE)
     token = int(at_server.argmax())
     theirs, ours = float(at_server[token]), float(next_logprobs(run.trainer.weights, TEMPERATURE)[token])
-    said = re.search(r"probe token 0 \(id (\d+)\) has log-prob (\S+) at the server and (\S+) at the trainer", found)
+    said = re.search(r"probe token 0 \(id (\d+)\) has log-prob (\S+) at the server and (\S+) at the trainer", actual)
     assert said is not None
     assert int(said[1]) == token
     assert float(said[2]) == pytest.approx(theirs, abs=1e-6)
     assert float(said[3]) == pytest.approx(ours, abs=1e-6)
-    assert "rollout.sglang.sync.probe_max_limit" in found
+    assert "rollout.sglang.sync.probe_max_limit" in actual
     assert metrics["sync/probe_logprob_diff_max"] == pytest.approx(abs(ours - theirs), rel=1e-3)
 
 

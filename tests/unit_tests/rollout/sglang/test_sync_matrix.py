@@ -61,17 +61,17 @@ class Servers:
     endpoints: list[Endpoint] = field(default_factory=list)
     reference: list[Any] = field(default_factory=list)
 
-    def told(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[dict[str, Any]]:
         """For another process."""
-        return [_told(one, process.settings.tp) for one, process in zip(self.endpoints, self.processes, strict=True)]
+        return [_entry(one, process.settings.tp) for one, process in zip(self.endpoints, self.processes, strict=True)]
 
 
-def _told(endpoint: Endpoint, tp: int) -> dict[str, Any]:
+def _entry(endpoint: Endpoint, tp: int) -> dict[str, Any]:
     return {"index": endpoint.index, "url": endpoint.url, "keys": dataclasses.asdict(endpoint.keys), "tp": tp}
 
 
-def _endpoint(told: dict[str, Any]) -> Endpoint:
-    return Endpoint(told["index"], told["url"], Keys(**told["keys"]))
+def _endpoint(entry: dict[str, Any]) -> Endpoint:
+    return Endpoint(entry["index"], entry["url"], Keys(**entry["keys"]))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def servers(root: Path) -> Iterator[dict[str, Servers]]:
     """All of them, started side by side."""
     with ExitStack() as stack:
-        found = {}
+        actual = {}
         for source in FAMILIES:
             processes = [
                 ServerProcess(
@@ -106,11 +106,11 @@ def servers(root: Path) -> Iterator[dict[str, Servers]]:
             for process in processes:
                 stack.enter_context(_stopped(process))
                 process.start()
-            found[source] = Servers(processes)
-        for group in found.values():
+            actual[source] = Servers(processes)
+        for group in actual.values():
             group.endpoints = [process.wait_ready() for process in group.processes]
             group.reference = [answers(endpoint) for endpoint in group.endpoints]
-        yield found
+        yield actual
 
 
 def _stopped(process: ServerProcess) -> ExitStack:
@@ -128,12 +128,12 @@ def _stop(process: ServerProcess) -> None:
 
 def answers(endpoint: Endpoint) -> list[tuple[list[int], list[float]]]:
     """(greedy tokens, log-probs) of every prompt."""
-    found = generate(endpoint, PROMPTS, max_new_tokens=16)
-    return [(one["output_ids"], [pair[0] for pair in one["meta_info"]["output_token_logprobs"]]) for one in found]
+    actual = generate(endpoint, PROMPTS, max_new_tokens=16)
+    return [(one["output_ids"], [pair[0] for pair in one["meta_info"]["output_token_logprobs"]]) for one in actual]
 
 
-def assert_equal(found: Sequence[Any], expected: Sequence[Any], what: str) -> None:
-    for (tokens, logprobs), (wanted, wanted_logprobs) in zip(found, expected, strict=True):
+def assert_equal(actual: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+    for (tokens, logprobs), (wanted, wanted_logprobs) in zip(actual, expected, strict=True):
         assert tokens == wanted, what
         torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(wanted_logprobs), atol=LIMIT, rtol=0, msg=what)
 
@@ -141,9 +141,9 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Any], what: str) -> No
 class Joined:
     """`pool.ServerPool` of servers that this test started elsewhere."""
 
-    def __init__(self, told: Sequence[dict[str, Any]]) -> None:
-        self.endpoints = [_endpoint(one) for one in told]
-        self.tp = [one["tp"] for one in told]
+    def __init__(self, entries: Sequence[dict[str, Any]]) -> None:
+        self.endpoints = [_endpoint(one) for one in entries]
+        self.tp = [one["tp"] for one in entries]
 
     def owner(self, index: int) -> int | None:
         return None
@@ -155,9 +155,9 @@ class Joined:
         pass
 
 
-def _config(root: Path, case: str, model: str, transport: str, told: Sequence[dict[str, Any]]) -> Any:
+def _config(root: Path, case: str, model: str, transport: str, entries: Sequence[dict[str, Any]]) -> Any:
     _, source, areas, _, _ = CASES[case]
-    urls = [one["url"] for one in told]
+    urls = [one["url"] for one in entries]
     sglang = SglangConfig(urls=urls, sync=SglangSyncConfig(transport=transport, timeout_s=60.0))
     config = make_config(
         root / f"{source}-{model}",
@@ -169,7 +169,7 @@ def _config(root: Path, case: str, model: str, transport: str, told: Sequence[di
 
 def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
     root = Path(folder)
-    found: dict[str, Any] = {"said": _warnings()}
+    actual: dict[str, Any] = {"said": _warnings()}
     version = 0
     for case in cases:
         _, source, _, *transports = CASES[case]
@@ -188,20 +188,20 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                 version += 5
                 with connect(plan, pool, actor=engine, world=world, colocated=False) as connection:
                     connection.sync.resume_at(version)
-                    found[f"{case} {model}"] = {
+                    actual[f"{case} {model}"] = {
                         "metrics": connection.sync.publish(),
                         "ready": sorted(connection.sync.ready),
                         "transport": connection.sync._transport.name,
                         "answers": [answers(one) for one in pool.endpoints] if rank == 0 else None,
                     }
                     if (case, model) == ("tp2", "a"):
-                        found["parity"] = _both_engines(root / "dense-a", connection, engine, world)
+                        actual["parity"] = _both_engines(root / "dense-a", connection, engine, world)
                     world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
                     names = getattr(connection.sync._transport, "group_names", [])
-                found[f"{case} {model}"]["groups"] = [
+                actual[f"{case} {model}"]["groups"] = [
                     _has_left(endpoint, name) for endpoint in pool.endpoints for name in names if rank == 0
                 ]
-    return found
+    return actual
 
 
 def _warnings() -> list[str]:
@@ -268,15 +268,15 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
 @pytest.fixture(scope="module")
 def sent(root: Path, servers: dict[str, Servers]) -> dict[str, Any]:
     """What came of every case; layouts of one number of ranks share a launch."""
-    told = {source: group.told() for source, group in servers.items()}
-    found: dict[str, Any] = {}
+    entries = {source: group.entries() for source, group in servers.items()}
+    actual: dict[str, Any] = {}
     for size in sorted({case[0] for case in CASES.values()}):
         cases = [name for name, case in CASES.items() if case[0] == size]
-        ranks = run_ranks(size, _send_in_layouts, cases, str(root), told, timeout_s=300.0, device=DEVICE)
+        ranks = run_ranks(size, _send_in_layouts, cases, str(root), entries, timeout_s=300.0, device=DEVICE)
         for name, result in ranks[0].items():
             assert name in ("parity", "said") or all(rank[name]["ready"] == result["ready"] for rank in ranks)
-        found |= ranks[0] | {"said": [*found.get("said", []), *ranks[0]["said"]]}
-    return found
+        actual |= ranks[0] | {"said": [*actual.get("said", []), *ranks[0]["said"]]}
+    return actual
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -287,23 +287,23 @@ def test_outputs_are_those_of_servers_started_from_the_checkpoint(
     answers = zip(
         SERVERS[CASES[case][1]], reference, sent[f"{case} a"]["answers"], sent[f"{case} b"]["answers"], strict=True
     )
-    for tp, expected, found, others in answers:
-        assert_equal(found, expected, f"{case} into TP{tp}")
-        assert [tokens for tokens, _ in others] != [tokens for tokens, _ in found], "B is no other model"
+    for tp, expected, actual, others in answers:
+        assert_equal(actual, expected, f"{case} into TP{tp}")
+        assert [tokens for tokens, _ in others] != [tokens for tokens, _ in actual], "B is no other model"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_update_is_proved(sent: dict[str, Any], case: str) -> None:
     for model, transport in zip("ba", CASES[case][3:], strict=True):
-        found = sent[f"{case} {model}"]
-        assert found["transport"] == {"auto": "shared_memory"}.get(transport, transport)
+        actual = sent[f"{case} {model}"]
+        assert actual["transport"] == {"auto": "shared_memory"}.get(transport, transport)
         servers = SERVERS[CASES[case][1]]
-        assert found["ready"] == list(range(len(servers))), sent["said"]
-        assert found["metrics"]["sync/failed_servers"] == 0.0
-        assert 0.0 < found["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
+        assert actual["ready"] == list(range(len(servers))), sent["said"]
+        assert actual["metrics"]["sync/failed_servers"] == 0.0
+        assert 0.0 < actual["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
         stages = CASES[case][2].get("megatron", MegatronConfig()).pp
         left = [True] * len(servers) * stages if transport == "distributed" else []
-        assert found["groups"] == left, "a joined server keeps a group"
+        assert actual["groups"] == left, "a joined server keeps a group"
 
 
 def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None:
@@ -323,9 +323,9 @@ def test_the_embedded_engine_says_the_same(sent: dict[str, Any]) -> None:
 # -- a server that dies of SIGKILL between two buckets -----------------------------------------------------------------
 
 
-def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], pid: int) -> Any:
+def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]], pid: int) -> Any:
     root = Path(folder)
-    config = _config(root, "tp2", "b", "shared_memory", told)
+    config = _config(root, "tp2", "b", "shared_memory", entries)
     config = replaced(config, "engine.megatron", tp=1)
     with running_engine(config, trainable=False) as engine:
         from mega_rl.accelerator import prepare
@@ -336,7 +336,7 @@ def _killed_between_buckets(rank: int, folder: str, told: list[dict[str, Any]], 
         plan = plan_run(config, prepare("auto"))
 
         world = GroupRanks(engine.groups.world)
-        with connect(plan, Joined(told), actor=engine, world=world, colocated=False) as connection:
+        with connect(plan, Joined(entries), actor=engine, world=world, colocated=False) as connection:
             sync = connection.sync
             sync._transport._bucket_bytes = 4000  # the smallest that a setting can name holds this whole model
             sync.resume_at(100)
@@ -382,28 +382,28 @@ def test_a_server_killed_between_buckets_is_left_out_and_refit(root: Path, serve
             if stop.wait(0.1):
                 return
         process.restart()
-        told = json.dumps(_told(process.wait_ready(), 1))
-        (root / "restarted.part").write_text(told)
+        entry = json.dumps(_entry(process.wait_ready(), 1))
+        (root / "restarted.part").write_text(entry)
         (root / "restarted.part").rename(root / "restarted.json")
 
     helper = threading.Thread(target=restart)
     helper.start()
     try:
-        (found,) = run_ranks(
-            1, _killed_between_buckets, str(root), group.told(), process.pid, timeout_s=3 * START_S, device=DEVICE
+        (actual,) = run_ranks(
+            1, _killed_between_buckets, str(root), group.entries(), process.pid, timeout_s=3 * START_S, device=DEVICE
         )
     finally:
         stop.set()
         helper.join()
-    whole, broken, healed = found["metrics"]
+    whole, broken, healed = actual["metrics"]
     assert whole["sync/buckets"] > 5
     assert whole["sync/failed_servers"] == 0.0
     assert broken["sync/failed_servers"] == 1.0
-    assert found["states"] == ["down", "ready"]
+    assert actual["states"] == ["down", "ready"]
     assert healed["sync/failed_servers"] == 0.0
-    assert found["versions"] == ["101", "101"]
+    assert actual["versions"] == ["101", "101"]
     # The survivor took the update that killed the other, and the successor, started from A, was sent B.
-    first, second = found["healed"]
-    assert_equal(second, found["broken"], "the survivor")
+    first, second = actual["healed"]
+    assert_equal(second, actual["broken"], "the survivor")
     assert_equal(first, second, "the successor")
     assert [tokens for tokens, _ in first] != [tokens for tokens, _ in group.reference[0]]

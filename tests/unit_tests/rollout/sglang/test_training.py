@@ -40,9 +40,9 @@ class Watch:
         """Read key files and the command lines of the processes below `pid`."""
         for file in self.scratch.glob("*/*"):
             try:
-                found = json.loads(file.read_text())
+                actual = json.loads(file.read_text())
                 assert file.stat().st_mode & 0o077 == 0
-                self.keys |= {found["api_key"], found["admin_key"]}
+                self.keys |= {actual["api_key"], actual["admin_key"]}
             except (OSError, ValueError, KeyError, TypeError, UnicodeDecodeError):
                 continue  # being written, or no file of keys
         try:

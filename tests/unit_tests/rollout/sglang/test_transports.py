@@ -56,7 +56,7 @@ BUCKET = Bucket((), (Slot("gate", (3,), True, 0, 12), Slot("w", (2, 3), False, 1
 
 def globals_in(text: str) -> set[tuple[str, str]]:
     """(module, name) of everything that a pickle looks up, as STACK_GLOBAL finds them: the last two strings."""
-    found, strings, memo = set(), [], []
+    actual, strings, memo = set(), [], []
     for opcode, argument, _ in pickletools.genops(base64.b64decode(text)):
         if isinstance(argument, str):
             strings.append(argument)
@@ -65,8 +65,8 @@ def globals_in(text: str) -> set[tuple[str, str]]:
         elif opcode.name in ("BINGET", "LONG_BINGET"):
             strings.append(memo[argument])
         elif opcode.name == "STACK_GLOBAL":
-            found.add((strings[-2], strings[-1]))
-    return found
+            actual.add((strings[-2], strings[-1]))
+    return actual
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ def test_payload_says_where_tensors_are(shared: tuple[str, torch.Tensor]) -> Non
     slot_tensor(flat, BUCKET.slots[0], torch.bfloat16).copy_(gate)
     slot_tensor(flat, BUCKET.slots[1], torch.bfloat16).copy_(w)
     content = pickle.loads(base64.b64decode(text))
-    found = {
+    actual = {
         meta.name: content["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
         for meta in content["metadata"]
     }
-    assert torch.equal(found["gate"], gate)
-    assert torch.equal(found["w"], w)
+    assert torch.equal(actual["gate"], gate)
+    assert torch.equal(actual["w"], w)
     assert [meta.numel for meta in content["metadata"]] == [12, 12]
 
 
@@ -225,9 +225,9 @@ def weights(device: str = "cpu", *, sharded: bool = False, experts: bool = False
 
 
 def chosen_name(setting: str, model: Any, where: Placement, *hosts: str | None, tp: int = 1) -> str:
-    found = [Server(i, tp, host) for i, host in enumerate(hosts)]
+    actual = [Server(i, tp, host) for i, host in enumerate(hosts)]
     transport = choose_transport(
-        setting, model, found, where, bucket_bytes=1, timeout_s=1.0, folder=Path("/run"), source=Path("/model")
+        setting, model, actual, where, bucket_bytes=1, timeout_s=1.0, folder=Path("/run"), source=Path("/model")
     )
     return transport.name
 
