@@ -74,6 +74,11 @@ class TokenLoss(Protocol):
 Inspect = Callable[[Experience, TokenOutputs], Metrics]
 
 
+# (prompt, response token ids without the stop token that ended it) of a sample that has just ended; called on a thread
+# of the rollout engine, must return at once and may not raise
+SampleListener = Callable[[Prompt, Sequence[int]], None]
+
+
 class StatefulModel(Protocol):
     """A model whose state a checkpoint keeps."""
 
@@ -306,6 +311,10 @@ class Scorer(Protocol):
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
         """Return the reward of each row, [B] float32."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Return metrics of the responses scored since the last call, equal on all ranks."""
         ...
 
 

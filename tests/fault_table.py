@@ -7,6 +7,7 @@ from dataclasses import dataclass
 UNIT = "tests/unit_tests/"
 MATRIX = "verify/test_matrix.py"
 RESUME = "checkpoint/test_resume.py"
+POOL = "workers/reward_pool/test_pool.py"
 INVARIANCE = "distributed/test_layout_invariance.py"
 
 
@@ -482,6 +483,78 @@ TURNS = (
         "workers/test_turns.py",
     ),
 )
+REWARDS = (
+    _fault(
+        "rewards",
+        "scores out of their rows",
+        "scores[rows] = torch.tensor(row_scores, dtype=torch.float32)",
+        "scores[: len(rows)] = torch.tensor(row_scores, dtype=torch.float32)",
+        "workers/test_reward.py",
+    ),
+    _fault(
+        "rewards",
+        "a response waits behind one that hangs",
+        'if kind in ("timeout", "crash"):',
+        'if kind == "crash":',
+        POOL,
+    ),
+    _fault(
+        "rewards",
+        "both sides of a fork answer",
+        "if os.getpid() != own:",
+        "if os.getpid() < 0:",
+        POOL,
+    ),
+    _fault(
+        "rewards",
+        "processes of a response stay",
+        "        _end_children(kept)\n",
+        "",
+        POOL,
+    ),
+    _fault(
+        "rewards",
+        "workers outlive their rank",
+        "if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:",
+        "if sys.stdin.fileno() in ready and os.getppid() < 0:",
+        POOL + " -k killing_the_rank",
+    ),
+    _fault(
+        "rewards",
+        "a score of a timeout is not counted",
+        'timeouts=self._counts["timeout"],',
+        "timeouts=0,",
+        "workers/reward_pool/test_scorer.py",
+    ),
+    _fault(
+        "rewards",
+        "failed responses counted on one rank",
+        "failed > own.max_failed_share * scored",
+        "failed > own.max_failed_share * own.scored",
+        "workers/reward_pool/test_scorer.py",
+    ),
+    _fault(
+        "rewards",
+        "a response that one rank has begun is scored by two",
+        "others = [row for row in rows if not owner_of[row]]",
+        "others = list(rows)",
+        "workers/test_reward.py",
+    ),
+    _fault(
+        "rewards",
+        "an early score is given twice",
+        "_, value = entries.popleft()",
+        "_, value = entries[0]",
+        "workers/reward_pool/test_scorer.py",
+    ),
+    _fault(
+        "rewards",
+        "ranks do not meet while one scores",
+        "running = not ended.wait(beat_s)",
+        "running = not ended.wait()",
+        "parallel/test_agreement.py",
+    ),
+)
 GPU = (
     _fault(
         "gpu",
@@ -580,5 +653,6 @@ FAULTS = (
     *DDP,
     *ENGINES,
     *TURNS,
+    *REWARDS,
     *GPU,
 )

@@ -17,6 +17,11 @@ def threads_per_rank(local_ranks: int) -> int:
     return max(1, usable_cores() // local_ranks)
 
 
+def own_cores() -> int:
+    """Return this rank's share of its host's cores, as `threads_per_rank`."""
+    return threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def usable_cores() -> int:
     """Return the physical cores this process may use: by its affinity, and by a container's limit, rounded up."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -29,7 +34,7 @@ def use_threads() -> None:
     Without it, torch starts a thread for every processor of the host, also in a container that may use two of them.
     """
     if VARIABLE not in os.environ:
-        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(own_cores())
 
 
 def _container_limit() -> int | None:

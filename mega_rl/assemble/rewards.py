@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mega_rl.accelerator.threads import own_cores
 from mega_rl.assemble.roles import Roles
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, RewardConfig
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError
-from mega_rl.protocols import Ranks, Scorer
+from mega_rl.protocols import Ranks, SampleListener, Scorer
 from mega_rl.workers.reward import FunctionRewards, RewardWorker, TextScorer
 from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
+from mega_rl.workers.reward_pool.pool import RewardPool
+from mega_rl.workers.reward_pool.process import WorkerOrder
+from mega_rl.workers.reward_pool.scorer import FailedScores, PooledRewards
 from mega_rl.workers.reward_service import RewardService
 from mega_rl.workers.turns import ScorerOnDevice
 
 Decode = Callable[[Sequence[int]], str]
 
+MAX_WORKERS = 8  # of a rank, unless the config says how many
+
 
 def prepare_reward(
-    config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode, function: RewardFunction | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    decode: Decode,
+    function: RewardFunction | None = None,
+    *,
+    resources: ExitStack,
 ) -> TextScorer | TokenRows:
     """The function or service that scores, or how a reward model gets to read rollouts.
 
     All that can be wrong with the source of rewards is found here, before any model is loaded. `tokenizer` and `decode`
-    are the actor's. function: of a Python program, in place of the one that the config names.
+    are the actor's. function: of a Python program, in place of the one that the config names. resources: ends the
+    processes of a reward function.
 
     Raises:
         UserError: a function that cannot be called, an address or key that cannot be used.
@@ -39,7 +51,7 @@ def prepare_reward(
     if reward.source == "model":
         return _token_rows(config, tokenizer, decode)
     if reward.source == "function":
-        return FunctionRewards(resolve(reward.function, function))
+        return _function_rewards(reward, function, resources)
     return HttpRewards(
         RewardService.find(reward.http.url, reward.http.key_file),
         batch_size=reward.http.batch_size,
@@ -58,7 +70,7 @@ def reward_columns(config: Config, prepared: TextScorer | TokenRows) -> RewardCo
     key = config.data.answer_key
     if isinstance(prepared, HttpRewards):
         return RewardColumns(answer=bool(key), structured=True)
-    if not isinstance(prepared, FunctionRewards):
+    if not isinstance(prepared, FunctionRewards | PooledRewards):
         return RewardColumns(answer=False, structured=True)
     if prepared.columns.answer and not key:
         raise UserError(
@@ -76,10 +88,25 @@ def build_reward(
     decode: Decode,
     everyone: Ranks,
     on_device: Callable[[], AbstractContextManager[None]],
+    listen: Callable[[SampleListener], None],
 ) -> Scorer:
-    """The reward role over what `prepare_reward` gave; in `on_device` a reward model finds room on its device."""
-    if isinstance(prepared, FunctionRewards | HttpRewards):
-        return RewardWorker(prepared, decode=decode, replica=roles.actor_engine.replica, everyone=everyone)
+    """The reward role over what `prepare_reward` gave.
+
+    In `on_device` a reward model finds room on its device; `listen` adds a listener of samples as they end.
+    """
+    if isinstance(prepared, FunctionRewards | PooledRewards | HttpRewards):
+        arrives = config.rollout.backend == "sglang"  # sample by sample
+        scorer = RewardWorker(
+            prepared,
+            decode=decode,
+            replica=roles.actor_engine.replica,
+            everyone=everyone,
+            timeout_s=config.trainer.timeout_s,
+            early=None if isinstance(prepared, HttpRewards) or not arrives else prepared.begin,
+        )
+        if isinstance(prepared, PooledRewards) and arrives:
+            listen(scorer.begin)
+        return scorer
     assert callable(prepared)
     hf, trainer = roles.engines["reward"].sharding.hf, config.trainer
     limits = RowLimits(
@@ -90,6 +117,33 @@ def build_reward(
     )
     worker = RewardModelWorker(roles.models.in_turn("reward"), prepared, limits=limits, everyone=everyone)
     return ScorerOnDevice(worker, on_device)
+
+
+def _function_rewards(
+    reward: RewardConfig, function: RewardFunction | None, resources: ExitStack
+) -> FunctionRewards | PooledRewards:
+    """Return the reward function, called in this process or in workers. Raises UserError."""
+    rewards = FunctionRewards(resolve(reward.function, function))
+    pool, num_workers = reward.pool, reward.pool.workers
+    if num_workers > 0 and function is not None:
+        raise UserError(
+            f"reward.pool.workers={num_workers}: workers load a function by its name, and this one was given by a "
+            "Python program; name it as reward.function=FILE.py:NAME, or set reward.pool.workers=0"
+        )
+    if num_workers < 0:  # comparing two strings needs no process
+        in_process = function is not None or reward.function == "exact_match"
+        num_workers = 0 if in_process else min(MAX_WORKERS, own_cores() - 1)
+    if num_workers == 0:
+        return rewards
+    workers = RewardPool(
+        WorkerOrder(reward.function, memory_bytes=pool.memory_mib << 20),
+        num_workers=num_workers,
+        timeout_s=pool.timeout_s,
+    )
+    resources.callback(workers.close)
+    return PooledRewards(
+        rewards.call, workers, failed=FailedScores(pool.failure_score, max_share=pool.max_failed_share)
+    )
 
 
 def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:

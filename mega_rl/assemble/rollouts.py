@@ -18,7 +18,7 @@ from mega_rl.assemble.servers import is_colocated
 from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.config.schema import Config
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, WeightSync
+from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, SampleListener, WeightSync
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
@@ -50,6 +50,8 @@ class Rollouts:
     pending: RankState | None = None  # what a checkpoint must keep of them
     # Inside, the trainer's state is on its device; collective.
     on_device: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Adds a listener of samples as they end; one of an engine that ends them all at once hears of none.
+    listen: Callable[[SampleListener], None] = lambda listener: None
 
 
 def build_rollouts(
@@ -66,25 +68,7 @@ def build_rollouts(
     """Source, weight sync and checkpoints of a run; `prompts`: of a step. Waits for the servers; collective."""
     config, actor = plan.config, roles.actor_engine
     if servers is None:
-        embedded = _embedded_engine(plan, accelerator)
-        return _in_turn(
-            roles.models,
-            source=RolloutWorker(
-                engine=embedded,
-                data_parallel=actor.data_parallel,
-                replica=actor.replica,
-                n=config.rollout.n,
-                seed=config.trainer.seed,
-            ),
-            sync=EmbeddedWeightSync(
-                actor.export_weights,
-                embedded,
-                bucket_bytes=config.rollout.bucket_mib << 20,
-                verify_interval=config.rollout.verify_interval,
-            ),
-            checkpoints=checkpoints,
-            while_generating=NOTHING,
-        )
+        return _embedded_rollouts(plan, accelerator, roles, checkpoints)
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
     connection = resources.enter_context(connect(plan, servers, actor=actor, world=world, colocated=colocated))
@@ -99,7 +83,14 @@ def build_rollouts(
     if config.trainer.async_steps:
         ahead = _ahead(config, world, worker, engine, connection, prompts)
         resources.callback(ahead.close)
-        return _in_turn(roles.models, source=ahead, sync=ahead, checkpoints=checkpoints, pending=ahead)
+        return _in_turn(
+            roles.models,
+            source=ahead,
+            sync=ahead,
+            checkpoints=checkpoints,
+            pending=ahead,
+            listen=engine.listeners.append,
+        )
     if colocated:
         devices = SharedDevices(
             models=roles.models,
@@ -109,8 +100,33 @@ def build_rollouts(
         connection.sync.add_listener(devices)
         rollouts = ColocatedRollouts(worker, connection.sync, devices)
         store = ColocatedCheckpoints(checkpoints, devices)
-        return Rollouts(source=rollouts, sync=rollouts, checkpoints=store, on_device=devices.on_device)
-    return _in_turn(roles.models, source=worker, sync=connection.sync, checkpoints=checkpoints)
+        return Rollouts(rollouts, rollouts, store, on_device=devices.on_device, listen=engine.listeners.append)
+    return _in_turn(
+        roles.models, source=worker, sync=connection.sync, checkpoints=checkpoints, listen=engine.listeners.append
+    )
+
+
+def _embedded_rollouts(plan: RunPlan, accelerator: Accelerator, roles: Roles, checkpoints: CheckpointStore) -> Rollouts:
+    """Return rollouts of the engine in this process."""
+    rollout, actor, engine = plan.config.rollout, roles.actor_engine, _embedded_engine(plan, accelerator)
+    return _in_turn(
+        roles.models,
+        source=RolloutWorker(
+            engine=engine,
+            data_parallel=actor.data_parallel,
+            replica=actor.replica,
+            n=rollout.n,
+            seed=plan.config.trainer.seed,
+        ),
+        sync=EmbeddedWeightSync(
+            actor.export_weights,
+            engine,
+            bucket_bytes=rollout.bucket_mib << 20,
+            verify_interval=rollout.verify_interval,
+        ),
+        checkpoints=checkpoints,
+        while_generating=NOTHING,
+    )
 
 
 def _in_turn(
@@ -121,12 +137,13 @@ def _in_turn(
     checkpoints: CheckpointStore,
     pending: RankState | None = None,
     while_generating: frozenset[str] = PARAMETERS,
+    listen: Callable[[SampleListener], None] = lambda listener: None,
 ) -> Rollouts:
     """Return rollouts of a run without servers on its devices; while_generating: parts of a policy that takes turns."""
     if not models.one_at_a_time:
-        return Rollouts(source, sync, checkpoints, pending)
+        return Rollouts(source, sync, checkpoints, pending, listen=listen)
     rollouts = RolloutsInTurn(source, sync, models, while_generating)
-    return Rollouts(rollouts, rollouts, checkpoints, pending)
+    return Rollouts(rollouts, rollouts, checkpoints, pending, listen=listen)
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:

@@ -90,7 +90,7 @@ def build_trainer(
     # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
     world = GroupRanks(groups.host_world)
     plan = plan_run(config, accelerator)
-    inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0)
+    inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0, resources=resources)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(inputs.train))
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
@@ -114,11 +114,13 @@ def build_trainer(
     return _connect(parts, metrics, _step_meter(parts, accelerator), stop_requested)
 
 
-def _read_inputs(plan: RunPlan, reward_function: RewardFunction | None, *, is_writer: bool) -> _RunInputs:
+def _read_inputs(
+    plan: RunPlan, reward_function: RewardFunction | None, *, is_writer: bool, resources: ExitStack
+) -> _RunInputs:
     """Return tokenizer, rewards and prompts. Raises UserError and UserErrors."""
     config = plan.config
     tokens = read_tokens(config, is_writer=is_writer)
-    reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function)
+    reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function, resources=resources)
     train, held_out = load_data(
         config,
         tokens.tokenizer,
@@ -207,6 +209,7 @@ def _connect(
             decode=tokens.decode,
             everyone=parts.world,
             on_device=rollouts.on_device,
+            listen=rollouts.listen,
         ),
         actor=roles.actor,
         critic=roles.critic,

@@ -50,7 +50,7 @@ _ENGINE_KEYS = {
     "fsdp": keys_below("engine.fsdp"),
 }
 _SOURCE_KEYS = {
-    "function": ("reward.function",),
+    "function": ("reward.function", *keys_in("reward.pool")),
     "model": keys_in("reward.model"),
     "http": keys_in("reward.http"),
 }
@@ -173,6 +173,12 @@ _NEEDS = (
     ),
     _within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true", lambda batch: batch.packing),
     _within("trainer.microbatch", "size", "trainer.microbatch.packing=false", lambda batch: not batch.packing),
+    _within(
+        "reward.pool",
+        "timeout_s memory_mib failure_score max_failed_share",
+        "reward.pool.workers other than 0",
+        lambda pool: pool.workers != 0,
+    ),
     _within("trainer.profile", "ranks memory", "trainer.profile.steps", lambda profile: bool(profile.steps)),
     Need(
         ("optim.warmup_steps",),

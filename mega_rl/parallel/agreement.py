@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar, cast
@@ -11,6 +12,8 @@ import torch
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import Ranks
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -132,6 +135,45 @@ def run_on_all(
         error = UserError if state["user"] else RunError
         raise error(state["error"])
     return cast(Result, running.result)
+
+
+def run_beside_meetings(
+    work: Callable[[], Result], ranks: Ranks, *, stalled: Callable[[], str | None], beat_s: float = 5.0
+) -> Result:
+    """Call `work` on every rank's own thread and return this rank's result when that of all has ended; collective.
+
+    Unlike `run_on_all`, which it is for otherwise, it suits work that sets signals, which only the main thread can: the
+    meetings are on another. stalled: called there; says in words that this rank's work counts as hung, and of what.
+
+    Raises:
+        RunError: on the ranks whose work has ended, when some rank's is stalled, with its message.
+    """
+    ended = threading.Event()
+    meetings = _Running(lambda: _meet_until_ended(ended, ranks, stalled, beat_s), name="run_beside_meetings")
+    try:
+        result = work()
+    finally:
+        ended.set()
+    while meetings.wait(beat_s):  # the others' work; each of their waits has its deadline
+        pass
+    if meetings.error is not None:
+        raise meetings.error
+    return result
+
+
+def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[], str | None], beat_s: float) -> None:
+    """Meet every `beat_s` seconds until the work of all ranks has ended. Raises RunError on all when one is stalled."""
+    while True:
+        running = not ended.wait(beat_s)
+        reason = stalled() if running else None
+        state = ranks.max(torch.tensor([int(running), int(reason is not None)])).tolist()
+        if state[1]:
+            message = first_failure(reason, ranks)
+            if reason is not None:
+                log.error("%s", reason)  # this rank cannot raise: its main thread works
+            raise RunError(message)
+        if not state[0]:
+            return
 
 
 class _Running(Generic[Result]):

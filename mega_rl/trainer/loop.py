@@ -128,7 +128,7 @@ class PPOTrainer:
             metrics = self.rollout.metrics() | self.staleness(rollout)
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
-            metrics |= rollout_metrics(rollout, rewards, self.ranks)
+            metrics |= rollout_metrics(rollout, rewards, self.ranks) | self.reward.metrics()
         with phase("old_logprobs"):
             old, mismatch = self.old_logprobs.evaluate(rollout)
         with phase("ref_logprobs"):

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-import numbers
-import traceback
+import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import all_failures
+from mega_rl.parallel.agreement import all_failures, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
-from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.reward_calls import plan_call
+from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.workers.reward_calls import NoScoreError, evaluate, plan_call, shortened
+from mega_rl.workers.reward_pool.begun import Begun
 
-SHOWN_CHARACTERS = 200  # of a prompt or response in an error
+Report = Callable[[str], None]  # receives what a scorer waits for from now on: "prompt 17"
+Scores = list[float]
 
 
 class RewardError(RunError):
     """A response has no score: a function raised, or a service or model gave something that is not a finite number."""
 
 
+class ScoreCounts(NamedTuple):
+    """Numbers of responses by what became of them, on this rank."""
+
+    scored: int  # all of them
+    timeouts: int
+    crashes: int
+    max_failed_share: float  # timeouts and crashes of all ranks' responses; more end the run
+    examples: tuple[str, ...]  # failed ones in words
+
+
 class TextScorer(Protocol):
     """Scorer of responses as texts."""
 
-    def score_texts(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """Return the score of each (prompt, response), finite in float32. Raises RewardError."""
+    def score_texts(self, items: Sequence[tuple[Prompt, str]], report: Report) -> Scores:
+        """Return the score of each (prompt, response), finite in float32. Raises RewardError.
+
+        `report` is called at the start of each response or request, and never rarer than those end.
+        """
+        ...
+
+    def take_counts(self) -> ScoreCounts | None:
+        """Return and reset the counts since the last call; None of a scorer that scores all or raises."""
         ...
 
 
 class RewardWorker:
     """Reward role of one replica.
 
-    Each rank of the replica scores its share of the rows, every size-th one, and all get the sum: a scorer that is
-    slow, random or a service sees each response once, and all ranks of a replica train on the same numbers.
+    Each rank of the replica scores its share of the rows and all get the sum: a scorer that is slow, random or a
+    service sees each response once, and all ranks of a replica train on the same numbers. A share is every size-th row,
+    or, where samples are scored as they arrive, what the rank has begun and every size-th of the others.
     """
 
     def __init__(
@@ -46,12 +65,30 @@ class RewardWorker:
         decode: Callable[[Sequence[int]], str],
         replica: Ranks,
         everyone: Ranks,
+        timeout_s: float,
+        early: Callable[[Prompt, str], None] | None = None,
     ) -> None:
-        """`decode` turns response token ids into text and leaves special tokens out; `everyone` are all ranks."""
+        """
+        decode: turns response token ids into text and leaves special tokens out.
+        everyone: all ranks, which wait for each other's scores however long that takes all in all.
+        timeout_s: a rank that has begun no response for so long ends the run.
+        early: begins to score a response that the scorer will be asked for; any thread, returns at once. Given on all
+            ranks of the replica or on none.
+        """
         self._scorer = scorer
         self._decode = decode
         self._replica = replica
         self._everyone = everyone
+        self._timeout_s = timeout_s
+        self._early = early
+        self._begun: Begun[bool] = Begun()  # by prompt and response tokens
+        self._metrics: Metrics = {}
+
+    def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
+        """Begin to score a response that has just ended; a `protocols.SampleListener`."""
+        assert self._early is not None, "early scores are not expected"
+        self._early(prompt, self._decode(token_ids))
+        self._begun.add((prompt.index, tuple(token_ids)), True)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
         """Return the reward of each row, [B] float32 on the device of the rollout; collective over all ranks.
@@ -62,50 +99,120 @@ class RewardWorker:
         """
         device = rollout.tokens.device
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
-        failure: RewardError | None = None
-        # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
-        rows = answered(rollout)[self._replica.rank :: self._replica.size]
-        try:
-            row_scores = self._scorer.score_texts(texts(rollout, rows, prompts, self._decode))
-        except RewardError as error:
-            failure = error
-        else:
-            scores[rows] = torch.tensor(row_scores, dtype=torch.float32)
+        rows = self._own_rows(rollout, prompts)
+        watch = _Watch(self._timeout_s, rank=self._everyone.rank)
+
+        def work() -> tuple[Scores, RewardError | None]:
+            try:
+                return self._scorer.score_texts(texts(rollout, rows, prompts, self._decode), watch), None
+            except RewardError as error:
+                return [], error
+
+        row_scores, failure = run_beside_meetings(work, self._everyone, stalled=watch.stalled)
         messages, _ = all_failures(None if failure is None else str(failure), self._everyone, most=1)
         for rank, message in messages.items():
             raise failure if failure is not None and rank == self._everyone.rank else RewardError(message)
+        self._settle_counts()
+        scores[rows] = torch.tensor(row_scores, dtype=torch.float32)
         return self._replica.sum(scores.to(device))
+
+    def metrics(self) -> Metrics:
+        """Return and reset the metrics since the last call, equal on all ranks; see `_settle_counts`."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def _own_rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> list[int]:
+        """Return the rows that this rank scores; collective over the replica where scores may have been begun."""
+        rows, rank, size = answered(rollout), self._replica.rank, self._replica.size
+        if self._early is None:
+            # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
+            return rows[rank::size]
+        indices, token_ids = rollout.prompt_index.tolist(), responses(rollout)
+        begun = [row for row in rows if self._begun.take((prompts[indices[row]].index, tuple(token_ids[row])))]
+        self._begun.end_batch()
+        owners = torch.zeros(len(rollout.lengths), dtype=torch.int64)
+        owners[begun] = rank + 1
+        owner_of = self._replica.max(owners).tolist()
+        others = [row for row in rows if not owner_of[row]]
+        return sorted([row for row in rows if owner_of[row] == rank + 1] + others[rank::size])
+
+    def _settle_counts(self) -> None:
+        """Add the responses without a score of all ranks to the metrics; collective.
+
+        Raises RewardError on all ranks if they are too many.
+        """
+        own = self._scorer.take_counts()
+        numbers = [0.0, 0.0, 0.0] if own is None else [float(own.scored), float(own.timeouts), float(own.crashes)]
+        pools, scored, timeouts, crashes = self._everyone.sum(
+            torch.tensor([float(own is not None), *numbers], dtype=torch.float64)
+        ).tolist()
+        if not pools:
+            return
+        for name, count in (("reward/timeouts", timeouts), ("reward/crashes", crashes)):
+            self._metrics[name] = self._metrics.get(name, 0.0) + count
+        failed = timeouts + crashes
+        too_many = None
+        if own is not None and own.examples and failed > own.max_failed_share * scored:
+            too_many = RewardError(
+                f"{failed:.0f} of {scored:.0f} responses have no score: more than "
+                f"reward.pool.max_failed_share={own.max_failed_share:g}; the first: {own.examples[0]}"
+            )
+        raise_together(too_many, self._everyone, error=RewardError)
+
+
+class _Watch:
+    """Clock of one rank's scoring, started anew by each response."""
+
+    def __init__(self, timeout_s: float, *, rank: int) -> None:
+        self._timeout_s = timeout_s
+        self._rank = rank
+        self._begin, self._what = time.monotonic(), "its first response"
+
+    def __call__(self, what: str) -> None:
+        """Note what the scorer waits for from now on."""
+        self._begin, self._what = time.monotonic(), what
+
+    def stalled(self) -> str | None:
+        """Return in words that the scorer has made no progress for too long; None if it has."""
+        if time.monotonic() - self._begin < self._timeout_s:
+            return None
+        return (
+            f"rank {self._rank} has scored no response for {self._timeout_s:g} s (trainer.timeout_s): its reward waits "
+            f"for {self._what}"
+        )
+
+
+def ignore(what: str) -> None:
+    """Take a report that is of no interest."""
 
 
 class FunctionRewards:
     """Scores by a function, called for one response after the other as `mega_rl.workers.reward_calls` says."""
 
     def __init__(self, function: Callable[..., object]) -> None:
-        self._call = plan_call(function)
+        self.call = plan_call(function)
 
     @property
     def columns(self) -> RewardColumns:
         """Columns of the data that the function reads."""
-        return self._call.columns
+        return self.call.columns
 
-    def score_texts(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+    def score_texts(self, items: Sequence[tuple[Prompt, str]], report: Report = ignore) -> Scores:
         """Return the scores; stops at the first response that has none."""
-        return [self._score_one(prompt, response) for prompt, response in items]
+        scores = []
+        for prompt, response in items:
+            report(f"prompt {prompt.index}, whose response the reward function is scoring")
+            try:
+                scores.append(evaluate(self.call, self.call.arguments(prompt, response)))
+            except NoScoreError as error:
+                raise no_score(str(error), prompt, response) from error.__cause__
+        return scores
 
-    def _score_one(self, prompt: Prompt, response: str) -> float:
-        try:
-            value = self._call(prompt, response)
-            number = float(value) if isinstance(value, numbers.Real) else None
-        except Exception as error:  # the user's code may raise anything; the cause is kept
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
-            raise no_score(f"the reward function {what}", prompt, response) from error
-        if number is None:
-            raise no_score(f"the reward function returned {shortened(value)}, which is not a number", prompt, response)
-        if not is_finite(number):
-            what = f"the reward function returned {value!r}, which is not finite in float32"
-            raise no_score(what, prompt, response)
-        return number
+    def begin(self, prompt: Prompt, response: str) -> None:
+        """Do nothing: the function is called in the main thread, when the scores are asked for."""
+
+    def take_counts(self) -> None:
+        return None
 
 
 def answered(rollout: Rollout) -> list[int]:
@@ -130,20 +237,9 @@ def responses(rollout: Rollout) -> list[list[int]]:
     return [ids[start:end] for ids, (start, end) in zip(tokens, bounds, strict=True)]
 
 
-def is_finite(number: float) -> bool:
-    """Return whether the number is finite as a float32: 1e300 is not."""
-    return abs(number) <= torch.finfo(torch.float32).max
-
-
 def no_score(what: str, prompt: Prompt, response: str) -> RewardError:
     """Return the error of a response without a score."""
     return RewardError(
         f"{what}; prompt {prompt.index}: {shortened(prompt.text)}, response: {shortened(response)}, "
         f"answer: {shortened(prompt.answer)}"
     )
-
-
-def shortened(value: object) -> str:
-    """Return its repr, cut to the length that an error shows."""
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"

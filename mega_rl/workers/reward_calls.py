@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import numbers
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega_rl.data.columns import RewardColumns
 
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
 
 TEXTS = ("prompt", "response", "answer")
 FACTS = ("row", "messages", "prompt_index")  # handed over where a parameter has the name
+SHOWN_CHARACTERS = 200  # of a value in an error
+LARGEST = 3.4028234663852886e38  # finite float32
+
+
+class NoScoreError(Exception):
+    """A function's result is not a score, or it raised, which is the cause; the message says what and where."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +33,50 @@ class RewardCall:
     names: tuple[str, ...]  # given by name
     columns: RewardColumns  # of the data's rows, that the arguments need
 
-    def __call__(self, prompt: Prompt, response: str) -> object:
-        """Return what the function returns for a response to a prompt."""
+    def arguments(self, prompt: Prompt, response: str) -> dict[str, object]:
+        """Return by name what the function gets for a response to a prompt, and nothing else."""
         values = _arguments(prompt, response)
         if prompt.answer is None:  # only where the function does without
             del values["answer"]
-        texts = [values[name] for name in TEXTS if name in values] if self.positional else []
-        return self.function(*texts, **{name: values[name] for name in self.names if name in values})
+        taken = (*(TEXTS if self.positional else ()), *self.names)
+        return {name: values[name] for name in taken if name in values}
+
+    def __call__(self, arguments: Mapping[str, object]) -> object:
+        """Return what the function returns for these arguments."""
+        texts = [arguments[name] for name in TEXTS if name in arguments] if self.positional else []
+        return self.function(*texts, **{name: arguments[name] for name in self.names if name in arguments})
+
+
+def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> float:
+    """Return the score of one response, finite in float32.
+
+    Raises:
+        NoScoreError: the function raised, or returned something else.
+    """
+    try:
+        value = call(arguments)
+        number = float(value) if isinstance(value, numbers.Real) else None
+        what = "" if number is not None else f"returned {shortened(value)}, which is not a number"
+    except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
+        raise NoScoreError(f"the reward function {what}") from error
+    if number is None:
+        raise NoScoreError(f"the reward function {what}")
+    if not is_finite(number):
+        raise NoScoreError(f"the reward function returned {value!r}, which is not finite in float32")
+    return number
+
+
+def is_finite(number: float) -> bool:
+    """Return whether the number is finite as a float32: 1e300 is not."""
+    return abs(number) <= LARGEST
+
+
+def shortened(value: object) -> str:
+    """Return its repr, cut to the length that an error shows."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 
 def plan_call(function: Callable[..., object]) -> RewardCall:
@@ -88,7 +133,7 @@ def _third(parameters: Mapping[str, inspect.Parameter]) -> inspect.Parameter | N
     return places[2] if len(places) > 2 else None
 
 
-def _arguments(prompt: Prompt, response: str) -> dict[str, Any]:
+def _arguments(prompt: Prompt, response: str) -> dict[str, object]:
     """Return everything that a reward function may take, by name."""
     return {
         "prompt": prompt.text,

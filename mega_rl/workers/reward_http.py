@@ -14,7 +14,8 @@ import httpx
 
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import RewardError, is_finite, no_score, shortened
+from mega_rl.workers.reward import Report, RewardError, ignore, no_score
+from mega_rl.workers.reward_calls import is_finite, shortened
 from mega_rl.workers.reward_service import RewardService
 
 TRIED_AGAIN = (408, 429)  # and whatever the server calls its own fault: 500 and above
@@ -58,11 +59,14 @@ class HttpRewards:
         self._jitter = random.Random()  # not the global one: the run's random numbers do not depend on a service
         self._tls: ssl.SSLContext | bool = ssl.create_default_context() if self._url.scheme == "https" else False
 
-    def score_texts(self, items: Sequence[Item]) -> list[float]:
+    def score_texts(self, items: Sequence[Item], report: Report = ignore) -> list[float]:
         """Return the scores; the first batch that fails ends the others."""
-        return asyncio.run(self._score(items)) if items else []
+        return asyncio.run(self._score(items, report)) if items else []
 
-    async def _score(self, items: Sequence[Item]) -> list[float]:
+    def take_counts(self) -> None:
+        return None
+
+    async def _score(self, items: Sequence[Item], report: Report) -> list[float]:
         batches = [items[first : first + self._batch_size] for first in range(0, len(items), self._batch_size)]
         slots = asyncio.Semaphore(self._concurrency)
         async with httpx.AsyncClient(
@@ -71,7 +75,7 @@ class HttpRewards:
             timeout=None,  # each request has its deadline as a whole: a limit per read would let a slow drip live
             limits=httpx.Limits(max_keepalive_connections=0),
         ) as client:
-            requests = [asyncio.ensure_future(self._request(client, slots, batch)) for batch in batches]
+            requests = [asyncio.ensure_future(self._request(client, slots, batch, report)) for batch in batches]
             try:
                 batch_scores = await asyncio.gather(*requests)
             finally:
@@ -80,9 +84,12 @@ class HttpRewards:
                 await asyncio.gather(*requests, return_exceptions=True)
         return [score for scores in batch_scores for score in scores]
 
-    async def _request(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[Item]) -> list[float]:
+    async def _request(
+        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[Item], report: Report
+    ) -> list[float]:
         """Return the scores of one batch. Raises RewardError."""
         async with slots:
+            report(f"{self._where()}, which scores prompt {batch[0][0].index} and others")
             failures: list[str] = []
             try:
                 content = await asyncio.wait_for(self._answer(client, batch, failures), self._timeout_s)

@@ -13,8 +13,9 @@ from torch import Tensor
 from mega_rl.data.prompts import Tokenizer
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
-from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.reward import RewardError, answered, no_score, shortened, texts
+from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.workers.reward import RewardError, answered, no_score, texts
+from mega_rl.workers.reward_calls import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ class RewardModelWorker:
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         scores[rows] = values
         return scores.to(rollout.tokens.device)
+
+    def metrics(self) -> Metrics:
+        return {}
 
     def _check(
         self, token_ids: Sequence[Sequence[int]], rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]

@@ -142,6 +142,9 @@ class ScorerOnDevice:
         with self.on_device():
             return self.scorer.score(rollout, prompts)
 
+    def metrics(self) -> Metrics:
+        return self.scorer.metrics()
+
 
 def _named(chosen: frozenset[str]) -> dict[str, bool]:
     return {part: part in chosen for part in PARTS}

@@ -134,6 +134,9 @@ class FakeReward:
         self.events.append("reward")
         return (rollout.tokens[:, 2:] == 5).float().mean(dim=1)
 
+    def metrics(self) -> Metrics:
+        return {}
+
 
 class FakeTimer:
     """Takes no time; refuses nested phases."""

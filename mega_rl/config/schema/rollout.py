@@ -231,6 +231,31 @@ class RewardHttpConfig:
 
 
 @dataclass(frozen=True)
+class RewardPoolConfig:
+    """Worker processes that call the reward function."""
+
+    workers: int = setting(
+        -1,
+        "Worker processes of each rank. 0 calls the function in the rank itself, one response after the other, without "
+        "deadlines; -1 does so for exact_match and functions of a Python program, and else takes all but one of the "
+        "rank's share of the host's cores, at most 8.",
+        unit="processes",
+        min=-1,
+    )
+    timeout_s: float = setting(30.0, "Deadline of one response.", unit="seconds", above=0.0)
+    memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
+    failure_score: float = setting(
+        0.0, "Reward of a response that takes longer than the deadline or crashes its worker; the lowest one is right."
+    )
+    max_failed_share: float = setting(
+        0.1,
+        "Share of a step's responses that may fail so before the run ends; 0 ends it at the first.",
+        min=0.0,
+        max=1.0,
+    )
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Rewards: functions, services, reward models."""
 
@@ -240,5 +265,6 @@ class RewardConfig:
         choices=("function", "model", "http"),
     )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)

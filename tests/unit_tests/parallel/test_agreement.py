@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from mega_rl.parallel.agreement import (
     broadcast_json,
     first_failure,
     raise_together,
+    run_beside_meetings,
     run_on_all,
     run_on_one,
 )
@@ -93,6 +95,36 @@ def test_work_that_another_ranks_failure_makes_useless_is_cancelled_and_not_blam
     for said, seconds in run_ranks(2, _cancelled_work, device="cpu"):
         assert said == "node 1 has no memory"
         assert seconds < 20
+
+
+def _work_on_the_main_thread(rank: int, learned: Path) -> list[object]:
+    """Rank 1 works for longer than a collective may take, in health; then, stalled, until rank 0 has learned of it."""
+    ranks = _world(timeout_s=2.0)
+
+    def work() -> bool:
+        time.sleep(3.0 * rank)
+        return threading.current_thread() is threading.main_thread()
+
+    results: list[object] = [run_beside_meetings(work, ranks, stalled=lambda: None, beat_s=0.5)]
+
+    def stalled() -> None:
+        deadline = time.monotonic() + 60.0
+        while rank == 1 and not learned.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        results.append(rank == 0 or learned.exists())
+
+    try:
+        run_beside_meetings(stalled, ranks, stalled=lambda: f"rank {rank} waits for prompt 17", beat_s=0.5)
+    except RunError as error:
+        learned.touch()
+        results.append(str(error))
+    return results
+
+
+def test_ranks_meet_on_another_thread_while_the_main_thread_works_until_one_is_stalled(tmp_path: Path) -> None:
+    """The rank that is not stalled learns of the other at once, not when its work ends."""
+    results = run_ranks(2, _work_on_the_main_thread, tmp_path / "learned", device="cpu")
+    assert results == [[True, True, "rank 1 waits for prompt 17"]] * 2
 
 
 def _failing_work(rank: int, kind: str) -> str:

@@ -37,6 +37,11 @@ def settings(prompt, response, answer, scale=2.0, **rest):  # type: ignore[no-un
     return prompt, response, answer, scale, rest
 
 
+def called(function: Callable[..., object], prompt: Prompt, response: str) -> object:
+    call = plan_call(function)
+    return call(call.arguments(prompt, response))
+
+
 class Scorer:
     def __call__(self, prompt: str, response: str, answer: str) -> Any:
         return prompt, response, answer
@@ -58,7 +63,7 @@ class Scorer:
     ],
 )
 def test_arguments(function: Callable[..., object], returned: object) -> None:
-    assert plan_call(function)(PROMPT, "8") == returned
+    assert called(function, PROMPT, "8") == returned
 
 
 @pytest.mark.parametrize(
@@ -80,13 +85,13 @@ def test_columns_that_a_function_reads(function: Callable[..., object], columns:
 @pytest.mark.parametrize("function", [lambda response, answer="none": answer, lambda a, b, c="none": c])
 def test_a_row_without_an_answer_leaves_the_default(function: Callable[..., object]) -> None:
     without = Prompt(index=0, token_ids=(1,), text="a", answer=None)
-    assert plan_call(function)(without, "8") == "none"
+    assert called(function, without, "8") == "none"
 
 
 def test_an_answer_is_handed_over_as_it_is_and_a_row_is_a_copy() -> None:
     prompt = Prompt(index=0, token_ids=(1,), text="a", answer={"tests": ["f(1) == 2"]}, row=ROW)
-    assert plan_call(lambda response, answer: answer)(prompt, "") == {"tests": ["f(1) == 2"]}
-    plan_call(lambda response, row: row.clear())(prompt, "")
+    assert called(lambda response, answer: answer, prompt, "") == {"tests": ["f(1) == 2"]}
+    called(lambda response, row: row.clear(), prompt, "")
     assert ROW
 
 

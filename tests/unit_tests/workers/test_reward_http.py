@@ -332,7 +332,7 @@ def test_ranks_post_their_share_and_all_hear() -> None:
     def play(url: str, everyone: ThreadGroup, groups: list[ThreadGroup]) -> list[Any]:
         def work(rank: Any) -> Any:
             replica: Any = groups[rank.rank // 2].rank(rank.rank % 2)
-            worker = RewardWorker(client(url), decode=decode, replica=replica, everyone=rank)
+            worker = RewardWorker(client(url), decode=decode, replica=replica, everyone=rank, timeout_s=60)
             return worker.score(rollout_of(), PROMPTS)
 
         return everyone.run(work)

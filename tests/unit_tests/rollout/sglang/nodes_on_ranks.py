@@ -86,7 +86,7 @@ def lives(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def start(ranks: GroupRanks, folder: Path, how: str, *, timeout_s: float) -> StartedServers:
-    """Two servers of two ranks on two hosts; the second node of each behaves as told."""
+    """Two servers of two ranks on two hosts; the second node of each behaves as its role says."""
     os.environ["HOW"] = f'{{"1": "{how}"}}'
     settings = ServerSettings(Path("/some/checkpoint"), tp=2, nodes=2, start_timeout_s=timeout_s)
     return StartedServers(ranks, [settings] * 2, ranks_per_host=1, folder=folder)
@@ -154,7 +154,7 @@ def meet(rank: int, meeting: nodes.MeetingPlace) -> tuple[float, list[str]]:
     return float(total), sorted(listens)
 
 
-def send(_: int, checkpoint: Path, told: dict[str, Any]) -> dict[int, str]:
+def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     """Send a checkpoint to a server of two ranks over a process group; return failures."""
     from mega_rl.rollout.sglang.http.control import Control
     from mega_rl.rollout.sglang.http.endpoint import Endpoint
@@ -164,7 +164,9 @@ def send(_: int, checkpoint: Path, told: dict[str, Any]) -> dict[int, str]:
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from tests.helpers.engines import make_config, running_engine
 
-    control = Control(Endpoint(told["index"], told["url"], Keys(told["api_key"], told["admin_key"])), timeout_s=60.0)
+    control = Control(
+        Endpoint(address["index"], address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=60.0
+    )
     with closing(control), running_engine(make_config(checkpoint), trainable=False) as engine:
         control.generation.pause("abort")
         control.generation.flush()

@@ -47,11 +47,11 @@ def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
     monkeypatch.setattr("mega_rl.rollout.sglang.server.settings.interface_of", {"10.0.0.8": "ib0"}.get)
-    told = environment(replace(SETTINGS, node=1, host="10.0.0.8"), scratch=tmp_path, packages=None)
-    assert (told["SGLANG_HOST_IP"], told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == (
+    given = environment(replace(SETTINGS, node=1, host="10.0.0.8"), scratch=tmp_path, packages=None)
+    assert (given["SGLANG_HOST_IP"], given["GLOO_SOCKET_IFNAME"], given["NCCL_SOCKET_IFNAME"]) == (
         "10.0.0.8", "ib0", "mine",
     )  # fmt: skip
-    assert len(told["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 8, "of its own ranks"
+    assert len(given["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 8, "of its own ranks"
 
 
 def test_an_interface_stands_for_its_address_on_each_host() -> None:

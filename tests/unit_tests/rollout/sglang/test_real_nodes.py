@@ -101,8 +101,8 @@ def test_the_health_of_a_further_node_wants_its_key(nodes: Any) -> None:
 
 def test_an_update_reaches_the_ranks_of_both_nodes(nodes: Any) -> None:
     _, endpoint, folder = nodes
-    told = {"index": 0, "url": endpoint.url, "api_key": endpoint.keys.api_key, "admin_key": endpoint.keys.admin_key}
-    (failed,) = run_ranks(1, send, folder / "b", told, device=DEVICE, timeout_s=200)
+    address = {"index": 0, "url": endpoint.url, "api_key": endpoint.keys.api_key, "admin_key": endpoint.keys.admin_key}
+    (failed,) = run_ranks(1, send, folder / "b", address, device=DEVICE, timeout_s=200)
     assert failed == {}
     assert_serves(endpoint, folder / "b")
 

@@ -66,6 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, str]:
         f"data.train_files=[{folder / 'data' / 'train.jsonl'}]",
         f"data.val_files=[{folder / 'data' / 'held_out.jsonl'}]",
         f"reward.function={folder / 'reward.py'}:score",
+        "reward.pool.workers=1",  # which score each sample as it comes
         f"trainer.run_dir={folder / 'run'}",
         f"trainer.steps={STEPS}",
         "trainer.prompts_per_step=16",
@@ -115,6 +116,7 @@ def test_the_policy_learns_from_what_the_server_samples(run: tuple[Path, Watch, 
         assert one["sync/probe_logprob_diff_max"] < 1e-4
         assert one["sync/failed_servers"] == 0
         assert one["rollout/sequences"] == 64
+        assert one["reward/timeouts"] == one["reward/crashes"] == 0
 
 
 @needs_sglang

@@ -1,0 +1,99 @@
+"""Reward workers: how much two of them save, and what a response costs beside its function. See README.md.
+
+python benchmarks/reward_pool.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mega_rl.types import Prompt
+from mega_rl.workers.reward import FunctionRewards, TextScorer, ignore
+from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_pool.pool import RewardPool
+from mega_rl.workers.reward_pool.process import WorkerOrder
+from mega_rl.workers.reward_pool.scorer import FailedScores, PooledRewards
+
+SPEEDUP = 1.7  # of two workers over one
+GLUE_US = 500.0  # of a response that costs nothing
+SECONDS = 0.05  # of one response
+FUNCTIONS = f"""
+import time
+
+def computes(response):
+    end = time.thread_time() + {SECONDS}
+    while time.thread_time() < end:
+        pass
+    return float(response)
+
+def waits(response):
+    time.sleep({SECONDS})
+    return float(response)
+
+def nothing(response):
+    return float(response)
+"""
+
+
+def seconds(scorer: TextScorer, count: int) -> float:
+    """Return how long `count` responses take."""
+    items = [(Prompt(index=i, token_ids=(1,), text="1+1=", answer="2"), str(i)) for i in range(count)]
+    begin = time.perf_counter()
+    assert scorer.score_texts(items, ignore) == [float(i) for i in range(count)]
+    return time.perf_counter() - begin
+
+
+def with_workers(function: str, num_workers: int, work: Callable[[TextScorer], float]) -> float:
+    """Return what `work` measures with these workers, which have started."""
+    pool = RewardPool(WorkerOrder(function, memory_bytes=0), num_workers=num_workers, timeout_s=60.0)
+    try:
+        scorer = PooledRewards(FunctionRewards(resolve(function)).call, pool, failed=FailedScores(0.0, max_share=0.0))
+        seconds(scorer, 4 * num_workers)
+        return work(scorer)
+    finally:
+        pool.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print ratios and targets; the exit code is 1 when one is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="responses of 50 ms (1000)")
+    parser.add_argument("--rounds", type=int, default=3, help="of the overhead (3)")
+    options = parser.parse_args(arguments)
+    print(f"load before: {os.getloadavg()[0]:.1f}, cores: {len(os.sched_getaffinity(0))}")
+    missed = False
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "functions.py")
+        file.write_text(FUNCTIONS)
+        for name in ("computes", "waits"):
+            one, two = (
+                with_workers(f"{file}:{name}", workers, lambda scorer: seconds(scorer, options.count))
+                for workers in (1, 2)
+            )
+            missed |= one / two < SPEEDUP
+            print(f"{options.count} responses, each {name} 50 ms: one worker {one:.2f} s, two {two:.2f} s, "
+                  f"ratio {one / two:.2f} (target {SPEEDUP:g})")  # fmt: skip
+        own = statistics.median(
+            seconds(FunctionRewards(resolve(f"{file}:nothing")), 2000) for _ in range(options.rounds)
+        )
+        for workers in (1, 2):
+            glue = with_workers(
+                f"{file}:nothing",
+                workers,
+                lambda scorer: statistics.median(seconds(scorer, 2000) for _ in range(options.rounds)),
+            )
+            missed |= 1e6 * glue / 2000 > GLUE_US
+            print(f"a response that costs nothing: {1e6 * glue / 2000:.0f} us with {workers} worker(s), "
+                  f"{1e6 * own / 2000:.0f} us in the rank (target {GLUE_US:g})")  # fmt: skip
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""Handle of a reward worker in the rank, on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import mega_rl
+from mega_rl.environment import of_other_programs
+from mega_rl.workers.reward_calls import SHOWN_CHARACTERS
+from mega_rl.workers.reward_pool.program import END_S, LENGTH, OUT_OF_MEMORY, SIGNAL_CODES
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "mega_rl.workers.reward_pool.program")
+START_S = 300.0  # for imports of the function's file, from a busy file server
+ANSWER_BYTES = 1 << 20  # of one answer, of which a message is the largest part
+SHOWN_BYTES = 64 << 10  # of a worker's output in a minute; the rest is dropped
+TAIL_BYTES = 4000  # of the output, kept for errors
+
+
+class WorkerEndedError(Exception):
+    """A worker ended, or answered what no worker answers; the message says how."""
+
+
+class UnusableFunctionError(Exception):
+    """A worker cannot load the reward function, or does not start."""
+
+
+@dataclass(frozen=True)
+class WorkerOrder:
+    """Work of a worker: the function that it loads, and the memory that it may use."""
+
+    function: str  # as in reward.function
+    memory_bytes: int  # of address space; 0 is no limit
+
+
+class WorkerProcess:
+    """A worker process; it ends when the thread that starts it does, in whatever way, with all that it has started."""
+
+    def __init__(self, order: WorkerOrder, number: int) -> None:
+        """Start the process; `ready` waits for it. Raises UnusableFunctionError if it cannot be started."""
+        self._order = order
+        self._number = number
+        self._channel, there = socket.socketpair()
+        output, write_end = os.pipe()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        try:
+            with there:
+                self._process = subprocess.Popen(
+                    [*COMMAND, str(there.fileno())],
+                    stdin=subprocess.PIPE,  # never written to: its end is the rank's
+                    stdout=write_end,
+                    stderr=write_end,
+                    env=_environment(),
+                    pass_fds=(there.fileno(),),
+                    start_new_session=True,  # Ctrl-C is the trainer's
+                )
+        except OSError as error:
+            self._channel.close()
+            os.close(output)
+            raise UnusableFunctionError(f"a reward worker cannot be started: {error.strerror}") from error
+        finally:
+            os.close(write_end)
+        self._output = _Output(output, number)
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the worker's keeper."""
+        return self._process.pid
+
+    async def ready(self) -> None:
+        """Wait until the function is loaded. Raises UnusableFunctionError."""
+        self._streams = await asyncio.open_connection(sock=self._channel)
+        order = {"function": self._order.function, "memory_bytes": self._order.memory_bytes, "path": sys.path}
+        answer: dict[str, object]
+        try:
+            async with asyncio.timeout(START_S):
+                answer = await self.ask(json.dumps(order).encode())
+        except TimeoutError:
+            answer = {"unusable": f"a reward worker has not loaded the function in {START_S:g} s{self._output.tail()}"}
+        except WorkerEndedError as error:
+            answer = {"unusable": f"a reward worker could not start: it {error}"}
+        if "unusable" in answer:
+            raise UnusableFunctionError(str(answer["unusable"]))
+
+    async def ask(self, message: bytes) -> dict[str, object]:
+        """Return the answer to a message. Raises WorkerEndedError; one that is cancelled leaves the worker unusable."""
+        assert self._streams is not None, "asked before it is ready"
+        reader, writer = self._streams
+        try:
+            writer.write(LENGTH.pack(len(message)) + message)
+            await writer.drain()
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            if length > ANSWER_BYTES:
+                raise WorkerEndedError(f"sent an answer of {length} bytes")
+            answer = json.loads(await reader.readexactly(length))
+        except (OSError, EOFError):
+            raise WorkerEndedError(await self._how_it_ended()) from None
+        except ValueError:
+            raise WorkerEndedError("sent an answer that is not JSON") from None
+        if not isinstance(answer, dict):
+            raise WorkerEndedError("sent an answer of another form")
+        return answer
+
+    async def end(self) -> None:
+        """End the process and all that it has started, and free its descriptors."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # for the keeper
+        if not await self._has_ended():
+            log.warning("reward worker %d (process %d) outlives its end", self._number, self.pid)
+            self._process.kill()
+        if self._streams is None:
+            self._channel.close()
+        else:
+            self._streams[1].close()
+        self._output.close()
+
+    async def _has_ended(self) -> bool:
+        """Wait for the keeper, which needs `END_S` at most; return whether it has ended."""
+        deadline = time.monotonic() + 2 * END_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+        return self._process.poll() is not None
+
+    async def _how_it_ended(self) -> str:
+        if not await self._has_ended():
+            return "closed its connection" + self._output.tail()
+        code = self._process.returncode
+        if code == OUT_OF_MEMORY:
+            return "ran out of memory" + self._output.tail()
+        if SIGNAL_CODES < code < SIGNAL_CODES + signal.NSIG:
+            return f"died of {signal.Signals(code - SIGNAL_CODES).name}" + self._output.tail()
+        return f"ended with exit code {code}" + self._output.tail()
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of a worker: no GPU, one thread, this package."""
+    variables = of_other_programs()
+    package = str(Path(mega_rl.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (package, variables.get("PYTHONPATH"))))
+    return variables | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+class _Output:
+    """Reader of what a worker writes: the log gets some of it, and the last of it goes into errors."""
+
+    def __init__(self, descriptor: int, number: int) -> None:
+        self._descriptor = descriptor
+        self._number = number
+        self._last = b""
+        self._minute = 0.0
+        self._shown = 0
+        os.set_blocking(descriptor, False)
+        asyncio.get_running_loop().add_reader(descriptor, self._read)
+
+    def tail(self) -> str:
+        """Return the end of it, or what Python says of a crash, as a part of a sentence; empty without output."""
+        text = " ".join(self._last.decode(errors="replace").split())
+        crash = text.rfind("Fatal Python error")
+        text = text[crash:][:SHOWN_CHARACTERS] if crash >= 0 else text[-SHOWN_CHARACTERS:]
+        return f", saying: {text}" if text else ""
+
+    def close(self) -> None:
+        """Stop reading; a process that still writes gets SIGPIPE."""
+        if self._descriptor >= 0:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _read(self) -> None:
+        try:
+            text = os.read(self._descriptor, 1 << 16)
+        except BlockingIOError:
+            return
+        if not text:
+            self.close()
+            return
+        self._last = (self._last + text)[-TAIL_BYTES:]
+        now = time.monotonic()
+        if now - self._minute >= 60:
+            self._minute, self._shown = now, 0
+        if self._shown < SHOWN_BYTES:
+            log.info("reward worker %d: %s", self._number, text.decode(errors="replace").rstrip())
+            if self._shown + len(text) >= SHOWN_BYTES:
+                log.info("reward worker %d: the rest of its output is dropped for a minute", self._number)
+        self._shown += len(text)

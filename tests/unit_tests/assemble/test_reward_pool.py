@@ -1,0 +1,158 @@
+"""Whole runs whose reward function runs in worker processes, on two ranks that share a replica.
+
+Two steps of PPO with a reward that depends on every character of a response: metrics are those of the same function
+in the ranks themselves, bit for bit, also after a resume. Workers count what they cannot score.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.assemble import rewards
+from mega_rl.config.schema import RewardConfig, RewardPoolConfig
+from mega_rl.errors import UserError
+from mega_rl.workers.reward import FunctionRewards
+from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_pool.scorer import PooledRewards
+from tests.helpers.distributed import run_ranks
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+from tests.unit_tests.assemble.run_cases import run_all
+
+STEPS, SAVED = 2, 1
+MACHINE = ("time/", "perf/", "memory/", "checkpoint/")  # metrics of the machine rather than of training
+FAILURES = ("reward/timeouts", "reward/crashes")
+REWARDS = """
+import os, random
+
+def of_the_text(prompt, response, answer):
+    return random.Random(prompt + response + answer).gauss(0, 1)
+
+def crashes(prompt, response, prompt_index):
+    if prompt_index == 3:
+        os.kill(os.getpid(), 9)
+    return of_the_text(prompt, response, "") - 10
+"""
+
+
+def settings_of(root: Path, name: str, *more: str, function: str = "of_the_text") -> list[str]:
+    return [
+        *(f"model.path={root / 'actor'}", "model.dtype=fp32", "optim.lr=1e-3", "engine.megatron.tp=2"),
+        *(f"data.train_files=[{root / 'train.jsonl'}]", "data.max_prompt_tokens=8", "data.shuffle=false"),
+        *("rollout.max_new_tokens=6", "rollout.n=2", "metrics.tensorboard=false"),
+        *(f"trainer.steps={STEPS}", "trainer.prompts_per_step=4", "trainer.minibatch_size=4"),
+        *("trainer.microbatch.max_tokens=64", "trainer.timeout_s=90", "trainer.device=cpu"),
+        *(f"trainer.run_dir={root / name}", f"reward.function={root / 'rewards.py'}:{function}", *more),
+    ]
+
+
+class CountedPool:
+    """In place of a pool: the number of its workers."""
+
+    def __init__(self, order: Any, *, num_workers: int, timeout_s: float) -> None:
+        self.num_workers = num_workers
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "function", "num_workers"),
+    [
+        (-1, 4, "math_verify", 3),
+        (-1, 64, "math_verify", 8),
+        (-1, 1, "math_verify", 0),
+        (-1, 4, "exact_match", 0),
+        (2, 1, "exact_match", 2),
+        (0, 4, "math_verify", 0),
+    ],
+)
+def test_workers_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, workers: int, cores: int, function: str, num_workers: int
+) -> None:
+    """By default one for each of its cores but one; none where there is nothing to guard."""
+    pools: list[CountedPool] = []
+    monkeypatch.setattr(rewards, "RewardPool", lambda *of, **given: pools.append(CountedPool(*of, **given)) or pools[0])
+    monkeypatch.setattr(rewards, "own_cores", lambda: cores)
+    config = RewardConfig(function=function, pool=RewardPoolConfig(workers=workers))
+    with ExitStack() as resources:
+        scorer = rewards._function_rewards(config, None, resources)
+    assert [pool.num_workers for pool in pools] == ([num_workers] if num_workers else [])
+    assert isinstance(scorer, PooledRewards if num_workers else FunctionRewards)
+    assert scorer.columns == FunctionRewards(resolve(function)).columns
+
+
+def test_a_function_of_a_python_program_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "own_cores", lambda: 4)
+
+    def short(response: str) -> float:
+        return -float(len(response))
+
+    with ExitStack() as resources:
+        scorer = rewards._function_rewards(RewardConfig(), short, resources)
+        assert isinstance(scorer, FunctionRewards)
+        with pytest.raises(UserError, match=r"reward.pool.workers=2: workers load a function by its name"):
+            rewards._function_rewards(RewardConfig(pool=RewardPoolConfig(workers=2)), short, resources)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pool")
+    write_tiny_checkpoint(folder / "actor", num_hidden_layers=1)
+    write_digit_tokenizer(folder / "actor", vocab_size=50)
+    (folder / "train.jsonl").write_text("".join(f'{{"prompt": "{i}+2=", "answer": "{i + 2}"}}\n' for i in range(8)))
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> list[dict[str, Any]]:
+    """What each rank sampled and printed, by run."""
+    saving = (f"checkpoint.save_interval={SAVED}",)
+    cases = {
+        "in ranks": settings_of(root, "in ranks", "reward.pool.workers=0"),
+        "workers": settings_of(root, "workers", *saving, "reward.pool.workers=2"),
+        "resumed": settings_of(
+            root, "resumed", "reward.pool.workers=2", f"checkpoint.resume={root}/workers/checkpoints/step_00000{SAVED}"
+        ),
+        "crashes": settings_of(
+            root, "crashes", "reward.pool.workers=1", "reward.pool.failure_score=-20",
+            "reward.pool.max_failed_share=0.25", function="crashes",
+        ),
+    }  # fmt: skip
+    return run_ranks(2, run_all, cases, device="cpu")
+
+
+def metrics(root: Path, run: str) -> dict[int, dict[str, float]]:
+    """The records of a run by step, without what tells of the machine."""
+    records = [json.loads(line) for line in (root / run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        record.pop("step"): {name: value for name, value in record.items() if not name.startswith(MACHINE)}
+        for record in records
+    }
+
+
+def test_workers_change_no_number_of_a_run(root: Path, runs: list[dict[str, Any]]) -> None:
+    expected, scored = metrics(root, "in ranks"), metrics(root, "workers")
+    assert list(expected) == [1, 2]
+    assert all(record["reward/std"] > 0.1 for record in expected.values())
+    assert not any(name in record for record in expected.values() for name in FAILURES)
+    assert scored == {step: record | dict.fromkeys(FAILURES, 0.0) for step, record in expected.items()}
+    for rank in runs:
+        assert rank["workers"]["rows"] == rank["in ranks"]["rows"]
+
+
+def test_a_resumed_run_goes_on_with_workers_of_its_own(root: Path, runs: list[dict[str, Any]]) -> None:
+    assert metrics(root, "resumed") == {STEPS: metrics(root, "workers")[STEPS]}
+
+
+def test_responses_that_crash_a_worker_are_scored_and_counted(root: Path, runs: list[dict[str, Any]]) -> None:
+    """Both samples of prompt 3, which is in the first step."""
+    records = metrics(root, "crashes")
+    assert [record["reward/crashes"] for record in records.values()] == [2.0, 0.0]
+    assert records[1]["reward/min"] == -20.0 < records[2]["reward/min"]
+    printed = "".join(rank["crashes"]["printed"] for rank in runs)
+    assert printed.count("prompt 3: '3+2='") == 2

@@ -1,0 +1,160 @@
+"""Reward functions that do what they should not. Workers load this file; it imports nothing of the package."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+STARTED = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # a helper of the file itself
+
+
+def many_kinds(response: str, prompt: str, answer: Any, row: dict[str, Any], prompt_index: int) -> float:
+    """A number that depends on every bit of what it gets."""
+    text = json.dumps([response, prompt, answer, row, prompt_index], sort_keys=True)
+    return random.Random(text).gauss(0.0, 1e3)
+
+
+def short(response: str) -> float:
+    """The response as a number; "raise" and "nan" have none."""
+    if response == "raise":
+        raise ValueError("no such answer: é")
+    if response == "exit":
+        sys.exit("enough")
+    if response == "none":
+        return None  # type: ignore[return-value]
+    return float(response)
+
+
+def naughty(response: str) -> float:
+    """Does what the response's first word says; the rest is its score."""
+    what, _, rest = response.partition(" ")
+    return float(getattr(Naughty, what)(rest) or rest or 0.0)
+
+
+class Naughty:
+    """What `naughty` does by name; returns the score, or None for the number in the response."""
+
+    @staticmethod
+    def score(rest: str) -> None:
+        """Nothing else."""
+
+    @staticmethod
+    def pid(rest: str) -> float:
+        """Scores the process id."""
+        return float(os.getpid())
+
+    @staticmethod
+    def environment(rest: str) -> float:
+        """Scores 1 in a main thread, without a GPU, torch and the trainer's terminal."""
+        main = threading.current_thread() is threading.main_thread()
+        no_device = os.environ["CUDA_VISIBLE_DEVICES"] == "" and "torch" not in sys.modules
+        own_session = os.getsid(0) != os.getsid(os.getppid()) or os.getsid(0) == os.getppid()
+        return float(main and no_device and own_session and sys.stdin.fileno() == 0 and os.read(0, 1) == b"")
+
+    @staticmethod
+    def hang(rest: str) -> None:
+        """Ignores what can be ignored."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+
+    @staticmethod
+    def segfault(rest: str) -> None:
+        ctypes.string_at(0)
+
+    @staticmethod
+    def leave(rest: str) -> None:
+        os._exit(3)
+
+    @staticmethod
+    def crash_once(rest: str) -> float:
+        """Crashes unless the file is there, which it makes first."""
+        if Path(rest).exists():
+            return 5.0
+        Path(rest).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+    @staticmethod
+    def crash_and_linger(rest: str) -> None:
+        """Ends while a child of another session holds all that is open."""
+        Naughty.linger(rest)
+        os._exit(3)
+
+    @staticmethod
+    def linger_and_hang(rest: str) -> None:
+        Naughty.linger(rest)
+        Naughty.hang(rest)
+
+    @staticmethod
+    def flood(rest: str) -> None:
+        """Eight megabytes each to both outputs."""
+        for _ in range(2000):
+            os.write(1, b"o" * 4095 + b"\n")
+            os.write(2, b"e" * 4095 + b"\n")
+
+    @staticmethod
+    def twice(rest: str) -> float:
+        """Comes back in two processes."""
+        return 7.0 if os.fork() else 77.0
+
+    @staticmethod
+    def linger(rest: str) -> float:
+        """Leaves children and grandchildren, some in sessions of their own; their ids go to a file."""
+        for _ in range(4):
+            if os.fork() == 0:
+                os.setsid()
+                for _ in range(2):
+                    os.fork()
+                with open(rest, "a", encoding="utf-8") as file:
+                    file.write(f"{os.getpid()}\n")
+                while True:
+                    time.sleep(60)
+        while len(Path(rest).read_text().split() if Path(rest).exists() else ()) < 16:
+            time.sleep(0.01)
+        return 4.0
+
+    @staticmethod
+    def alarm(rest: str) -> None:
+        """Leaves an alarm, whose default is to kill."""
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    @staticmethod
+    def sleep(rest: str) -> None:
+        time.sleep(0.1)
+
+    @staticmethod
+    def meet(rest: str) -> float:
+        """Makes the first file and waits for the second."""
+        own, other = map(Path, rest.split())
+        own.touch()
+        while not other.exists():
+            time.sleep(0.005)
+        return 1.0
+
+    @staticmethod
+    def log(rest: str) -> float:
+        """Adds the number, its score, to a file."""
+        path, number = rest.split()
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{number}\n")
+        return float(number)
+
+    @staticmethod
+    def memory(rest: str) -> float:
+        """Takes a gigabyte."""
+        return float(len(bytearray(1 << 30)))
+
+    @staticmethod
+    def helper(rest: str) -> float:
+        """Scores 1 while the file's own helper lives."""
+        return float(STARTED.poll() is None)

@@ -1,0 +1,218 @@
+"""Workers of reward functions: whatever a response does to one, the others get their scores, and nothing stays."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mega_rl.workers.reward_calls import NoScoreError
+from mega_rl.workers.reward_pool.pool import RewardPool, ScoreOutcome
+from mega_rl.workers.reward_pool.process import UnusableFunctionError, WorkerOrder
+
+FILE = Path(__file__).with_name("reward_file.py")
+ROOT = Path(__file__).parents[4]
+WAIT_S = 30.0
+
+
+@contextmanager
+def running(
+    function: str = "naughty", *, num_workers: int = 1, timeout_s: float = 20.0, memory_bytes: int = 0
+) -> Iterator[RewardPool]:
+    """A pool, and that it leaves no process."""
+    before = set(psutil.Process().children(recursive=True))
+    order = WorkerOrder(f"{FILE}:{function}", memory_bytes)
+    pool = RewardPool(order, num_workers=num_workers, timeout_s=timeout_s)
+    try:
+        yield pool
+    finally:
+        pool.close()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def outcomes(pool: RewardPool, *responses: str) -> list[ScoreOutcome | BaseException]:
+    futures = [pool.submit({"response": response}) for response in responses]
+    return [future.exception(WAIT_S) or future.result() for future in futures]
+
+
+def score(pool: RewardPool, response: str) -> float:
+    (outcome,) = outcomes(pool, response)
+    assert isinstance(outcome, ScoreOutcome), outcome
+    assert outcome.kind == "score", outcome.what
+    return outcome.score
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    """One worker for all cases, so that each follows on the harm that others did."""
+    with running() as pool:
+        yield pool
+
+
+def test_a_worker_is_a_main_thread_without_device_torch_and_input(pool: RewardPool) -> None:
+    assert score(pool, "environment") == 1.0
+
+
+def test_outcomes_are_in_the_order_of_the_responses() -> None:
+    with running(num_workers=2) as pool:
+        scores = outcomes(pool, "sleep 0", *(f"score {i}" for i in range(1, 40)))
+        pids = {score(pool, "pid") for _ in range(20)}
+    assert scores == [ScoreOutcome("score", float(i)) for i in range(40)]
+    assert len(pids) <= 2
+
+
+def test_two_workers_work_at_a_time(tmp_path: Path) -> None:
+    """Neither response has its score before the other is being scored."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with running(num_workers=2) as pool:
+        both = outcomes(pool, f"meet {here} {there}", f"meet {there} {here}")
+    assert both == [ScoreOutcome("score", 1.0)] * 2
+
+
+def test_a_response_that_hangs_costs_its_deadline() -> None:
+    with running(timeout_s=0.5) as pool:
+        begin = time.monotonic()
+        first, hung, last = outcomes(pool, "score 1", "hang", "score 2")
+        assert time.monotonic() - begin < WAIT_S
+    assert (first, last) == (ScoreOutcome("score", 1.0), ScoreOutcome("score", 2.0))
+    assert hung == ScoreOutcome("timeout", what="took longer than reward.pool.timeout_s=0.5")
+
+
+@pytest.mark.parametrize(
+    ("response", "what"),
+    [
+        ("segfault", "died of SIGSEGV, saying: Fatal Python error: Segmentation fault"),
+        ("leave", "ended with exit code 3"),
+    ],
+)
+def test_a_response_that_crashes_its_worker_costs_itself(pool: RewardPool, response: str, what: str) -> None:
+    before = score(pool, "pid")
+    crashed, after = outcomes(pool, response, "score 2")
+    assert isinstance(crashed, ScoreOutcome)
+    assert crashed.kind == "crash"
+    assert crashed.what.startswith(f"crashed its process, which {what}")
+    assert after == ScoreOutcome("score", 2.0)
+    assert score(pool, "pid") != before
+
+
+def test_a_worker_that_died_of_something_else_costs_nothing(pool: RewardPool, tmp_path: Path) -> None:
+    assert score(pool, f"crash_once {tmp_path / 'crashed'}") == 5.0
+
+
+def test_output_is_read_shown_and_dropped(pool: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert score(pool, "flood 3") == 3.0
+    shown = [record.getMessage() for record in caplog.records if "reward worker 0: " in record.getMessage()]
+    assert sum(map(len, shown)) < 200_000
+    assert shown[-1] == "reward worker 0: the rest of its output is dropped for a minute"
+
+
+def test_a_fork_that_comes_back_gives_no_score(pool: RewardPool) -> None:
+    """Two processes would answer and read messages in turn."""
+    assert outcomes(pool, "twice", "score 2", "score 3") == [ScoreOutcome("score", s) for s in (7.0, 2.0, 3.0)]
+
+
+@pytest.mark.parametrize(("what", "kind"), [("linger", "score"), ("crash_and_linger", "crash")])
+def test_processes_that_a_response_leaves_are_gone_before_the_next(
+    pool: RewardPool, tmp_path: Path, what: str, kind: str
+) -> None:
+    """Also those of other sessions, and those whose parents have ended."""
+    (outcome,) = outcomes(pool, f"{what} {tmp_path / 'pids'}")
+    assert isinstance(outcome, ScoreOutcome)
+    assert outcome.kind == kind
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) >= 16
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_processes_that_the_file_starts_stay(pool: RewardPool, tmp_path: Path) -> None:
+    assert score(pool, f"linger {tmp_path / 'pids'}") == 4.0
+    assert score(pool, "helper") == 1.0
+
+
+def test_an_alarm_does_not_reach_the_next_response(pool: RewardPool) -> None:
+    before = score(pool, "pid")
+    assert [score(pool, each) for each in ("alarm 1", "sleep 2", "pid")] == [1.0, 2.0, before]
+
+
+def test_memory_has_its_limit() -> None:
+    with running(memory_bytes=1 << 29) as pool:
+        greedy, other = outcomes(pool, "memory", "score 1")
+    assert isinstance(greedy, ScoreOutcome)
+    assert (greedy.kind, greedy.what) == ("crash", "crashed its process, which ran out of memory")
+    assert other == ScoreOutcome("score", 1.0)
+
+
+def test_an_exception_and_what_is_no_score_are_errors() -> None:
+    """And cost no worker: the same one goes on."""
+    expected = {
+        "raise": f"raised ValueError: no such answer: é (at {FILE}:",
+        "exit": f"raised SystemExit: enough (at {FILE}:",
+        "none": "returned None, which is not a number",
+        "nan": "returned nan, which is not finite in float32",
+    }
+    with running("short") as pool:
+        *failures, other = outcomes(pool, *expected, "2")
+    for failure, what in zip(failures, expected.values(), strict=True):
+        assert isinstance(failure, NoScoreError)
+        assert str(failure).startswith(f"the reward function {what}")
+    assert other == ScoreOutcome("score", 2.0)
+
+
+def test_a_function_that_workers_cannot_load_fails_all(tmp_path: Path) -> None:
+    pool = RewardPool(WorkerOrder(f"{tmp_path / 'none.py'}:f", 0), num_workers=2, timeout_s=1.0)
+    try:
+        for failure in outcomes(pool, "1", "2"):
+            assert isinstance(failure, UnusableFunctionError)
+            assert "there is no file" in str(failure)
+    finally:
+        pool.close()
+
+
+def test_what_is_open_when_the_pool_closes_fails() -> None:
+    with running() as pool:
+        future = pool.submit({"response": "hang"})
+        time.sleep(0.3)
+    with pytest.raises(UnusableFunctionError, match="have ended"):
+        future.result(WAIT_S)
+    pool.close()
+
+
+OWNER = """
+import pathlib, sys, time
+from mega_rl.workers.reward_pool.pool import RewardPool
+from mega_rl.workers.reward_pool.process import WorkerOrder
+pool = RewardPool(WorkerOrder(sys.argv[1] + ":naughty", 0), num_workers=1, timeout_s=60)
+pids = pathlib.Path(sys.argv[2])
+pool.submit({"response": f"linger_and_hang {pids}"})
+while not pids.exists() or len(pids.read_text().split()) < 16:
+    time.sleep(0.01)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_killing_the_rank_leaves_no_process(tmp_path: Path) -> None:
+    """Not even a worker that hangs, and what it has started in other sessions."""
+    command = [sys.executable, "-c", OWNER, str(FILE), str(tmp_path / "pids")]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"ready\n"
+        processes = psutil.Process(owner.pid).children(recursive=True)
+        owner.send_signal(signal.SIGKILL)
+    assert len(processes) >= 3 + 16  # keeper, worker, the file's helper, and those of the response
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S / 3)
+    try:
+        assert not alive
+    finally:
+        for process in alive:
+            process.kill()

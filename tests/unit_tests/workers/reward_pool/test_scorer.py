@@ -1,0 +1,163 @@
+"""Rewards by a pool: the scores of the function itself, and a stated one for responses that nobody can score."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_rl.types import Prompt
+from mega_rl.workers.reward import FunctionRewards, RewardError, RewardWorker, ScoreCounts
+from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_pool.begun import KEPT_BATCHES, Begun
+from mega_rl.workers.reward_pool.pool import RewardPool
+from mega_rl.workers.reward_pool.process import WorkerOrder
+from mega_rl.workers.reward_pool.scorer import FailedScores, PooledRewards
+from tests.helpers.threads import ThreadGroup
+from tests.unit_tests.workers.reward_pool.test_pool import FILE
+from tests.unit_tests.workers.test_reward import PROMPTS, rollout_of
+
+ANY_SHARE = FailedScores(0.0, max_share=1.0)
+Items = list[tuple[Prompt, str]]
+
+
+@contextmanager
+def pooled(
+    function: str, *, failed: FailedScores = ANY_SHARE, timeout_s: float = 20.0, num_workers: int = 1
+) -> Iterator[PooledRewards]:
+    spec = f"{FILE}:{function}"
+    pool = RewardPool(WorkerOrder(spec, 0), num_workers=num_workers, timeout_s=timeout_s)
+    try:
+        yield PooledRewards(FunctionRewards(resolve(spec)).call, pool, failed=failed)
+    finally:
+        pool.close()
+
+
+def some(*responses: str) -> Items:
+    prompt = Prompt(index=17, token_ids=(1,), text="1+1=", answer="2")
+    return [(prompt, response) for response in responses]
+
+
+def test_scores_are_those_of_the_function_in_this_process() -> None:
+    """Bit for bit, whatever a row holds; and again in the next batch."""
+    row = {"π": [1, 0.1, 1e300, None, True], "text": 'é\n"\ud800', "deep": {"a": [[], {}]}, "big": 10**30}
+    prompts = [
+        Prompt(index=i, token_ids=(1,), text=f"{i}\u2028", answer=["x", i], row=row | {"i": i / 3}) for i in range(20)
+    ]
+    items = [(prompt, f"answer {sample} 🙂") for prompt in prompts for sample in range(2)]
+    expected = FunctionRewards(resolve(f"{FILE}:many_kinds")).score_texts(items)
+    assert len(set(expected)) == len(items)
+    with pooled("many_kinds", num_workers=2) as rewards:
+        assert rewards.columns == FunctionRewards(resolve(f"{FILE}:many_kinds")).columns
+        assert rewards.score_texts(items) == expected
+        assert rewards.score_texts(items[::-1]) == expected[::-1]
+
+
+def test_errors_are_those_of_the_function_in_this_process() -> None:
+    with pooled("short") as rewards:
+        for response in ("raise", "exit", "none", "nan"):
+            items = some("1", response, "2")
+            with pytest.raises(RewardError) as own:
+                FunctionRewards(resolve(f"{FILE}:short")).score_texts(items)
+            with pytest.raises(RewardError) as other:
+                rewards.score_texts(items)
+            assert str(other.value) == str(own.value)
+            assert "prompt 17: '1+1='" in str(other.value)
+
+
+def test_failed_responses_get_the_stated_score_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with pooled("naughty", failed=FailedScores(-2.0, 0.6), timeout_s=0.5) as rewards, caplog.at_level(logging.WARNING):
+        assert rewards.score_texts(some("score 1", "hang", "leave", "score -1", "hang")) == [
+            1.0,
+            -2.0,
+            -2.0,
+            -1.0,
+            -2.0,
+        ]
+        counts = rewards.take_counts()
+        assert rewards.take_counts() == ScoreCounts(0, 0, 0, 0.6, ())
+    assert counts[:4] == (5, 2, 1, 0.6)
+    assert len(counts.examples) == 3
+    assert counts.examples[0] == (
+        "the reward function took longer than reward.pool.timeout_s=0.5; "
+        "prompt 17: '1+1=', response: 'hang', answer: '2'"
+    )
+    warnings = [record.getMessage() for record in caplog.records if "failure_score" in record.getMessage()]
+    assert warnings == [f"{example}; its score is reward.pool.failure_score=-2" for example in counts.examples]
+
+
+def test_a_score_that_rewards_failures_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with pooled("naughty") as rewards, caplog.at_level(logging.WARNING):
+        rewards.score_texts(some("score -1"))
+        for _ in range(2):
+            assert rewards.score_texts(some("leave", "score 1")) == [0.0, 1.0]
+    warnings = [record.getMessage() for record in caplog.records if "is rewarded" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "reward.pool.failure_score=0 is above -1" in warnings[0]
+
+
+def test_scores_that_were_begun_early_are_taken_once(tmp_path: Path) -> None:
+    """The responses have been scored before they are asked for: the function sees each of them once, equal ones too."""
+    responses = [f"log {tmp_path / 'calls'} {number}" for number in (1, 2, 2, 3)]
+    with pooled("naughty") as rewards:
+        for prompt, response in some(*responses[:3]):
+            rewards.begin(prompt, response)
+        while len(lines(tmp_path / "calls")) < 3:
+            time.sleep(0.01)
+        assert rewards.score_texts(some(*responses)) == [1.0, 2.0, 2.0, 3.0]
+        assert sorted(lines(tmp_path / "calls")) == ["1", "2", "2", "3"]
+        assert rewards.score_texts(some(responses[0])) == [1.0]
+        assert len(lines(tmp_path / "calls")) == 5
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_what_none_asks_for_is_dropped_after_some_batches() -> None:
+    begun: Begun[int] = Begun()
+    begun.add("left over", 1)
+    for batch in range(KEPT_BATCHES + 1):
+        begun.add("key", batch)
+        begun.add("key", -batch)
+        assert (begun.take("key"), begun.take("key"), begun.take("key")) == (batch, -batch, None)
+        begun.end_batch()
+    assert begun.take("left over") is None
+
+
+def test_a_row_that_does_not_travel_is_an_error() -> None:
+    prompt = Prompt(index=17, token_ids=(1,), text="1+1=", answer="2", row={"image": b"\x89PNG"})
+    with pooled("many_kinds") as rewards, pytest.raises(RewardError, match="bytes is not JSON serializable") as error:
+        rewards.score_texts([(prompt, "1")])
+    assert "set reward.pool.workers=0" in str(error.value)
+
+
+@pytest.mark.parametrize("max_share", [0.5, 0.1])
+def test_too_many_failed_responses_end_the_run_on_all_ranks(max_share: float) -> None:
+    """Three rows of two ranks, of which one crashes: a third."""
+
+    def decode(token_ids: list[int]) -> str:
+        return "leave" if 52 in token_ids else f"score {len(token_ids)}"
+
+    def play(rank: int) -> object:
+        ranks = group.rank(rank)
+        with pooled("naughty", failed=FailedScores(-1.0, max_share)) as rewards:
+            worker = RewardWorker(rewards, decode=decode, replica=ranks, everyone=ranks, timeout_s=60)  # type: ignore[arg-type]
+            return worker.score(rollout_of(), PROMPTS), worker.metrics(), worker.metrics()
+
+    group = ThreadGroup(2)
+    results = group.run(lambda ranks: play(ranks.rank))
+    for result in results:
+        if max_share == 0.5:
+            scores, metrics, after = result
+            assert torch.equal(scores, torch.tensor([2.0, -1.0, 0.0]))
+            assert (metrics, after) == ({"reward/timeouts": 0.0, "reward/crashes": 1.0}, {})
+        else:
+            assert isinstance(result, RewardError)
+            assert "1 of 3 responses have no score: more than reward.pool.max_failed_share=0.1" in str(result)
+            assert "prompt 17: '1+1=', response: 'leave'" in str(result)
