@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,27 @@ class Case:
 
 
 def run(rank: int, cases: dict[str, Case]) -> dict[str, Any]:
-    """Return what each case gives, by its name."""
-    results = {}
+    """Return what each case gives, by its name; of a case with a fault that ends it, the error."""
+    results: dict[str, Any] = {}
     for name, case in cases.items():
         torch.manual_seed(0)
-        fault = FAULTS[case.fault]() if case.fault else contextlib.nullcontext()
-        with fault, recorded() as calls, running_engine(case.config()) as engine:
-            results[name] = {"marks": marks(engine), "classes": classes(engine)}
-            if case.runs:
-                results[name] |= steps(engine)
-            results[name]["calls"] = calls
+        with FAULTS[case.fault]() if case.fault else contextlib.nullcontext():
+            try:
+                results[name] = report(case)
+            except TypeError as error:
+                if not case.fault:
+                    raise
+                results[name] = {"error": str(error)}
     return results
+
+
+def report(case: Case) -> dict[str, Any]:
+    """Return what an engine is made of, what it was called with, and what it computes."""
+    with recorded() as calls, running_engine(case.config()) as engine:
+        found = {"marks": marks(engine), **classes(engine)}
+        if case.runs:
+            found |= steps(engine)
+        return {**found, "calls": calls, "attention": attention()}
 
 
 def steps(engine: Any) -> dict[str, Any]:
@@ -88,17 +99,27 @@ def marks(engine: Any) -> dict[str, tuple[bool, bool, bool]]:
     return found
 
 
-def classes(engine: Any) -> dict[str, Any]:
-    """Return what the engine is made of: modules of Transformer Engine, fused weight gradients, Adam's class."""
+def classes(engine: Any) -> dict[str, set[Any]]:
+    """Return the names of the model's layers and of Adam's class, and whether weight gradients are fused."""
     from mega_rl.ddp.optimizer import torch_optimizers
 
-    modules = [module for module in engine.models[0].modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    modules = list(engine.models[0].modules())
     adam = [type(each) for each in torch_optimizers(engine.optimizer)]
     return {
-        "layers": sorted({type(module).__name__ for module in engine.models[0].modules()}),
-        "fused": {module.fuse_wgrad_accumulation for module in modules},
-        "adam": sorted({f"{each.__module__}.{each.__name__}" for each in adam}),
+        "layers": {type(module).__name__ for module in modules},
+        "fused": {each.fuse_wgrad_accumulation for each in modules if hasattr(each, "fuse_wgrad_accumulation")},
+        "adam": {f"{each.__module__}.{each.__name__}" for each in adam},
     }
+
+
+def attention() -> str:
+    """Return which of its ways to attend Transformer Engine took last."""
+    if "transformer_engine.pytorch" not in sys.modules:
+        return ""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    chosen = dot_product_attention._attention_backends
+    return " ".join(way for way in ("flash", "fused", "unfused") if chosen[f"use_{way}_attention"])
 
 
 @contextlib.contextmanager
@@ -134,12 +155,89 @@ def _watched(function: Any, arguments: set[str]) -> Any:
     return watched
 
 
-def _change(target: str, replacement: Any) -> Any:
-    return lambda: patch(target, replacement)
+def _swapped_gate_and_up() -> Any:
+    """Load the two halves of every MLP's first weight the wrong way round."""
+    from mega_rl.engines.megatron import build
+
+    load = build.load_hf
+
+    def load_swapped(chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        report = load(chunks, *args, **kwargs)
+        for name, weight in chunks[0].named_parameters():
+            if name.endswith("mlp.linear_fc1.weight"):
+                weight.data.copy_(torch.cat(weight.data.chunk(2)[::-1]))
+        return report
+
+    return patch.object(build, "load_hf", load_swapped)
 
 
-def _without_unmarking() -> Any:
-    return patch("mega_rl.models.build.unmark_whole_weights", lambda _: None)
+def _other_epsilon() -> Any:
+    from mega_rl.models import build
+
+    settings = build.transformer_config_kwargs
+    return patch.object(build, "transformer_config_kwargs", lambda hf: {**settings(hf), "layernorm_epsilon": 1e-4})
 
 
-FAULTS: dict[str, Any] = {"whole weights marked": _without_unmarking}
+def _other_scale() -> Any:
+    import transformer_engine.pytorch as te
+
+    construct = te.DotProductAttention.__init__
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **{**kwargs, "softmax_scale": 0.1})
+
+    return patch.object(te.DotProductAttention, "__init__", scaled)
+
+
+def _one_sequence() -> Any:
+    """Take a packed micro-batch for a single sequence."""
+    from mega_rl.engines.megatron import schedule
+
+    make = schedule.te_sequences
+
+    def joined(cu_seqlens: torch.Tensor, max_seqlen: int, **more: Any) -> Any:
+        params = make(cu_seqlens, max_seqlen, **more)
+        params.cu_seqlens_q = params.cu_seqlens_kv = cu_seqlens[[0, -1]]
+        params.max_seqlen_q = params.max_seqlen_kv = int(cu_seqlens[-1])
+        return params
+
+    return patch.object(schedule, "te_sequences", joined)
+
+
+def _last_micro_batch_alone() -> Any:
+    """Write each micro-batch's weight gradients over those of the one before."""
+    import transformer_engine.pytorch as te
+
+    forward = te.LayerNormLinear.forward
+
+    def first(self: Any, inp: torch.Tensor, **_: Any) -> Any:
+        return forward(self, inp, is_first_microbatch=True)
+
+    return patch.object(te.LayerNormLinear, "forward", first)
+
+
+def _other_signature() -> Any:
+    """Attend without the argument that newer releases take."""
+    import transformer_engine.pytorch as te
+
+    forward = te.DotProductAttention.forward
+
+    def without(self: Any, query_layer: Any, key_layer: Any, value_layer: Any, attention_mask: Any = None, *,
+                qkv_format: Any = None, attn_mask_type: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+                ) -> Any:  # fmt: skip
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+        kinds = {"qkv_format": qkv_format, "attn_mask_type": attn_mask_type}
+        return forward(self, query_layer, key_layer, value_layer, attention_mask, **lengths, **kinds)
+
+    return patch.object(te.DotProductAttention, "forward", without)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "whole weights marked": lambda: patch("mega_rl.models.build.unmark_whole_weights", lambda _: None),
+    "gate and up swapped": _swapped_gate_and_up,
+    "another epsilon": _other_epsilon,
+    "another softmax scale": _other_scale,
+    "sequences joined": _one_sequence,
+    "last micro-batch alone": _last_micro_batch_alone,
+    "another signature": _other_signature,
+}
