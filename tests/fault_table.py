@@ -482,6 +482,22 @@ TURNS = (
         "workers/test_turns.py",
     ),
 )
+TRANSFORMER_ENGINE = (
+    _fault(
+        "Transformer Engine",
+        "whole weights stay marked as cut",
+        'vars(parameter)["tensor_model_parallel"] = False',
+        'vars(parameter)["tensor_model_parallel"] = True',
+        "models/test_transformer_engine.py",
+    ),
+    _fault(
+        "Transformer Engine",
+        "weight gradients are rounded and added by a hook",
+        "setattr(module, FUSED, True)",
+        "setattr(module, FUSED, False)",
+        "models/test_transformer_engine.py",
+    ),
+)
 FAULTS = (
     *ALGORITHMS,
     *DATA,
@@ -494,4 +510,5 @@ FAULTS = (
     *DDP,
     *ENGINES,
     *TURNS,
+    *TRANSFORMER_ENGINE,
 )

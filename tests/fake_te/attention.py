@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -143,9 +144,7 @@ def _check_lengths(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_q: int, max_
         assert int(bounds.diff().max()) <= longest, f"a sequence is longer than max_seqlen={longest}"
 
 
-def _spans(
-    q: Tensor, kv: Tensor, q_padded: Tensor | None, kv_padded: Tensor | None
-) -> Iterator[tuple[slice, slice]]:
+def _spans(q: Tensor, kv: Tensor, q_padded: Tensor | None, kv_padded: Tensor | None) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of each sequence among queries and among keys; padded bounds say where they begin."""
     for bounds in zip(_rows(q, q_padded), _rows(kv, kv_padded), strict=True):
         yield bounds
@@ -157,8 +156,7 @@ def _rows(bounds: Tensor, padded: Tensor | None) -> list[slice]:
 
 
 def _pairs(bounds: Tensor) -> list[tuple[int, int]]:
-    numbers = bounds.tolist()
-    return list(zip(numbers[:-1], numbers[1:], strict=True))
+    return list(itertools.pairwise(bounds.tolist()))
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, mask: Any, window: tuple[int, int]) -> Tensor:

@@ -27,7 +27,7 @@ FUNCTIONS = (
     attention.convert_bshd_to_thd,
 )
 NUMBERS = {"get_cudnn_version": CUDNN, "get_cublasLt_version": 130000, "get_num_cublas_streams": 1}
-# Names that Transformer Engine's `cpp_extensions` takes over with `import *`: those that a layer looks up, called or not.
+# Of what `cpp_extensions` takes over with `import *`, names that a layer looks up without calling them.
 LOOKED_UP = ("layernorm_fwd", "layernorm_bwd")
 
 

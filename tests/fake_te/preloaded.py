@@ -8,7 +8,6 @@ install()
 use_settings_of_cuda()
 
 import tests.helpers.preloaded  # noqa: E402, F401
-
 from mega_rl.engines import build  # noqa: E402
 from mega_rl.models.specs import choose_transformer_impl  # noqa: E402
 

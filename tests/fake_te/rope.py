@@ -43,7 +43,13 @@ def fused_rope_backward(
 
 
 def _tables(
-    tensor: Tensor, freqs: Tensor, start: Tensor | None, qkv_format: Any, cu_seqlens: Tensor | None, size: int, rank: int
+    tensor: Tensor,
+    freqs: Tensor,
+    start: Tensor | None,
+    qkv_format: Any,
+    cu_seqlens: Tensor | None,
+    size: int,
+    rank: int,
 ) -> tuple[Tensor, Tensor]:
     """Return (cosines, sines) that broadcast over the first positions' dimension of `tensor`."""
     assert start is None, "rotary embedding with start positions is one of inference"

@@ -74,7 +74,11 @@ def test_grouped_products_are_those_of_each_group(layout: str) -> None:
     splits = [3, 0, 4]
     weights, x, grads = [normal(5, 6, seed=i).float() for i in range(3)], normal(7, 6).float(), normal(7, 5).float()
     if layout == "TN":
-        a, b, expected = weights, x.split(splits), [part @ w.T for part, w in zip(x.split(splits), weights, strict=True)]
+        a, b, expected = (
+            weights,
+            x.split(splits),
+            [part @ w.T for part, w in zip(x.split(splits), weights, strict=True)],
+        )
     elif layout == "NN":
         a, b = weights, grads.split(splits)
         expected = [part @ w for part, w in zip(b, weights, strict=True)]
@@ -124,9 +128,7 @@ def test_the_norm(zero_centred: bool) -> None:
         x.detach().float(), weight.detach().float(), 1e-3, None, None, enums.DType.kFloat32, 0, zero_centred
     )
     close(out, y.detach())
-    dx, dw = norms.rmsnorm_bwd(
-        grad.float(), x.detach().float(), rsigma, weight.detach().float(), 0, zero_centred
-    )
+    dx, dw = norms.rmsnorm_bwd(grad.float(), x.detach().float(), rsigma, weight.detach().float(), 0, zero_centred)
     close(dx, x.grad)
     close(dw, weight.grad)
 
@@ -273,7 +275,7 @@ def test_norm_and_scaling_of_lists() -> None:
 
 
 def test_tokens_on_their_way_to_experts_and_back() -> None:
-    """A token has a row for each of its experts; back, its rows are added, weighted or not: both and their gradients."""
+    """A token has a row for each of its experts; back, its rows are added, weighted or not; with gradients."""
     chosen = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0], [0, 0, 0]], dtype=torch.bool)
     tokens, weights = normal(4, 5), normal(4, 3, seed=1)
     order = [(token, expert) for expert in range(3) for token in range(4) if chosen[token, expert]]

@@ -235,7 +235,9 @@ def test_steps_of_its_adam_are_those_of_torch_s(te: dict[str, Any], local: dict[
         assert float((actual["weights"][tensor] - weight).abs().max()) <= WEIGHTS, tensor
 
 
-def test_fused_attention_is_no_farther_from_fp32_than_local_attention(te: dict[str, Any], local: dict[str, Any]) -> None:
+def test_fused_attention_is_no_farther_from_fp32_than_local_attention(
+    te: dict[str, Any], local: dict[str, Any]
+) -> None:
     """In bf16, where a single number is good to 3 digits; the gradients' norm stands for all of them."""
     exact, name = local["qwen3 1"], "qwen3 1 bf16"
     assert te[name]["attention"] == "fused"
@@ -259,7 +261,9 @@ def test_what_megatron_core_hands_over(te: dict[str, Any]) -> None:
     assert {"m_splits", "is_first_microbatch=True", "is_first_microbatch=False"} <= calls["GroupedLinear.forward"]
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("whole weights marked", "another signature")])
+@pytest.mark.parametrize(
+    "fault", [name for name in FAULTS if name not in ("whole weights marked", "another signature")]
+)
 def test_a_fault_is_seen(te: dict[str, Any], local: dict[str, Any], fault: str) -> None:
     """By a hundred times the tolerance of gradients, which all of them change."""
     assert farthest(te[fault], local["qwen3 1"]) > 100 * GRADIENTS
