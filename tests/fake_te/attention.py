@@ -146,8 +146,7 @@ def _check_lengths(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, max_q: int, max_
 
 def _spans(q: Tensor, kv: Tensor, q_padded: Tensor | None, kv_padded: Tensor | None) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of each sequence among queries and among keys; padded bounds say where they begin."""
-    for bounds in zip(_rows(q, q_padded), _rows(kv, kv_padded), strict=True):
-        yield bounds
+    yield from zip(_rows(q, q_padded), _rows(kv, kv_padded), strict=True)
 
 
 def _rows(bounds: Tensor, padded: Tensor | None) -> list[slice]:

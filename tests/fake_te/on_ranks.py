@@ -60,22 +60,25 @@ def run(rank: int, cases: dict[str, Case]) -> dict[str, Any]:
 def report(case: Case) -> dict[str, Any]:
     """Return what an engine is made of, what it was called with, and what it computes."""
     with recorded() as calls, running_engine(case.config()) as engine:
-        found = {"marks": marks(engine), **classes(engine)}
+        whole_report = {"marks": marks(engine), **classes(engine)}
         if case.runs:
-            found |= steps(engine)
-        return {**found, "calls": calls, "attention": attention()}
+            whole_report |= steps(engine)
+        return {**whole_report, "calls": calls, "attention": attention()}
 
 
 def steps(engine: Any) -> dict[str, Any]:
     """Return log-probs, gradients with their norm, and the weights after some steps, of micro-batches of 64 tokens."""
     rows = own_rows(random_experience(), engine)
-    found: dict[str, Any] = {"logprobs": whole(engine.forward(rows).logprobs, engine)}
+    logprobs = whole(engine.forward(rows).logprobs, engine)
     metrics = engine.train_minibatch(rows, losses("lm"), lr=0.0)
-    found |= {"norm": metrics["grad_norm"], "micros": metrics["num_microbatches"]}
-    found["gradients"] = exported_gradients(engine)
-    found["norms"] = [engine.train_minibatch(rows, losses("lm"), lr=LR)["grad_norm"] for _ in range(STEPS)]
-    found["weights"] = exported(engine)
-    return found
+    return {
+        "logprobs": logprobs,
+        "norm": metrics["grad_norm"],
+        "micros": metrics["num_microbatches"],
+        "gradients": exported_gradients(engine),
+        "norms": [engine.train_minibatch(rows, losses("lm"), lr=LR)["grad_norm"] for _ in range(STEPS)],
+        "weights": exported(engine),
+    }
 
 
 def marks(engine: Any) -> dict[str, tuple[bool, bool, bool]]:
@@ -87,16 +90,16 @@ def marks(engine: Any) -> dict[str, tuple[bool, bool, bool]]:
     from mega_rl.converters.plan.ranks import build_plan
 
     weights = weights_of(engine.models[0])
-    found = {}
+    by_tensors = {}
     for planned in build_plan(engine.sharding, engine.groups.coordinates):
         weight = weights[planned.name]
         names = sorted({copy.hf_name for copy in planned.copies if copy.hf_name is not None})
-        found[" ".join(names)] = (
+        by_tensors[" ".join(names)] = (
             bool(getattr(weight, "tensor_model_parallel", False)),
             bool(getattr(weight, "sequence_parallel", False)),
             not getattr(weight, "allreduce", True),
         )
-    return found
+    return by_tensors
 
 
 def classes(engine: Any) -> dict[str, set[Any]]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mega_rl.accelerator import megatron_core
+
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 FOLDER = ROOT / ".venv" / "te"
+MEGATRON = "0.16"  # the release that the pinned one is for
 
 
 def release() -> str:
@@ -18,6 +21,9 @@ def release() -> str:
 
 def missing() -> str | None:
     """Return why the tests of Transformer Engine cannot run here, or None."""
+    series = megatron_core.installed_release().series
+    if series != MEGATRON:
+        return f"transformer-engine {release()} is what Megatron-Core {MEGATRON} asks for, and this is {series}"
     if (FOLDER / f"transformer_engine-{release()}.dist-info").is_dir():
         return None
     return f"{FOLDER} has no transformer-engine {release()}: `make te` puts its Python there, 4 MB without a build"

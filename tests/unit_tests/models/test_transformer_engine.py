@@ -68,6 +68,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = without(
         "qwen3_moe cp2": ("qwen3_moe", "cp2", {"runs": False}),
         "deepseek_v3 cp2": ("deepseek_v3", "cp2", {"runs": False}),
     },
+    "qwen2 1",
     "llama 1",
     "qwen3 tp2",
     "qwen2 tp2-sp",
@@ -97,6 +98,7 @@ ACTIVATIONS: dict[str, tuple[int, str, dict[str, Any]]] = without(
         "deepseek_v3, moe": (1, "deepseek_v3", {"recompute": "selective", "recompute_modules": ["moe"]}),
         "deepseek_v3, tp2-sp": (2, "deepseek_v3", {"layout": {"tp": 2, **SP}}),
     },
+    "llama",
     "qwen3, core_attn",
     "qwen3, tp2-sp",
     "deepseek_v3, moe",
@@ -139,11 +141,11 @@ def local(cases: dict[int, dict[str, Case]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def everything(root: Path, cases: dict[int, dict[str, Case]]) -> dict[str, Any]:
     """What Transformer Engine's layers give, by case and by fault, and the memory that they keep, by case."""
-    wanted = {size: dict(named) for size, named in cases.items()}
+    by_size = {size: dict(named) for size, named in cases.items()}
     for fault, (model, layout) in FAULTY.items():
         size, settings = LAYOUTS[layout]
-        wanted[size][fault] = Case(str(root / model), settings, fault=fault)
-    jobs: list[tuple[int, str, dict[str, Any]]] = [(size, "engines", named) for size, named in wanted.items()]
+        by_size[size][fault] = Case(str(root / model), settings, fault=fault)
+    jobs: list[tuple[int, str, dict[str, Any]]] = [(size, "engines", named) for size, named in by_size.items()]
     for size in sorted({size for size, _, _ in ACTIVATIONS.values()}):
         named = {name: (str(root / "sizes" / m), case) for name, (n, m, case) in ACTIVATIONS.items() if n == size}
         jobs.append((size, "activations", named))
@@ -270,7 +272,7 @@ def test_a_fault_is_seen(te: dict[str, Any], local: dict[str, Any], fault: str) 
 
 
 def test_marks_of_whole_weights_are_seen(te: dict[str, Any], local: dict[str, Any]) -> None:
-    """Where nobody takes them away, the norm counts the down projections of latent attention on every rank."""
+    """Left as they are, they make the norm count the down projections of latent attention on every rank."""
     fault, right = te["whole weights marked"], local["deepseek_v3 tp2-sp"]
     wrong = {name for name, marks in right["marks"].items() if fault["marks"][name] != marks}
     assert {name.split(".")[-2] for name in wrong} == {"q_a_proj", "kv_a_proj_with_mqa"}
