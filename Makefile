@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 SITE_STAMP := $(VENV)/.installed-docs
 SGLANG_STAMP := $(VENV)/.installed-sglang
+TE_STAMP := $(VENV)/.installed-te
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -18,10 +19,10 @@ INSTALL = if command -v uv >/dev/null 2>&1; \
 	then uv pip install -q --python $(BIN)/python -c constraints.txt -e '$(1)'; \
 	else $(BIN)/python -m pip install -qq -c constraints.txt -e '$(1)'; fi
 
-# Into a folder of its own: only the server's process may see these packages.
-INSTALL_SGLANG = if command -v uv >/dev/null 2>&1; \
-	then uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/sglang -r $(1); \
-	else $(BIN)/python -m pip install -qq --no-deps --target $(VENV)/sglang -r $(1); fi
+# Requirements into a folder of their own: only the processes that have it on their path may see these packages.
+INSTALL_APART = if command -v uv >/dev/null 2>&1; \
+	then uv pip install -q --python $(BIN)/python --no-deps --target $(2) -r $(1); \
+	else $(BIN)/python -m pip install -qq --no-deps --target $(2) -r $(1); fi
 
 # Release of Megatron-Core for `make test-newest`: "newest" of those supported, or a version such as 0.18.2.
 MEGATRON ?= newest
@@ -31,7 +32,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device two-hosts campaign-checkpoint planted-faults parity terminal-check docs site
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device two-hosts campaign-checkpoint planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -61,7 +62,17 @@ $(SGLANG_STAMP): mega_rl/rollout/sglang/requirements-cpu.txt | $(STAMP)
 	@rm -rf $@ $(VENV)/sglang
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(sys.platform == "linux" and not torch.version.cuda)'; \
 	then echo "SGLang on CPUs is for Linux with a CPU build of torch: not installed"; \
-	else echo "installing SGLang for CPUs"; $(call INSTALL_SGLANG,$<); fi
+	else echo "installing SGLang for CPUs"; $(call INSTALL_APART,$<,$(VENV)/sglang); fi
+	@touch $@
+
+te: $(TE_STAMP)
+	@:
+
+# Transformer Engine's Python alone, 7 MB, into a folder that only the programs of its tests see: where Megatron-Core can
+# import it, it takes it for installed.
+$(TE_STAMP): tests/fake_te/requirements.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/te
+	@$(call INSTALL_APART,$<,$(VENV)/te)
 	@touch $@
 
 quickstart: setup
@@ -76,11 +87,11 @@ test-fast: setup
 WORKERS ?= 3
 PYTEST_WORKERS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup sglang
+test: setup sglang te
 	@$(PYTEST_WORKERS)
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
-test-full: setup sglang
+test-full: setup sglang te
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.

@@ -559,7 +559,7 @@ GPU = (
     _fault(
         "gpu",
         "one server by default, the other devices idle",
-        "count = server.count or devices // server.tp",
+        "count = server.count or devices // tp_here",
         "count = server.count or 1",
         "assemble/test_memory_turns.py",
     ),
@@ -641,6 +641,22 @@ GPU = (
         "config/test_server_arguments.py",
     ),
 )
+TRANSFORMER_ENGINE = (
+    _fault(
+        "Transformer Engine",
+        "whole weights stay marked as cut",
+        'vars(parameter)["tensor_model_parallel"] = False',
+        'vars(parameter)["tensor_model_parallel"] = True',
+        "models/test_transformer_engine.py",
+    ),
+    _fault(
+        "Transformer Engine",
+        "weight gradients are rounded and added by a hook",
+        "setattr(module, FUSED, True)",
+        "setattr(module, FUSED, False)",
+        "models/test_transformer_engine.py",
+    ),
+)
 FAULTS = (
     *ALGORITHMS,
     *DATA,
@@ -655,4 +671,5 @@ FAULTS = (
     *TURNS,
     *REWARDS,
     *GPU,
+    *TRANSFORMER_ENGINE,
 )

@@ -104,8 +104,8 @@ def _has_latent_attention() -> bool:
 def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
     """Return the features of an architecture that only the local spec's modules support, in words.
 
-    Transformer Engine passes keys round a ring of context-parallel ranks, and refuses windows and sinks there; its ways
-    of communicating that take them refuse packed sequences, in part of its versions.
+    Transformer Engine passes keys round a ring of context-parallel ranks, and refuses windows there; its ways of
+    communicating that take them refuse packed sequences, in part of its versions. Sinks it refuses in packed sequences.
     """
     return [
         what
@@ -115,7 +115,7 @@ def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
             "query and key norms over all heads together": hf.qk_norm_joint,
             "a separate norm epsilon in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
             "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
-            "attention sinks over context parallelism": cp_size > 1 and hf.sinks,
+            "attention sinks in packed sequences": hf.sinks,
         }.items()
         if there
     ]

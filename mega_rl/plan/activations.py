@@ -93,8 +93,9 @@ def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
     if recompute.selects("mla_up_proj") and shape.hf.mla is not None:
         entries["rotary tables"] = 0.0
         entries["keys and queries"] *= shape.core == "classes"  # copies that attention keeps stay
+    mlp = ("MLP input",) if shape.spec == "te" and not shape.moe else ()  # whose norm is inside
     for module, names in {
-        "mlp": ("MLP hidden", "MLP activation"),
+        "mlp": ("MLP hidden", "MLP activation", *mlp),
         "moe_act": ("expert activation",),
         "shared_experts": ("shared experts",),
         "moe": ("router", "expert input", "expert hidden", "expert activation", "shared experts"),
@@ -137,6 +138,10 @@ def _attention(shape: LayerShape) -> dict[str, float]:
         "rotary tables": _rotary(shape, hf.head_dim * hf.rope.percent),
         "context": q,
     }
+    if shape.spec == "te":
+        # Its attention copies the values, its norms queries and keys: all are strided views of the one product.
+        entries["query, key and value"] = kv if shape.core == "packed" else 0.0
+        entries["query before its norm"] = q + kv if normed else 0.0
     if shape.spec == "hf":
         entries["query, key and value"] = (q + kv) / b * (FP32 + b) if normed else 0.0
         entries["query before its norm"] = 0.0

@@ -42,12 +42,14 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120.0,
     device: str | None = None,
+    preload: str = "tests.helpers.preloaded",
 ) -> list[Any]:
     """Results of function(rank, *args) in rank order.
 
     `function` is a module-level function; its environment is what torchrun would set, so
     `mega_rl.parallel.groups.initialize` finds its world. Results are what pickle takes. On a machine with
-    a GPU for each rank they are visible; else none is.
+    a GPU for each rank they are visible; else none is. `preload` names the module that ranks on a CPU are forked from;
+    a process has one for all its launches.
 
     Raises:
         RanksFailed: as soon as one rank fails, or at the timeout; all ranks are killed before.
@@ -57,7 +59,7 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
     if device == "cpu":
-        context.set_forkserver_preload(["tests.helpers.preloaded"])
+        context.set_forkserver_preload([preload])
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         directory = Path(folder)
         processes = [

@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from mega_rl import accelerator, versions
 from mega_rl.cli import app as cli
 from mega_rl.errors import UserErrors
+from tests.fake_te.package import release as te_release
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +39,10 @@ def test_the_extra_for_gpus_takes_the_release_of_transformer_engine_that_is_chec
     engine = versions.TRANSFORMER_ENGINE
     assert (required.name, required.specifier) == (engine.name, SpecifierSet(engine.allowed))
     assert f"{engine.allowed.removeprefix('==').removesuffix('.*')} exactly" in (ROOT / "docs/versions.md").read_text()
+
+
+def test_the_release_of_transformer_engine_that_tests_import_is_allowed() -> None:
+    assert versions.is_allowed(versions.TRANSFORMER_ENGINE, te_release())
 
 
 @pytest.mark.parametrize("release", ["2.10.0", "2.12.0", "2.20.2"])

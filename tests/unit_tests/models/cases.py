@@ -181,6 +181,7 @@ def refusal_cases(folder: Path) -> dict[str, str]:
         "yarn cut": config("gpt_oss", world_size=4, cp=4),
         "te": spec("te", "gemma3_text"),
         "te cp": spec("te", "gpt_oss", cp=2),
+        "te sinks": spec("te", "gpt_oss"),
         "local": spec("local", "gemma3_text"),
     }
     multi_latent_attention.HAVE_TE = True  # what upstream believes wherever our patches are not

@@ -10,6 +10,7 @@ import pytest
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.plan.sharding import Spec
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.activations import LayerShape, Recompute, activation_bytes, kept
 from tests.helpers.distributed import run_ranks
@@ -58,23 +59,26 @@ def test_the_formula_is_what_autograd_keeps(
     name: str, live: dict[str, dict[str, float]], checkpoints: dict[str, Path]
 ) -> None:
     """All layers and the head, local layers, with the kernels of a GPU in place of a CPU's."""
-    world_size, family, case = CASES[name]
+    _, family, case = CASES[name]
     hf = read_hf_config(checkpoints[family])
-    layout = ParallelLayout(
-        world_size=world_size, **{"etp": case.get("layout", {}).get("tp", 1), **case.get("layout", {})}
-    )
-    tokens, planned, others = live[name]["tokens"], sum(_per_token(hf, layout, case)), OTHERS
+    tokens, planned, others = live[name]["tokens"], sum(per_token(hf, layout_of(case), case)), OTHERS
     if case.get("recompute") == "full":
         planned += 4 * hf.head_dim  # angles of packed tokens, once for all layers
         others -= PLACES
     assert tokens * planned == pytest.approx(live[name]["bytes"] - others * tokens, rel=TOLERANCE)
 
 
-def _per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any]) -> list[float]:
+def layout_of(case: dict[str, Any]) -> ParallelLayout:
+    """The layout of a case, of as few ranks as it takes; experts are cut as the rest is."""
+    sizes = case.get("layout", {})
+    return ParallelLayout(world_size=sizes.get("tp", 1) * sizes.get("cp", 1), **{"etp": sizes.get("tp", 1), **sizes})
+
+
+def per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any], *, spec: Spec = "local") -> list[float]:
     """Bytes per token of every layer, and of final norm, head and logits."""
     b = 4 if case.get("dtype") == "fp32" else 2
     recompute = Recompute(case.get("recompute", "none"), case.get("recompute_modules", ["core_attn"]))
-    shape = LayerShape(hf, layout, itemsize=b)
+    shape = LayerShape(hf, layout, spec, itemsize=b)
     layers = [sum(kept(replace(shape, moe=hf.is_moe(i)), recompute).values()) for i in range(hf.num_layers)]
     final = hf.hidden_size * (4 if hf.zero_centered_norm else b) * shape.share + hf.hidden_size * b * shape.share
     return [*layers, final, hf.vocab_size / layout.tp * b]

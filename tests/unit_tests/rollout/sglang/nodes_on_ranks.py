@@ -86,7 +86,7 @@ def lives(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def start(ranks: GroupRanks, folder: Path, how: str, *, timeout_s: float) -> StartedServers:
-    """Two servers of two ranks on two hosts; the second node of each behaves as its role says."""
+    """Two servers of two ranks on two hosts; the second node of each behaves as `how` says."""
     os.environ["HOW"] = f'{{"1": "{how}"}}'
     settings = ServerSettings(Path("/some/checkpoint"), tp=2, nodes=2, start_timeout_s=timeout_s)
     return StartedServers(ranks, [settings] * 2, ranks_per_host=1, folder=folder)
