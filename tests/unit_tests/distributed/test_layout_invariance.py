@@ -33,6 +33,7 @@ from mega_rl.config.schema import (
     MicrobatchConfig,
     MoeConfig,
     RewardConfig,
+    RewardPoolConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -117,7 +118,10 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
         algorithm=(ALGORITHMS | {"grpo recomputed": RECOMPUTED})[algorithm],
         data=DataConfig(train_files=[str(folder / "train.jsonl")], max_prompt_tokens=8),
         rollout=RolloutConfig(n=4, max_new_tokens=8, temperature=0.8, verify_interval=1),
-        reward=RewardConfig(function=f"{folder / 'reward.py'}:share_of_odd_digits"),
+        reward=RewardConfig(
+            function=f"{folder / 'reward.py'}:share_of_odd_digits",
+            pool=RewardPoolConfig(workers=0),  # their number, and so their metrics, would depend on the ranks of a host
+        ),
         metrics=MetricsConfig(tensorboard=False, progress_bar=False, rollout_interval=0),
         trainer=TrainerConfig(
             run_dir=str(folder / f"run-{layout}-{algorithm}"),

@@ -78,7 +78,7 @@ def test_what_is_sent_does_not_depend_on_the_layout(checkpoints: dict[str, Path]
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "results"),
     [
         ({"version": "0.4.9"}, "runs SGLang '0.4.9'"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16', rollouts are to be in float32"),
@@ -118,7 +118,7 @@ def test_the_short_name_of_a_dtype_is_the_dtype(checkpoints: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "results"),
     [
         ({"model_type": "llama"}, "serves model_type='llama', the trainer's model is 'qwen3'"),
         ({"architectures": ["LlamaForCausalLM"]}, "serves architectures=['LlamaForCausalLM']"),

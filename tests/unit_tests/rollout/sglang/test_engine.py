@@ -130,7 +130,7 @@ def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch
             assert met.wait(20), "the ranks do not meet while samples are out"
             return super().result()
 
-    monkeypatch.setattr(agreement.run_on_all, "__kwdefaults__", {"beat_s": 0.01})
+    monkeypatch.setattr(agreement.run_on_all, "__kwdefaults__", {"beat_s": 0.01, "cancel": None})
     engine, _ = engine_over(WaitsForTheRanks(lambda requests, _: served(requests)))
     engine._everyone = Met()
     assert len(generate(engine).tokens) == 6
