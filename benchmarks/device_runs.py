@@ -15,6 +15,7 @@ from device_micro import GPU, Record
 
 PROJECT = Path(__file__).parents[1]
 TESTS = PROJECT / "tests" / "unit_tests"
+SMALL = TESTS / "storage" / "test_strict_json.py"  # in seconds, without torch
 SHOWN_FAILURES = 20
 # Metrics of a step that hardly depend on which tokens a sampler drew.
 COMPARED = ("actor/grad_norm", "actor/entropy")
@@ -22,15 +23,15 @@ COMPARED = ("actor/grad_norm", "actor/entropy")
 
 def tests(*, tiny: bool) -> Iterator[Record]:
     """Run the tests that need a GPU, which machines without one skip."""
+    marks = "gpu or not gpu" if tiny else "gpu"
     # One GPU for all of them: one after the other.
-    chosen = [TESTS / "data" / "test_packing.py"] if tiny else [TESTS]
-    yield {"case": "marked gpu", **_pytest(["-m", "gpu", "--timeout=120"], chosen)}
+    yield {"case": "marked gpu", **_pytest(["-m", marks, "--timeout=120"], [SMALL if tiny else TESTS])}
 
 
 def suite(*, tiny: bool) -> Iterator[Record]:
     """Run all unit tests where a GPU is visible: those that start several ranks stay on the CPU, the rest may not."""
     if tiny:
-        yield {"case": "unit tests", **_pytest([], [TESTS / "storage" / "test_strict_json.py"])}
+        yield {"case": "unit tests", **_pytest([], [SMALL])}
         return
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     options = ["-n", str(workers), "--dist", "loadfile", "--timeout=200"]
