@@ -44,6 +44,13 @@ ALGORITHMS = (
     ),
     _fault(
         "algorithms",
+        "KL in the loss not weighted by the ratio",
+        "weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)",
+        "weight = torch.ones_like(log_ratio)",
+        "algorithms/test_kl_gradients.py",
+    ),
+    _fault(
+        "algorithms",
         "GAE off by one token",
         "next_values[:, :-1] = values[:, 1:]",
         "next_values[:, :-1] = values[:, :-1]",

@@ -13,6 +13,7 @@ from torch import Tensor
 from mega_rl.errors import UserError
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 is finite in float32, and so is its square
+WEIGHT_LIMIT = 10.0  # ratio; beyond it a token left the clipped objective's bounds long ago
 
 
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -50,6 +51,25 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
+    """Return each token's KL to the reference as a term of a loss, with the divergence's own gradient.
+
+        value     w * estimator(p, q)
+        gradient  w * log(p / q) * grad log p       w = min(p / p_old, 10), a constant; log(p / q) within +-20 nats
+
+    All tensors share one shape; log_ratio is log(p / p_old), and p_old sampled the tokens. Their mean gradient is that
+    of KL(p || q) at their prefixes: sum p grad(log p) log(p / q) = sum p_old w grad(log p) log(p / q). It is the
+    derivative of sg(w) * k2 and of w * k3 alike, so for the divergence's gradient k2 and k3 differ in value alone.
+    Derivatives of bare estimators are others: of k1 it is 0 on average, of k3 it is that of KL(q || p). The bounds act
+    on single tokens: one far from the reference is pulled back by 20 nats, not e^20, and never let go.
+    Source: Tang & Munos 2025, arXiv:2506.09477; docs/adr/0022-kl-gradients.md has the numbers.
+    """
+    weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)
+    value = estimator(logprobs, ref_logprobs).detach()
+    pull = clamped_log_ratio(logprobs, ref_logprobs).detach()
+    return weight * (value + pull * (logprobs - logprobs.detach()))
 
 
 class KLController(Protocol):

@@ -77,7 +77,11 @@ class KlConfig:
     """The penalty on the distance from the reference policy."""
 
     placement: str = setting("none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss"))
-    estimator: str = setting("k3", "KL estimator.", choices=("k1", "k2", "k3"))
+    estimator: str = setting(
+        "auto",
+        "KL estimator; auto takes k1 in the reward, k3 in the loss. In the loss k2 and k3 have one gradient.",
+        choices=("auto", "k1", "k2", "k3"),
+    )
     coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
     control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
