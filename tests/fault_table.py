@@ -51,6 +51,13 @@ ALGORITHMS = (
     ),
     _fault(
         "algorithms",
+        "KL coefficient adapted while the policy stands still",
+        "if any(updates):",
+        "if True:",
+        "trainer/test_loop.py",
+    ),
+    _fault(
+        "algorithms",
         "GAE off by one token",
         "next_values[:, :-1] = values[:, 1:]",
         "next_values[:, :-1] = values[:, :-1]",

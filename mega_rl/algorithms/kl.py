@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 is finite in float32, and so is its square
 WEIGHT_LIMIT = 10.0  # ratio; beyond it a token left the clipped objective's bounds long ago
@@ -124,8 +124,16 @@ class AdaptiveKL:
                 raise UserError(f"{name}={number}: the adaptive KL controller needs a number above 0")
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Take the mean KL (nats per token) of a step's `num_sequences` sequences into account."""
-        assert math.isfinite(kl), f"observed KL is {kl}"
+        """Take the mean KL (nats per token) of a step's `num_sequences` sequences into account.
+
+        Raises RunError for a KL that is not finite, which would be the coefficient of every later step.
+        """
+        if not math.isfinite(kl):
+            raise RunError(
+                f"kl/ref={kl}: the adaptive KL controller needs a finite KL, so log-probs of the policy or of the "
+                "reference are not finite; resume from an earlier checkpoint with a lower optim.lr, and check the "
+                "reference's weights"
+            )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, k1, k2, k3
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 
 
 def test_estimators_by_hand() -> None:
@@ -68,6 +68,14 @@ def test_adaptive_stays_positive_for_a_batch_beyond_its_horizon() -> None:
     kl = AdaptiveKL(1.0, target=1.0, horizon=10)
     kl.update(0.0, 10_000)
     assert kl.value == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_adaptive_ends_the_run_before_its_coefficient_is_lost(kl: float) -> None:
+    controller = AdaptiveKL(0.1, target=1.0, horizon=10)
+    with pytest.raises(RunError, match=rf"kl/ref={kl}: .* resume from an earlier checkpoint"):
+        controller.update(kl, 10)
+    assert controller.value == 0.1
 
 
 def test_adaptive_resumes() -> None:
