@@ -168,6 +168,17 @@ def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
     assert coefficients[4] == pytest.approx(0.1 * 0.9)  # half the horizon, half the largest step
 
 
+def test_the_kl_of_an_update_goes_before_that_of_stand_ins() -> None:
+    """With one update a step the loop has the rollout engine's log-probs, and the update the policy's."""
+    kl = AdaptiveKL(0.1, target=0.05, horizon=16)
+    trainer = single_update(make_trainer(kl=kl, grpo=True, reference=FakeFrozen()))
+    trainer.sync.publish()
+    update = trainer.actor.update
+    trainer.actor.update = lambda *args, **kwargs: update(*args, **kwargs) | {"kl/ref": 0.0}  # type: ignore[method-assign]
+    assert trainer.step(0)["kl/ref"] == 0.0
+    assert kl.value == pytest.approx(0.1 * 0.9)
+
+
 @dataclasses.dataclass
 class LateActor:
     """An actor whose first steps change nothing, as those of `algorithm.critic_warmup_steps`."""
