@@ -95,7 +95,10 @@ class ClipConfig:
     low: float = setting(0.2, "Policy ratio is clipped at 1 - low.", above=0.0, max=1.0)
     high: float = setting(0.2, "Policy ratio is clipped at 1 + high.", above=0.0)
     dual: float = setting(
-        0.0, "Lower bound of the objective for negative advantages, as a ratio; 0 turns it off.", min=0.0
+        3.0,
+        "Lower bound of the objective for negative advantages, as a ratio: beyond it a token gives no gradient, which "
+        "would grow with the ratio; 0 turns it off.",
+        min=0.0,
     )
     value: float = setting(
         0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
