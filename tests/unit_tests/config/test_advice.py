@@ -20,6 +20,13 @@ SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorith
             "algorithm.clip.dual=0 with 8 optimizer steps for each batch: ",
             "set algorithm.clip.dual=3",
         ),
+        (("rollout.top_p=0.9",), "rollout.top_p=0.9: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
+        (("rollout.top_k=50",), "rollout.top_k=50: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
+        (
+            ("rollout.top_p=0.9", "rollout.top_k=50"),
+            "rollout.top_p=0.9 and rollout.top_k=50: training",
+            "lower rollout.temperature",
+        ),
     ],
 )
 def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...], beginning: str, fix: str) -> None:
