@@ -14,7 +14,7 @@ from mega_rl.errors import RunError, UserError
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 is finite in float32, and so is its square
 K3_LIMIT = 10.0  # nats, of one token's estimate
-WEIGHT_LIMIT = 10.0  # ratio; beyond it a token left the clipped objective's bounds long ago
+WEIGHT_LIMIT = 10.0  # ratio to the policy that sampled; the clipped objective's bounds end long before
 
 
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, est
 
     All tensors share one shape; log_ratio is log(p / p_old), and p_old sampled the tokens. Their mean gradient is that
     of KL(p || q) at their prefixes: sum p grad(log p) log(p / q) = sum p_old w grad(log p) log(p / q). It is the
-    derivative of sg(w) * k2 and of w * k3 alike, so for the divergence's gradient k2 and k3 differ in value alone.
+    derivative of sg(w) * k2 and of w * k3 alike (sg: a constant), so k2 and k3 differ in value alone.
     Derivatives of bare estimators are others: of k1 it is 0 on average, of k3 it is that of KL(q || p). The bounds act
     on single tokens: one far from the reference is pulled back by 20 nats, not e^20, and never let go.
     Source: Tang & Munos 2025, arXiv:2506.09477; docs/adr/0022-kl-gradients.md has the numbers.
