@@ -38,9 +38,23 @@ ALGORITHMS = (
     _fault(
         "algorithms",
         "k3 adds the log ratio",
-        "return torch.expm1(log_ratio) - log_ratio",
-        "return torch.expm1(log_ratio) + log_ratio",
+        "estimate = torch.expm1(log_ratio) - log_ratio",
+        "estimate = torch.expm1(log_ratio) + log_ratio",
         "algorithms/test_kl.py",
+    ),
+    _fault(
+        "algorithms",
+        "KL in the loss not weighted by the ratio",
+        "weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)",
+        "weight = torch.ones_like(log_ratio)",
+        "algorithms/test_kl_gradients.py",
+    ),
+    _fault(
+        "algorithms",
+        "KL coefficient adapted while the policy stands still",
+        "if any(updates):",
+        "if True:",
+        "trainer/test_loop.py",
     ),
     _fault(
         "algorithms",

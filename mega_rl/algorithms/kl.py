@@ -10,9 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 is finite in float32, and so is its square
+K3_LIMIT = 10.0  # nats, of one token's estimate
+WEIGHT_LIMIT = 10.0  # ratio to the policy that sampled; the clipped objective's bounds end long before
 
 
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -40,16 +42,48 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return q/p - 1 - log(q / p): unbiased, of low variance, never negative.
+    """Return q/p - 1 - log(q / p), at most 10: of low variance, never negative, unbiased while no token is cut.
 
-    The log ratio is clamped to +-20 nats before the exponential, so that one token whose policy probability collapsed
-    cannot make the batch infinite; k1 and k2 are not clamped.
+    Without the bound one token whose probability collapsed is the mean: e^20 nats weigh as much as 10^8 tokens. The
+    bound cuts tokens that the reference gives 2.6 nats more than the policy, or 11 less. There the derivative is 0, so
+    a loss takes its gradient from `kl_penalty`; k1 and k2 are not bounded. The field bounds k3 at 10, too.
     """
     log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
-    return torch.expm1(log_ratio) - log_ratio
+    estimate = torch.expm1(log_ratio) - log_ratio
+    return estimate.clamp(max=K3_LIMIT)
 
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
+    """Return each token's KL to the reference as a term of a loss, with the divergence's own gradient.
+
+        value     w * estimator(p, q)
+        gradient  w * log(p / q) * grad log p       w = min(p / p_old, 10), a constant; log(p / q) within +-20 nats
+
+    All tensors share one shape; log_ratio is log(p / p_old), and p_old sampled the tokens. Their mean gradient is that
+    of KL(p || q) at their prefixes: sum p grad(log p) log(p / q) = sum p_old w grad(log p) log(p / q). It is the
+    derivative of sg(w) * k2 and of w * k3 alike (sg: a constant), so k2 and k3 differ in value alone.
+    Derivatives of bare estimators are others: of k1 it is 0 on average, of k3 it is that of KL(q || p). The bounds act
+    on single tokens: one far from the reference is pulled back by 20 nats, not e^20, and never let go.
+    Source: Tang & Munos 2025, arXiv:2506.09477; docs/adr/0022-kl-gradients.md has the numbers.
+    """
+    weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)
+    value = estimator(logprobs, ref_logprobs).detach()
+    pull = clamped_log_ratio(logprobs, ref_logprobs).detach()
+    return weight * (value + pull * (logprobs - logprobs.detach()))
+
+
+def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, *, token_weights: Tensor) -> dict[str, Tensor]:
+    """Return the token means kl/ref (estimate k3) and kl/ref_k1, nats, as shares of this micro-batch; no gradient.
+
+    All tensors share one shape; `token_weights` as in `algorithms.policy_loss`, and where it is 0 nothing counts.
+    """
+    active = token_weights > 0
+    logprobs, ref_logprobs = (torch.where(active, x.detach(), 0.0) for x in (logprobs, ref_logprobs))
+    estimates = {"kl/ref": k3(logprobs, ref_logprobs), "kl/ref_k1": k1(logprobs, ref_logprobs)}
+    return {name: (token_weights * estimate).sum() for name, estimate in estimates.items()}
 
 
 class KLController(Protocol):
@@ -104,8 +138,16 @@ class AdaptiveKL:
                 raise UserError(f"{name}={number}: the adaptive KL controller needs a number above 0")
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """Take the mean KL (nats per token) of a step's `num_sequences` sequences into account."""
-        assert math.isfinite(kl), f"observed KL is {kl}"
+        """Take the mean KL (nats per token) of a step's `num_sequences` sequences into account.
+
+        Raises RunError for a KL that is not finite, which would be the coefficient of every later step.
+        """
+        if not math.isfinite(kl):
+            raise RunError(
+                f"kl/ref={kl}: the adaptive KL controller needs a finite KL, so log-probs of the policy or of the "
+                "reference are not finite; resume from an earlier checkpoint with a lower optim.lr, and check the "
+                "reference's weights"
+            )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 

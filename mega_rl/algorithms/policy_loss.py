@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import KLEstimator, clamped_log_ratio
+from mega_rl.algorithms.kl import KLEstimator, clamped_log_ratio, kl_penalty
 from mega_rl.protocols import LossOutput
 
 
@@ -47,7 +47,7 @@ def ppo_policy_loss(
 ) -> LossOutput:
     """Return the policy's loss on one micro-batch, a share of the mini-batch's.
 
-        loss = sum w * (pg - entropy_coef * entropy + kl.coef * kl(policy, reference))      pg: `clipped_objective`
+        loss = sum w * (pg - entropy_coef * entropy + kl.coef * kl)      pg: `clipped_objective`, kl: `kl_penalty`
 
     All tensors share one shape, packed or padded; float32. `loss_weights` w are those of algorithms.aggregation;
     `token_weights` (1 / global response tokens on response tokens, else 0) also say which tokens count: whatever stands
@@ -56,7 +56,8 @@ def ppo_policy_loss(
     sums, besides those of `clipped_objective`: actor/loss, actor/policy_loss and actor/kl_loss, weighted as the loss;
     token means of actor/entropy and of actor/ref_kl with a reference. maxima: actor/ratio_max. Without `entropy` the
     metric is the mean of -logprob, whose expectation over tokens that this policy samples is the entropy.
-    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; KL in the loss: Shao et al. 2024, arXiv:2402.03300, eq. 3.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; KL in the loss: Shao et al. 2024, arXiv:2402.03300, eq. 3,
+    but for its gradient.
     """
     assert entropy is not None or settings.entropy_coef == 0.0, "an entropy bonus needs the entropy"
     active = token_weights > 0
@@ -72,7 +73,8 @@ def ppo_policy_loss(
         sums["actor/entropy"] = (token_weights * entropy).sum().detach()
         loss = loss - settings.entropy_coef * (loss_weights * entropy).sum()
     if kl is not None:
-        divergence = kl.estimator(logprobs, torch.where(active, kl.ref_logprobs, 0.0))
+        ref_logprobs = torch.where(active, kl.ref_logprobs, 0.0)
+        divergence = kl_penalty(logprobs, ref_logprobs, log_ratio=log_ratio, estimator=kl.estimator)
         kl_loss = kl.coef * (loss_weights * divergence).sum()
         loss = loss + kl_loss
         sums["actor/kl_loss"] = kl_loss.detach()

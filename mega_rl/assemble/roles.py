@@ -15,7 +15,7 @@ from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLControll
 from mega_rl.algorithms.policy_loss import PolicyLossSettings
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, checkpoint_of
 from mega_rl.config.attention import Role
-from mega_rl.config.needs import is_on_policy, models_take_turns
+from mega_rl.config.needs import is_on_policy, kl_estimator, models_take_turns
 from mega_rl.config.origins import recorded, short_commit
 from mega_rl.config.schema import AlgorithmConfig, Config, KlConfig
 from mega_rl.converters.plan.parameters import hf_tensors
@@ -90,7 +90,7 @@ def _actor(config: Config, engine: ModelPasses, kl: KLController) -> Learner:
             entropy_coef=algorithm.entropy_coef,
         ),
         kl=kl if algorithm.kl.placement == "loss" else None,
-        kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
+        kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
         tis_cap=algorithm.tis_cap,
         on_policy=is_on_policy(config),
     )
@@ -155,5 +155,5 @@ def build_estimator(algorithm: AlgorithmConfig, kl: KLController) -> AdvantageEs
         gae_lambda=algorithm.gae_lambda,
         whiten=algorithm.whiten_advantages,
         kl=kl if algorithm.kl.placement == "reward" else None,
-        kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
+        kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
     )

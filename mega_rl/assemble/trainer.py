@@ -24,6 +24,7 @@ from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
 from mega_rl.config.render import resolved_yaml
+from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config
 from mega_rl.data.prompts import PromptSampler, fingerprint
 from mega_rl.errors import UserError
@@ -149,6 +150,8 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
     if is_writer:
         if saves_nothing(config):
             log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
+        for line in advice(config):
+            log.warning("%s", line)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
     metrics = make_sink(

@@ -8,7 +8,10 @@ from operator import attrgetter
 from typing import Any
 
 from mega_rl.config.keys import flat, keys_below, keys_in
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, KlConfig
+
+# Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
+KL_ESTIMATORS_BY_PLACEMENT = {"none": ("k3",), "reward": ("k1",), "loss": ("k3", "k2")}
 
 
 @dataclass(frozen=True)
@@ -277,3 +280,8 @@ def is_on_policy(config: Config) -> bool:
     needed_before = algorithm.kl.placement == "reward" or algorithm.critic_warmup_steps > 0 or algorithm.tis_cap > 0
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before
+
+
+def kl_estimator(kl: KlConfig) -> str:
+    """Return the name of the KL estimator that a run uses."""
+    return KL_ESTIMATORS_BY_PLACEMENT[kl.placement][0] if kl.estimator == "auto" else kl.estimator

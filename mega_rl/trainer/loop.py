@@ -146,9 +146,11 @@ class PPOTrainer:
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):
             inspect = self.old_logprobs.inspect
-            metrics |= mean_metrics([self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches])
+            updates = [self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches]
+            metrics |= mean_metrics(updates)
             metrics["kl/coef"] = self.kl.value
-            self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
+            if any(updates):  # a step of the critic alone says nothing about the coefficient
+                self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
         with phase("sync_weights"):
             metrics |= self.sync.publish()
         if _due(step + 1, self.settings.rollout_interval):

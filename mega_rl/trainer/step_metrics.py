@@ -83,7 +83,10 @@ def _groups(prompt_index: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
-    """Return token means of the update's inputs, and the explained variance of the returns, over all ranks."""
+    """Return token means of the update's inputs, and the explained variance of the returns, over all ranks.
+
+    Where the update gives its own old log-probs, its kl/ref and kl/ref_k1 replace those made here.
+    """
     mask = experience.loss_mask
     columns = {
         "kl/ref": k3(experience.old_logprobs, experience.ref_logprobs),

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mega_rl.algorithms.importance import importance_metrics, truncated_importance_weights
-from mega_rl.algorithms.kl import KLController, KLEstimator
+from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
 from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
@@ -22,7 +22,8 @@ LearningRate = Callable[[int], float]  # trainer step -> learning rate
 class PolicyLoss:
     """The clipped policy objective with its numbers (see `algorithms.policy_loss`).
 
-    `on_policy`: a step updates once, so the forward at hand gives the log-probs before the update.
+    `on_policy`: a step updates once, so the forward at hand gives the log-probs before the update, and with a reference
+    kl/ref and kl/ref_k1 too: the step had only the rollout engine's log-probs for them, whose rounding is no KL.
     `tis_cap`: truncated importance sampling (see `algorithms.importance`) corrects for what sampled the tokens; 0 off.
     """
 
@@ -50,6 +51,8 @@ class PolicyLoss:
             settings=self.settings,
             kl=None if self.kl is None else KLTerm(fields["ref_logprobs"], self.kl.value, self.kl_estimator),
         )
+        if self.on_policy and self.kl is not None:
+            metrics |= kl_metrics(old_logprobs, fields["ref_logprobs"], token_weights=fields["token_weights"])
         return replace(loss, sums=loss.sums | metrics)
 
     def _correct(self, old_logprobs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

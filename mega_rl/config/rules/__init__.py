@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
-from mega_rl.config.needs import unmet
+from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, unmet
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import rollout as rollout_rules
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, KlConfig
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -70,8 +70,24 @@ def _algorithm(config: Config) -> Iterator[str]:
             "algorithm.kl.placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per "
             "token has no place in it; legal: none, loss"
         )
+    yield from _kl_estimator(algorithm.kl)
     if 0 < algorithm.clip.dual <= 1:
         yield f"algorithm.clip.dual={algorithm.clip.dual:g}: legal: 0 (off) or above 1"
+
+
+def _kl_estimator(kl: KlConfig) -> Iterator[str]:
+    legal = ("auto", *KL_ESTIMATORS_BY_PLACEMENT[kl.placement])
+    if kl.placement == "none" or kl.estimator in legal:
+        return
+    reason = (
+        "as a penalty in the reward its gradient is not the KL's, and may point away from the reference"
+        if kl.placement == "reward"
+        else "as a term of the loss its gradient is 0 on average, so that it holds nothing"
+    )
+    yield (
+        f"algorithm.kl.estimator={kl.estimator} with algorithm.kl.placement={kl.placement}: {reason}; "
+        f"legal: {', '.join(legal)}"
+    )
 
 
 def _profile(config: Config, world_size: int) -> Iterator[str]:

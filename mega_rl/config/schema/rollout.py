@@ -185,8 +185,10 @@ class RolloutConfig:
     )
     n: int = setting(1, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
-    top_p: float = setting(1.0, "Nucleus mass.", above=0.0, max=1.0)
-    top_k: int = setting(0, "Keep the k most likely tokens; 0 keeps all.", unit="tokens", min=0)
+    top_p: float = setting(
+        1.0, "Nucleus mass; training does not see what is cut off, so below 1 a run warns.", above=0.0, max=1.0
+    )
+    top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0 keeps all.", unit="tokens", min=0)
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
     stop_token_ids: list[int] = setting(
         [], "Extra token ids that end a response, besides the model's end-of-sequence ids."

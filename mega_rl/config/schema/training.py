@@ -77,7 +77,11 @@ class KlConfig:
     """The penalty on the distance from the reference policy."""
 
     placement: str = setting("none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss"))
-    estimator: str = setting("k3", "KL estimator.", choices=("k1", "k2", "k3"))
+    estimator: str = setting(
+        "auto",
+        "KL estimator; auto takes k1 in the reward, k3 in the loss. In the loss k2 and k3 have one gradient.",
+        choices=("auto", "k1", "k2", "k3"),
+    )
     coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
     control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
@@ -91,7 +95,10 @@ class ClipConfig:
     low: float = setting(0.2, "Policy ratio is clipped at 1 - low.", above=0.0, max=1.0)
     high: float = setting(0.2, "Policy ratio is clipped at 1 + high.", above=0.0)
     dual: float = setting(
-        0.0, "Lower bound of the objective for negative advantages, as a ratio; 0 turns it off.", min=0.0
+        3.0,
+        "Lower bound of the objective for negative advantages, as a ratio: beyond it a token gives no gradient, which "
+        "would grow with the ratio; 0 turns it off.",
+        min=0.0,
     )
     value: float = setting(
         0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0

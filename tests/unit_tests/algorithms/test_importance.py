@@ -65,7 +65,7 @@ def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Te
             objective = torch.maximum(objective, DUAL_CLIP * advantage)
         token = -weight * objective
         token = token - ENTROPY_COEF * fields["entropy"][place]
-        token = token + KL_COEF * 0.5 * (new - fields["ref_logprobs"][place]) ** 2
+        token = token + KL_COEF * ratio.detach() * 0.5 * (new - fields["ref_logprobs"][place]) ** 2
         total = total + fields["loss_weights"][place] * token
     return total
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, k1, k2, k3
-from mega_rl.errors import UserError
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, k1, k2, k3, kl_penalty
+from mega_rl.errors import RunError, UserError
 
 
 def test_estimators_by_hand() -> None:
@@ -38,13 +38,46 @@ def test_equal_policies_have_none_and_tiny_differences_survive() -> None:
     assert small == pytest.approx(5.0e-7, rel=1e-2)
 
 
-def test_k3_stays_finite_where_the_policy_collapsed() -> None:
-    logprobs = torch.tensor([-300.0], requires_grad=True)
-    value = k3(logprobs, torch.tensor([-0.1]))
-    value.sum().backward()
-    assert value.item() == pytest.approx(math.exp(20) - 21, rel=1e-6)
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == 0.0
+@pytest.mark.parametrize("far", [-300.0, -15.0, -2.62, 11.01, 300.0])
+def test_k3_of_one_token_is_bounded(far: float) -> None:
+    """Policy minus reference in nats: 2.62 and 11.01 are just beyond the bound of 10, 2.6 and 10.9 just inside."""
+    assert k3(torch.tensor([far]), torch.zeros(1)).item() == 10.0
+    inside = {-2.62: -2.6, 11.01: 10.9}.get(far, 0.5)
+    assert k3(torch.tensor([inside]), torch.zeros(1)).item() == pytest.approx(math.expm1(-inside) + inside)
+    assert k3(torch.tensor([inside]), torch.zeros(1)).item() < 10.0
+
+
+def test_one_collapsed_token_does_not_make_the_mean() -> None:
+    """20 nats below the reference among 10^6 tokens: 10^-5 nats, where an unbounded estimate says 485."""
+    logprobs = torch.zeros(1_000_000)
+    logprobs[0] = -20.0
+    assert k3(logprobs, torch.zeros(1_000_000)).mean().item() == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("estimator", [k2, k3])
+@pytest.mark.parametrize(
+    ("far", "moved", "value", "gradient"),
+    [
+        (-1.0, 0.0, None, -1.0),  # no bound acts
+        (-15.0, 0.0, 10.0, -15.0),  # k3 is bounded, its gradient goes on
+        (-300.0, 0.0, 10.0, -20.0),  # the pull is bounded, and does not let go
+        (300.0, 0.0, 10.0, 20.0),
+        (-15.0, -300.0, 0.0, 0.0),  # the policy has no part of such tokens left: they say nothing of it
+        (-15.0, 300.0, 100.0, -150.0),  # a weight of 10 at most
+    ],
+)
+def test_the_penalty_of_extreme_tokens_pulls_back_within_bounds(
+    estimator: KLEstimator, far: float, moved: float, value: float | None, gradient: float
+) -> None:
+    """far: policy minus reference, moved: policy minus the one that sampled, nats."""
+    logprobs = torch.tensor([far], requires_grad=True)
+    penalty = kl_penalty(
+        logprobs, torch.zeros(1), log_ratio=(logprobs + (moved - far)).clamp(-20, 20), estimator=estimator
+    )
+    (actual,) = torch.autograd.grad(penalty.sum(), logprobs)
+    if estimator is k3 and value is not None:
+        assert penalty.item() == pytest.approx(value, abs=1e-6)
+    assert actual.item() == pytest.approx(gradient, abs=1e-6)
 
 
 def test_fixed() -> None:
@@ -68,6 +101,14 @@ def test_adaptive_stays_positive_for_a_batch_beyond_its_horizon() -> None:
     kl = AdaptiveKL(1.0, target=1.0, horizon=10)
     kl.update(0.0, 10_000)
     assert kl.value == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_adaptive_ends_the_run_before_its_coefficient_is_lost(kl: float) -> None:
+    controller = AdaptiveKL(0.1, target=1.0, horizon=10)
+    with pytest.raises(RunError, match=rf"kl/ref={kl}: .* resume from an earlier checkpoint"):
+        controller.update(kl, 10)
+    assert controller.value == 0.1
 
 
 def test_adaptive_resumes() -> None:

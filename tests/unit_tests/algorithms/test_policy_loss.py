@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import k1, k3
 from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
+from mega_rl.config.schema import ClipConfig
 from mega_rl.protocols import LossOutput
 
 QUARTER = torch.full((4,), 0.25)
@@ -115,7 +116,8 @@ def test_gradient_by_hand() -> None:
 
 def test_gradient_equals_finite_differences() -> None:
     g = torch.Generator().manual_seed(0)
-    old, advantages, ref, entropy_shift = torch.randn(4, 3, 5, generator=g, dtype=torch.float64)
+    old, advantages, shift, entropy_shift = torch.randn(4, 3, 5, generator=g, dtype=torch.float64)
+    ref = old + 0.5 * shift  # near enough for k3 and its weight to be unbounded
     weights = torch.rand(3, 5, generator=g, dtype=torch.float64)
 
     def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -167,6 +169,35 @@ def test_an_exploding_ratio_stays_finite() -> None:
     assert out.loss.item() == pytest.approx(math.exp(20), rel=1e-6)
     assert logprobs.grad is not None
     assert logprobs.grad.item() == 0.0
+
+
+@pytest.mark.parametrize(("advantage", "sign"), [(2.0, 1), (-2.0, -1)])
+@pytest.mark.parametrize("nats", [-1e4, -20.1, -19.9, -0.3, -0.1, 0.1, 0.3, 1.0, 1.2, 19.9, 20.1, 1e4])
+def test_gradients_at_any_ratio_are_bounded_by_default(nats: float, advantage: float, sign: int) -> None:
+    """By the settings' bounds: -A ratio where nothing is cut; a gain is cut above 1.2, a loss below 0.8 and above 3."""
+    clip = ClipConfig()
+    logprobs, one = torch.tensor([nats], requires_grad=True), torch.ones(1)
+    out = ppo_policy_loss(
+        logprobs, None, old_logprobs=torch.zeros(1), advantages=advantage * one, loss_weights=one, token_weights=one,
+        settings=PolicyLossSettings(clip_low=clip.low, clip_high=clip.high, dual_clip=clip.dual),
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(out.loss, logprobs)
+    counts = -20 < nats < math.log(1.2) if sign > 0 else math.log(0.8) < nats < math.log(3.0)
+    assert gradient.item() == pytest.approx(-advantage * math.exp(nats) if counts else 0.0, rel=1e-6)
+    assert abs(gradient.item()) <= 3.0 * abs(advantage)
+    assert math.isfinite(out.loss.item())
+    assert abs(out.loss.item()) <= 3.0 * abs(advantage)
+
+
+@pytest.mark.parametrize(("nats", "gradient"), [(5.0, math.exp(5.0)), (19.9, math.exp(19.9)), (20.1, 0.0)])
+def test_without_the_dual_clip_a_token_outweighs_the_batch(nats: float, gradient: float) -> None:
+    """A negative advantage: the gradient grows with the ratio up to e^20, and is lost beyond."""
+    logprobs, one = torch.tensor([nats], requires_grad=True), torch.ones(1)
+    out = ppo_policy_loss(
+        logprobs, None, old_logprobs=torch.zeros(1), advantages=-one, loss_weights=one, token_weights=one,
+        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2),
+    )  # fmt: skip
+    assert torch.autograd.grad(out.loss, logprobs)[0].item() == pytest.approx(gradient, rel=1e-5)
 
 
 def test_shares_add_up() -> None:

@@ -19,7 +19,7 @@ RUNS = {
     "other settings": ["trainer.steps=2", "optim.lr=0.5", "metrics.rollout_samples=3", "model.path=./linked"],
     "other data": ["data.train_files=[other.jsonl]"],
     "never": ["checkpoint.resume=never", "trainer.steps=1", "checkpoint.save_interval=1"],
-    "no saves": ["checkpoint.save_final=false", "trainer.run_dir=lost"],
+    "no saves": ["checkpoint.save_final=false", "trainer.run_dir=lost", "rollout.top_k=3"],
     "another's": ["checkpoint.resume=run/previous/001", "trainer.steps=3", "checkpoint.save_interval=1"],
 }
 
@@ -71,6 +71,12 @@ def test_a_run_saves_at_its_end_unless_all_saving_is_off(folder: Path, logs: dic
     assert not any("saves nothing" in line for line in logs["first"])
     assert nothing in logs["no saves"]
     assert steps(folder / "lost") == []
+
+
+def test_a_run_warns_of_settings_that_seldom_belong_together(logs: dict[str, list[str]]) -> None:
+    (line,) = [line for line in logs["no saves"] if "rollout.top_k=3" in line]
+    assert line.startswith("WARNING rollout.top_k=3: training does not see what sampling cuts off. ")
+    assert not any("training does not see" in line for line in logs["first"])
 
 
 def test_a_finished_run_says_so_and_exports(folder: Path, logs: dict[str, list[str]]) -> None:

@@ -156,6 +156,43 @@ def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
     assert trainer.metrics.records[1]["kl/coef"] == pytest.approx(0.1)
 
 
+def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
+    """A policy that stands still has a KL of 0 to its start, whatever the coefficient."""
+    kl = AdaptiveKL(0.1, target=0.05, horizon=16)
+    trainer = make_trainer(kl=kl, settings=RunSettings(steps=5))
+    policy = trainer.actor
+    trainer.actor = LateActor(policy, first_step=3)
+    trainer.fit()
+    coefficients = [trainer.metrics.records[step]["kl/coef"] for step in range(1, 6)]
+    assert coefficients[:4] == [0.1] * 4  # the fourth step is the first that updates, with the coefficient before
+    assert coefficients[4] == pytest.approx(0.1 * 0.9)  # half the horizon, half the largest step
+
+
+def test_the_kl_of_an_update_goes_before_that_of_stand_ins() -> None:
+    """With one update a step the loop has the rollout engine's log-probs, and the update the policy's."""
+    kl = AdaptiveKL(0.1, target=0.05, horizon=16)
+    trainer = single_update(make_trainer(kl=kl, grpo=True, reference=FakeFrozen()))
+    trainer.sync.publish()
+    update = trainer.actor.update
+    trainer.actor.update = lambda *args, **kwargs: update(*args, **kwargs) | {"kl/ref": 0.0}  # type: ignore[method-assign]
+    assert trainer.step(0)["kl/ref"] == 0.0
+    assert kl.value == pytest.approx(0.1 * 0.9)
+
+
+@dataclasses.dataclass
+class LateActor:
+    """An actor whose first steps change nothing, as those of `algorithm.critic_warmup_steps`."""
+
+    actor: Any
+    first_step: int
+
+    def evaluate(self, batch: Any) -> Any:
+        return self.actor.evaluate(batch)
+
+    def update(self, minibatch: Any, *, step: int, inspect: Any = None) -> Any:
+        return self.actor.update(minibatch, step=step, inspect=inspect) if step >= self.first_step else {}
+
+
 class FakeFrozen:
     """A reference policy that prefers token 3."""
 

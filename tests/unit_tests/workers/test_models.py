@@ -85,6 +85,27 @@ def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
     assert ("actor/ref_kl" in actual.sums) == (kl_coef is not None)
 
 
+def test_an_update_with_its_own_old_logprobs_measures_the_policys_kl() -> None:
+    """Not the rollout engine's, which stand in as old log-probs until then. Two micro-batches add up to the whole."""
+    outputs = TokenOutputs(logprobs=LOGPROBS.clone().requires_grad_(), entropy=ENTROPY)
+    loss = replace(policy_loss(FixedKL(0.3)), on_policy=True)
+    sums = loss(outputs, FIELDS | {"old_logprobs": BATCH.ref_logprobs}).sums
+    mask = BATCH.token_weights > 0
+    gap = (LOGPROBS - BATCH.ref_logprobs)[mask].double()
+    bounded = ((-gap).exp() - 1 + gap).clamp(max=10)
+    assert float(sums["kl/ref"]) == pytest.approx(float((BATCH.token_weights[mask] * bounded).sum()), rel=1e-5)
+    assert float(sums["kl/ref_k1"]) == pytest.approx(float((BATCH.token_weights[mask] * gap).sum()), rel=1e-5)
+    assert float(sums["kl/ref"]) > 0.05
+    assert not any(value.requires_grad for value in sums.values())
+    halves = [
+        loss(TokenOutputs(logprobs=LOGPROBS[rows], entropy=ENTROPY[rows]), {k: v[rows] for k, v in FIELDS.items()}).sums
+        for rows in (slice(0, 1), slice(1, None))
+    ]
+    assert sum(float(half["kl/ref"]) for half in halves) == pytest.approx(float(sums["kl/ref"]), rel=1e-5)
+    assert "kl/ref" not in policy_loss(FixedKL(0.3))(outputs, FIELDS).sums
+    assert "kl/ref" not in replace(loss, kl=None)(outputs, FIELDS).sums
+
+
 def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
     """Without a bonus the metric is the sampled tokens' mean -log p, and the loss is what it is with an entropy."""
     loss = policy_loss(None)

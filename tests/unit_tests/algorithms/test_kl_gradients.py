@@ -1,0 +1,157 @@
+"""Expected gradients of the KL penalties by enumeration of a vocabulary, in float64.
+
+A response is one token of 12. Its loss weight is the probability that it is sampled with, so that the loss is the
+expectation of the sampled loss, and its gradient with respect to the policy's logits the expected gradient.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.gae import GAEAdvantages
+from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, kl_penalty
+from mega_rl.algorithms.policy_loss import PolicyLossSettings
+from mega_rl.config.loader import load
+from mega_rl.config.rules import check
+from mega_rl.types import Experience, TokenOutputs
+from mega_rl.workers.models import PolicyLoss
+
+VOCAB = 12
+UNCLIPPED = PolicyLossSettings(clip_low=1.0, clip_high=1e9)
+DISTANCES = [0.05, 0.2, 0.5, 2.0]  # standard deviation of the difference of policy and reference, in logits
+
+
+def policies(distance: float, drift: float, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of the policy, which has moved by `drift`; log-probs of the policy that sampled, and of the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    reference, move, step = torch.randn(3, VOCAB, generator=generator, dtype=torch.float64)
+    sampler = reference + distance * move
+    return (sampler + drift * step).requires_grad_(), sampler.log_softmax(0), reference.log_softmax(0)
+
+
+def divergence(logits: Tensor, other: Tensor) -> Tensor:
+    """Gradient of KL(policy || other), by its definition."""
+    logprobs = logits.log_softmax(0)
+    (gradient,) = torch.autograd.grad((logprobs.exp() * (logprobs - other)).sum(), logits)
+    return gradient
+
+
+def expected(placement: str, name: str, logits: Tensor, old: Tensor, ref: Tensor, *, on_policy: bool) -> Tensor:
+    """Expected gradient of the run's own loss with a KL coefficient of 1 and rewards of 0."""
+    estimator, kl = KL_ESTIMATORS[name], FixedKL(1.0)
+    advantages = torch.zeros(VOCAB, 2, dtype=torch.float64)
+    if placement == "reward":
+        tokens, lengths = torch.ones(VOCAB, 2, dtype=torch.int64), torch.full((VOCAB,), 2)
+        experience = Experience.from_rows(
+            tokens, prompt_lengths=lengths - 1, lengths=lengths, old_logprobs=column(old), ref_logprobs=column(ref)
+        )
+        estimate = GAEAdvantages(gamma=1.0, gae_lambda=1.0, whiten=False, kl=kl, kl_estimator=estimator)
+        advantages = estimate(experience, torch.zeros(VOCAB), lambda x: x)[0].double()
+    loss = PolicyLoss(UNCLIPPED, kl=kl if placement == "loss" else None, kl_estimator=estimator, on_policy=on_policy)
+    fields = {
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "advantages": advantages[:, 1],
+        "loss_weights": old.exp(),
+        "token_weights": old.exp(),
+    }
+    (gradient,) = torch.autograd.grad(loss(TokenOutputs(logprobs=logits.log_softmax(0)), fields).loss, logits)
+    return gradient
+
+
+def column(logprobs: Tensor) -> Tensor:
+    """[VOCAB, 2]: a prompt token, then one response of each kind."""
+    return torch.stack([torch.zeros_like(logprobs), logprobs], dim=1)
+
+
+def compare(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Size and cosine of a gradient relative to the exact one."""
+    cosine = torch.nn.functional.cosine_similarity(gradient, exact, dim=0)
+    return float(gradient.norm() / exact.norm()), float(cosine)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize(("placement", "name"), [("reward", "k1"), ("loss", "k2"), ("loss", "k3")])
+def test_the_gradient_of_an_accepted_penalty_is_the_divergences(placement: str, name: str, distance: float) -> None:
+    """On policy, in both ways to the old log-probs. Rewards are float32: 1e-7 of a KL of up to 10."""
+    logits, old, ref = policies(distance, 0.0)
+    for on_policy in (False, True):
+        gradient = expected(placement, name, logits, old, ref, on_policy=on_policy)
+        tolerance = 1e-5 if placement == "reward" else 1e-12
+        assert compare(gradient, divergence(logits, ref)) == pytest.approx((1.0, 1.0), abs=tolerance)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("name", ["k2", "k3"])
+def test_in_the_loss_it_is_so_for_a_policy_that_has_moved(name: str, distance: float) -> None:
+    """Off policy, as in the later updates of a step: without the weight it is off by 5 % and more."""
+    logits, old, ref = policies(distance, 0.4)
+    exact = divergence(logits, ref)
+    assert compare(expected("loss", name, logits, old, ref, on_policy=False), exact) == pytest.approx((1, 1), abs=1e-12)
+    logprobs = logits.log_softmax(0)
+    (unweighted,) = torch.autograd.grad((old.exp() * KL_ESTIMATORS["k2"](logprobs, ref)).sum(), logits)
+    assert float((unweighted - exact).norm() / exact.norm()) > 0.05
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_in_the_reward_it_is_so_for_the_policy_that_sampled(distance: float) -> None:
+    """Rewards stay as the policy moves on: the gradient is that of E[log(old / ref)] = KL(. || ref) - KL(. || old)."""
+    logits, old, ref = policies(distance, 0.4)
+    exact = divergence(logits, ref) - divergence(logits, old)
+    gradient = expected("reward", "k1", logits, old, ref, on_policy=False)
+    assert compare(gradient, exact) == pytest.approx((1.0, 1.0), abs=1e-5)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_refused_penalties_are_wrong(distance: float) -> None:
+    """k2 and k3 in the reward miss in size or direction; as losses k1 is flat on average, k3 the reverse KL."""
+    logits, old, ref = policies(distance, 0.0)
+    exact = divergence(logits, ref)
+    for name in ("k2", "k3"):
+        size, cosine = compare(expected("reward", name, logits, old, ref, on_policy=False), exact)
+        assert size * cosine < 0.7
+    logprobs = logits.log_softmax(0)
+    unbounded_k3 = (ref - logprobs).exp() - 1 - (ref - logprobs)
+    terms = {"k1": old.exp() * KL_ESTIMATORS["k1"](logprobs, ref), "k3": old.exp() * unbounded_k3}
+    terms["reverse KL"] = ref.exp() * (ref - logprobs)
+    derivatives = {name: torch.autograd.grad(t.sum(), logits, retain_graph=True)[0] for name, t in terms.items()}
+    assert float(derivatives["k1"].norm()) < 1e-14
+    torch.testing.assert_close(derivatives["k3"], derivatives["reverse KL"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("placement=reward estimator=k2", "its gradient is not the KL's, and may point away from the reference"),
+        ("placement=reward estimator=k3", "its gradient is not the KL's, and may point away from the reference"),
+        ("placement=loss estimator=k1", "its gradient is 0 on average, so that it holds nothing"),
+    ],
+)
+def test_refused_penalties_are_refused(overrides: str, line: str) -> None:
+    keys = [f"algorithm.kl.{entry}" for entry in overrides.split()]
+    (problem,) = check(load(None, keys), world_size=1)
+    assert problem.startswith(f"{keys[1]} with {keys[0]}: ")
+    assert line in problem
+    assert problem.endswith("; legal: auto, k1" if "reward" in overrides else "; legal: auto, k3, k2")
+
+
+@pytest.mark.parametrize("pair", ["reward auto", "reward k1", "loss auto", "loss k2", "loss k3"])
+def test_penalties_that_hold_the_policy_are_accepted(pair: str) -> None:
+    placement, name = pair.split()
+    overrides = [f"algorithm.kl.placement={placement}", f"algorithm.kl.estimator={name}"]
+    assert check(load(None, overrides), world_size=1) == []
+
+
+def test_with_k3_the_gradient_is_the_derivative_of_the_value() -> None:
+    """For every single token, where no bound acts: d(w k3) = w log(p / q), the weight followed too."""
+    logits, old, ref = policies(0.5, 0.4)
+    logprobs = logits.log_softmax(0).detach().requires_grad_()
+    (actual,) = torch.autograd.grad(
+        kl_penalty(logprobs, ref, log_ratio=logprobs - old, estimator=KL_ESTIMATORS["k3"]).sum(), logprobs
+    )
+    weighted = (logprobs - old).exp() * KL_ESTIMATORS["k3"](logprobs, ref)
+    (derivative,) = torch.autograd.grad(weighted.sum(), logprobs)
+    torch.testing.assert_close(actual, derivative, rtol=0, atol=1e-14)
+    assert float((logprobs - old).exp().max()) > 1.2

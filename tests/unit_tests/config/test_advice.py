@@ -1,0 +1,47 @@
+"""Warnings about settings that can run together and seldom should."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_rl.config.loader import load
+from mega_rl.config.packaged import file_of, names
+from mega_rl.config.rules import check
+from mega_rl.config.rules.advice import advice
+
+SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorithm.epochs=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning", "fix"),
+    [
+        (
+            (*SEVERAL, "algorithm.clip.dual=0"),
+            "algorithm.clip.dual=0 with 8 optimizer steps for each batch: ",
+            "set algorithm.clip.dual=3",
+        ),
+        (("rollout.top_p=0.9",), "rollout.top_p=0.9: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
+        (("rollout.top_k=50",), "rollout.top_k=50: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
+        (
+            ("rollout.top_p=0.9", "rollout.top_k=50"),
+            "rollout.top_p=0.9 and rollout.top_k=50: training",
+            "lower rollout.temperature",
+        ),
+    ],
+)
+def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...], beginning: str, fix: str) -> None:
+    config = load(None, overrides)
+    (line,) = advice(config)
+    assert line.startswith(beginning)
+    assert fix in line
+    assert check(config, world_size=1) == []
+
+
+@pytest.mark.parametrize("overrides", [(), SEVERAL, ("algorithm.clip.dual=0",), ("rollout.temperature=0.7",)])
+def test_the_usual_is_not(overrides: tuple[str, ...]) -> None:
+    assert list(advice(load(None, overrides))) == []
+
+
+@pytest.mark.parametrize("name", names())
+def test_no_recipe_needs_advice(name: str) -> None:
+    assert list(advice(load(file_of(name), []))) == []
