@@ -23,14 +23,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokens:
-    """The actor's tokenizer and the ids that end a response."""
+    """The actor's tokenizer, the ids that end a response, and whether rewards read special tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
+    skip_special_tokens: bool
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens without the special ones, as rewards read it."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Return the text of tokens as rewards read it."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=self.skip_special_tokens))
 
     def render(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens with the special ones, as dumps of rollouts show it."""
@@ -48,7 +49,7 @@ def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
             chat_template=config.data.chat.template,
             is_writer=is_writer,
         )
-    return Tokens(tokenizer, stop_ids)
+    return Tokens(tokenizer, stop_ids, config.reward.skip_special_tokens)
 
 
 def load_data(

@@ -82,8 +82,8 @@ class PPOTrainer:
     metrics: MetricsSink
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
-    decode: Callable[[Sequence[int]], str]  # without special tokens
-    render: Callable[[Sequence[int]], str]  # with them
+    decode: Callable[[Sequence[int]], str]  # as rewards read it
+    render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 

@@ -69,7 +69,7 @@ class RewardWorker:
         early: Callable[[Prompt, Response], None] | None = None,
     ) -> None:
         """
-        decode: turns response token ids into text and leaves special tokens out.
+        decode: turns response token ids into text.
         everyone: all ranks, which wait for each other's scores however long that takes all in all.
         timeout_s: a rank that has begun no response for so long ends the run.
         early: begins to score a response that the scorer will be asked for; any thread, returns at once. Given on all
