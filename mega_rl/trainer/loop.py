@@ -22,10 +22,11 @@ from mega_rl.protocols import (
     TokenModel,
     WeightSync,
 )
+from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
-from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics, sample_rows
+from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
 from mega_rl.types import Metrics, Prompt, Rollout
 
 
@@ -152,7 +153,7 @@ class PPOTrainer:
         with phase("sync_weights"):
             metrics |= self.sync.publish()
         if _due(step + 1, self.settings.rollout_interval):
-            self._dump(step + 1, rollout, rewards, prompts)
+            self._dump(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
         return metrics
 
     def _validate(self, done: int) -> Metrics:
@@ -180,11 +181,13 @@ class PPOTrainer:
                 self.export(done)
             return self.checkpoints.poll()
 
-    def _dump(self, done: int, rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt]) -> None:
+    def _dump(
+        self, done: int, rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt], *, advantages: Tensor
+    ) -> None:
         with self.timer.phase("log"):
             rows = sample_rows(
-                rollout, rewards, prompts, self.decode,
-                render=self.render, step=done, count=self.settings.rollout_samples,
+                rollout, rewards, prompts, self.decode, render=self.render,
+                step=done, count=self.settings.rollout_samples, advantages=advantages,
             )  # fmt: skip
             self.metrics.dump_rollouts(done, rows)
 
