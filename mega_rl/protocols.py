@@ -370,7 +370,9 @@ class MetricsSink(Protocol):
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
+        """Record sampled rollouts, all with the same keys; `validation`: answers to held-out prompts."""
+        ...
 
     def close(self, *, failed: bool = False) -> None:
         """Finish all writes; `failed` where an error ends the run."""

@@ -56,7 +56,7 @@ class RunSettings:
     save_final: bool = False
     hf_interval: int = 0  # steps between Hugging Face checkpoints; 0 never
     hf_final: bool = False
-    rollout_interval: int = 0  # steps between rollout dumps; 0 never
+    rollout_interval: int = 0  # steps between rollout dumps; 0 never, and none of validations
     rollout_samples: int = 0
 
 
@@ -164,6 +164,8 @@ class PPOTrainer:
             rollout = self.rollout.generate(self.val_prompts, step=done, greedy=True)
             rewards = self.reward.score(rollout, self.val_prompts)
             metrics = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
+        if self.settings.rollout_interval:
+            self._dump(done, rollout, rewards, self.val_prompts)
         return {
             "val/reward_mean": metrics["val/reward/mean"],
             "val/response_tokens_mean": metrics["val/rollout/response_tokens_mean"],
@@ -182,14 +184,21 @@ class PPOTrainer:
             return self.checkpoints.poll()
 
     def _dump(
-        self, done: int, rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt], *, advantages: Tensor
+        self,
+        done: int,
+        rollout: Rollout,
+        rewards: Tensor,
+        prompts: Sequence[Prompt],
+        *,
+        advantages: Tensor | None = None,
     ) -> None:
+        """Dump samples of a step, or of a validation, which has no advantages."""
         with self.timer.phase("log"):
             rows = sample_rows(
                 rollout, rewards, prompts, self.decode, render=self.render,
                 step=done, count=self.settings.rollout_samples, advantages=advantages,
             )  # fmt: skip
-            self.metrics.dump_rollouts(done, rows)
+            self.metrics.dump_rollouts(done, rows, validation=advantages is None)
 
 
 def _due(done: int, interval: int) -> bool:

@@ -55,4 +55,6 @@ class MetricsConfig:
     rollout_samples: int = setting(
         8, "Rollouts dumped as JSONL per dump, of prompts spread over the first rank's.", unit="samples", min=0
     )
-    rollout_interval: int = setting(10, "Dump rollouts every N steps; 0 never.", unit="steps", min=0)
+    rollout_interval: int = setting(
+        10, "Dump rollouts every N steps, and answers at every validation; 0 dumps none.", unit="steps", min=0
+    )

@@ -95,6 +95,9 @@ def test_validation_saving_and_dumps_keep_their_intervals() -> None:
     assert [step for step, record in records.items() if "val/reward_mean" in record] == [0, 2, 4, 5]
     assert list(trainer.checkpoints.saved) == [3]
     assert {step: len(rows) for step, rows in trainer.metrics.dumps.items()} == {4: 3}
+    assert {step: len(rows) for step, rows in trainer.metrics.val_dumps.items()} == {0: 3, 2: 3, 4: 3, 5: 3}
+    assert len({row["prompt"] for row in trainer.metrics.val_dumps[2]}) == 3
+    assert all("advantage_mean" not in row for row in trainer.metrics.val_dumps[2])
     assert trainer.metrics.dumps[4][0]["prompt"] == "p0"
     assert trainer.metrics.dumps[4][0]["weight_version"] == 4
     rows = trainer.metrics.dumps[4]
