@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl import progress
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import load_prompts, split
@@ -61,7 +62,7 @@ def load_data(
         load_prompts,
         tokenizer=tokenizer,
         columns=RowColumns(data.prompt_key, data.answer_key, columns),
-        template=ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt) if chat.template else None,
+        template=_chat_template(tokenizer, chat) if chat.template else None,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         malformed=data.malformed_rows,
@@ -72,6 +73,21 @@ def load_data(
         if data.val_files:
             return prompts, load(data.val_files)
         return split(prompts, data.val_size, seed=config.trainer.seed)
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate:
+    day = date.fromisoformat(chat.date) if chat.date else None
+    return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day)
+
+
+def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
+    """Log a warning where prompts depend on the day of the run's start."""
+    if chat.template and _chat_template(tokenizer, chat).changes_daily():
+        log.warning(
+            "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "
+            "set data.chat.date=%s",
+            date.today().isoformat(),
+        )
 
 
 def warn_of_few(prompts: Sequence[Prompt], *, prompts_per_step: int) -> None:

@@ -211,7 +211,7 @@ _NEEDS = (
         lambda config: config.reward.source != "model",
     ),
     Need(
-        ("data.chat.template_kwargs", "data.chat.system_prompt"),
+        ("data.chat.template_kwargs", "data.chat.system_prompt", "data.chat.date"),
         "data.chat.template=true",
         lambda config: config.data.chat.template,
     ),

@@ -22,6 +22,11 @@ class ChatConfig:
     system_prompt: str = setting(
         "", "System message before every conversation that begins with none of its own; empty adds none."
     )
+    date: str = setting(
+        "",
+        "Date that chat templates such as Llama's and GPT-OSS's write into prompts, as 2026-01-31; empty takes the "
+        "start's, so that a checkpoint cannot be resumed on another day.",
+    )
 
 
 @dataclass(frozen=True)
