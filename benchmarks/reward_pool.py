@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import FunctionRewards, TextScorer, ignore
+from mega_rl.workers.reward_calls import Response
 from mega_rl.workers.reward_functions import resolve
 from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import WorkerOrder
@@ -44,7 +45,10 @@ def nothing(response):
 
 def seconds(scorer: TextScorer, count: int) -> float:
     """Return how long `count` responses take."""
-    items = [(Prompt(index=i, token_ids=(1,), text="1+1=", answer="2"), str(i)) for i in range(count)]
+    items = [
+        (Prompt(index=i, token_ids=(1,), text="1+1=", answer="2"), Response(str(i), num_tokens=1, finish="stop"))
+        for i in range(count)
+    ]
     begin = time.perf_counter()
     assert scorer.score_texts(items, ignore) == [float(i) for i in range(count)]
     return time.perf_counter() - begin

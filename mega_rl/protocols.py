@@ -74,9 +74,9 @@ class TokenLoss(Protocol):
 Inspect = Callable[[Experience, TokenOutputs], Metrics]
 
 
-# (prompt, response token ids without the stop token that ended it) of a sample that has just ended; called on a thread
-# of the rollout engine, must return at once and may not raise
-SampleListener = Callable[[Prompt, Sequence[int]], None]
+# (prompt, response token ids without the stop token that ended it, whether one did) of a sample that has just ended;
+# called on a thread of the rollout engine, must return at once and may not raise
+SampleListener = Callable[[Prompt, Sequence[int], bool], None]
 
 
 class StatefulModel(Protocol):
@@ -370,7 +370,9 @@ class MetricsSink(Protocol):
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
+        """Record sampled rollouts, all with the same keys; `validation`: answers to held-out prompts."""
+        ...
 
     def close(self, *, failed: bool = False) -> None:
         """Finish all writes; `failed` where an error ends the run."""

@@ -262,6 +262,13 @@ TRAINER = (
     ),
     _fault(
         "trainer",
+        "all dumped samples of one prompt",
+        "candidates[position * len(candidates) // taken]",
+        "candidates[0]",
+        "trainer/test_dumps.py",
+    ),
+    _fault(
+        "trainer",
         "weights not sent after an update",
         "metrics |= self.sync.publish()",
         "metrics |= {}",
@@ -560,6 +567,13 @@ REWARDS = (
         "_, value = entries.popleft()",
         "_, value = entries[0]",
         "workers/reward_pool/test_scorer.py",
+    ),
+    _fault(
+        "rewards",
+        "the stop token is not counted",
+        "num_tokens=len(self.token_ids) + self.finished,",
+        "num_tokens=len(self.token_ids),",
+        "workers/test_reward.py",
     ),
     _fault(
         "rewards",

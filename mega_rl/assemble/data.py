@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl import progress
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import load_prompts, split
@@ -23,14 +24,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokens:
-    """The actor's tokenizer and the ids that end a response."""
+    """The actor's tokenizer, the ids that end a response, and whether rewards read special tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
+    skip_special_tokens: bool
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens without the special ones, as rewards read it."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Return the text of tokens as rewards read it."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=self.skip_special_tokens))
 
     def render(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens with the special ones, as dumps of rollouts show it."""
@@ -48,7 +50,7 @@ def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
             chat_template=config.data.chat.template,
             is_writer=is_writer,
         )
-    return Tokens(tokenizer, stop_ids)
+    return Tokens(tokenizer, stop_ids, config.reward.skip_special_tokens)
 
 
 def load_data(
@@ -60,7 +62,7 @@ def load_data(
         load_prompts,
         tokenizer=tokenizer,
         columns=RowColumns(data.prompt_key, data.answer_key, columns),
-        template=ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt) if chat.template else None,
+        template=_chat_template(tokenizer, chat) if chat.template else None,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         malformed=data.malformed_rows,
@@ -71,6 +73,21 @@ def load_data(
         if data.val_files:
             return prompts, load(data.val_files)
         return split(prompts, data.val_size, seed=config.trainer.seed)
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate:
+    day = date.fromisoformat(chat.date) if chat.date else None
+    return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day)
+
+
+def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
+    """Log a warning where prompts depend on the day of the run's start."""
+    if chat.template and _chat_template(tokenizer, chat).changes_daily():
+        log.warning(
+            "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "
+            "set data.chat.date=%s",
+            date.today().isoformat(),
+        )
 
 
 def warn_of_few(prompts: Sequence[Prompt], *, prompts_per_step: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.aggregation import AGGREGATIONS
-from mega_rl.assemble.data import Tokens, load_data, read_tokens, warn_of_few
+from mega_rl.assemble.data import Tokens, load_data, read_tokens, warn_of_date, warn_of_few
 from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
@@ -130,6 +130,7 @@ def _read_inputs(
     )
     if is_writer:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
+        warn_of_date(tokens.tokenizer, config.data.chat)
     return _RunInputs(tokens, reward, train, held_out)
 
 

@@ -209,7 +209,12 @@ _NEEDS = (
     ),
     Need(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
     Need(
-        ("data.chat.template_kwargs", "data.chat.system_prompt"),
+        ("reward.skip_special_tokens",),
+        "reward.source=function or http: a reward model reads tokens, or a conversation without them",
+        lambda config: config.reward.source != "model",
+    ),
+    Need(
+        ("data.chat.template_kwargs", "data.chat.system_prompt", "data.chat.date"),
         "data.chat.template=true",
         lambda config: config.data.chat.template,
     ),

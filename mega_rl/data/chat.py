@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jinja2
@@ -14,7 +15,8 @@ import jinja2.parser
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
-_FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", "strftime_now"}
+_DATE = "strftime_now"  # function that templates call with a format
+_FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", _DATE}
 
 
 class TemplateOwner(Protocol):
@@ -27,11 +29,12 @@ class TemplateOwner(Protocol):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Rendering of a run's conversations as text: data.chat.template_kwargs and data.chat.system_prompt applied."""
+    """Rendering of a run's conversations as text, with what data.chat says of it."""
 
     tokenizer: TemplateOwner
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
+    date: datetime.date | None = None  # that the template writes; None is today's
 
     def complete(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         """Return the messages after the system prompt; a conversation that has a system message keeps it."""
@@ -44,15 +47,32 @@ class ChatTemplate:
 
         Raises ValueError or jinja2.TemplateError where the template refuses them.
         """
-        return str(
-            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.kwargs)
-        )
+        kwargs = {**self.kwargs} if self.date is None else {**self.kwargs, _DATE: self.date.strftime}
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+
+    def changes_daily(self) -> bool:
+        """Return whether prompts depend on the day on which they are rendered."""
+        question = [{"role": "user", "content": "?"}]
+        days = (datetime.date(2001, 2, 3), datetime.date(2004, 5, 6))
+        try:
+            return self.date is None and len({replace(self, date=day).render(question) for day in days}) > 1
+        except (ValueError, jinja2.TemplateError):
+            return False  # the rows say it
 
 
 def template_variables(template: str) -> frozenset[str]:
     """Return the variables that a template reads and a run may set. Raises jinja2.TemplateSyntaxError."""
+    return _names(template) - OWN - _FUNCTIONS
+
+
+def writes_date(template: str) -> bool:
+    """Return whether a template may write the date. Raises jinja2.TemplateSyntaxError."""
+    return _DATE in _names(template)
+
+
+def _names(template: str) -> frozenset[str]:
     environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _GenerationBlock])
-    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template))) - OWN - _FUNCTIONS
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -81,7 +81,7 @@ class ConsoleSink:
         width = self._console.width - TIME_WIDTH if self._console.is_terminal else None
         logger.info("%s", step_line(step, metrics, width=width, without=self._without))
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Write nothing: rollouts are too long for a line."""
 
     def close(self, *, failed: bool = False) -> None:

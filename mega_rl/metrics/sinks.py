@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # What a full disk, a vanished folder or TensorBoard's writer thread raise.
 _RUNTIME_FAILURES = (OSError, RuntimeError, ValueError)
-_DUMP_NAME = re.compile(r"step_(\d+)\.jsonl")
+_DUMP_NAME = re.compile(r"(?:step|val)_(\d+)\.jsonl")
 
 
 class NullSink:
@@ -37,7 +37,7 @@ class NullSink:
     def log(self, step: int, metrics: Metrics) -> None:
         """Do nothing."""
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Do nothing."""
 
     def close(self, *, failed: bool = False) -> None:
@@ -129,10 +129,10 @@ class TensorBoardSink(NullSink):
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Add the rows as a table in Markdown."""
         if rows:
-            self._open().add_text("rollouts", _markdown_table(rows), step)
+            self._open().add_text("val_rollouts" if validation else "rollouts", _markdown_table(rows), step)
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close the event file."""
@@ -163,20 +163,20 @@ def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class RolloutDump(NullSink):
-    """Rollouts as rollouts/step_000010.jsonl, for people to read."""
+    """Rollouts as rollouts/step_000010.jsonl, those of validations as rollouts/val_000010.jsonl, for people to read."""
 
     def __init__(self, directory: Path, *, resume_step: int) -> None:
         self._directory = directory
-        for path in directory.glob("step_*.jsonl"):
+        for path in directory.glob("*.jsonl"):
             name = _DUMP_NAME.fullmatch(path.name)
             if name and int(name[1]) >= _first_stale_step(resume_step):
                 path.unlink()
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Write the rows of this step, one line each; values are JSON's types, and numbers may be NaN or infinite."""
         self._directory.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) for row in rows]
-        path = self._directory / f"step_{step:06d}.jsonl"
+        path = self._directory / f"{'val' if validation else 'step'}_{step:06d}.jsonl"
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -198,11 +198,11 @@ class MultiSink:
             except _RUNTIME_FAILURES as error:
                 self._leave_out(sink, error)
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Dump to every sink that still works."""
         for sink in tuple(self._sinks):
             try:
-                sink.dump_rollouts(step, rows)
+                sink.dump_rollouts(step, rows, validation=validation)
             except _RUNTIME_FAILURES as error:
                 self._leave_out(sink, error)
 

@@ -52,8 +52,8 @@ class TrackerClient(Protocol):
         """Record the metrics of a step; values may be NaN or infinite."""
         ...
 
-    def log_rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        """Record sampled rollouts, all with the same keys."""
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
+        """Record sampled rollouts, all with the same keys. name: "rollouts", or "val_rollouts" of a validation."""
         ...
 
     def finish(self, status: str) -> None:
@@ -82,10 +82,10 @@ class WandbClient:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def log_rollouts(self, step: int, rows: Sequence[Row]) -> None:
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
         columns: list[str | int] = [*rows[0]]
         table = self._wandb.Table(columns=columns, data=[list(row.values()) for row in rows])
-        self._run.log({"rollouts": table}, step=step)
+        self._run.log({name: table}, step=step)
 
     def finish(self, status: str) -> None:
         self._run.summary["outcome"] = status
@@ -125,9 +125,9 @@ class MlflowClient:
         entries = [self._metric(name, value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=entries)
 
-    def log_rollouts(self, step: int, rows: Sequence[Row]) -> None:
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        self._client.log_text(self._id, text, f"rollouts/step_{step:06d}.jsonl")
+        self._client.log_text(self._id, text, f"{name}/step_{step:06d}.jsonl")
 
     def finish(self, status: str) -> None:
         self._client.set_terminated(self._id, status=self.STATUS[status])
@@ -159,9 +159,9 @@ class SwanlabClient:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
-    def log_rollouts(self, step: int, rows: Sequence[Row]) -> None:
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
         texts = [self._swanlab.Text(json.dumps(row, ensure_ascii=False, indent=1)) for row in rows]
-        self._swanlab.log({"rollouts": texts}, step=step)
+        self._swanlab.log({name: texts}, step=step)
 
     def finish(self, status: str) -> None:
         self._swanlab.finish(state=self.STATUS[status], error="the run failed" if status == "failed" else None)

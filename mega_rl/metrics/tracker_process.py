@@ -42,7 +42,7 @@ def _do(client: TrackerClient, message: Mapping[str, Any]) -> dict[str, str]:
         case "log":
             client.log(message["step"], message["metrics"])
         case "rollouts":
-            client.log_rollouts(message["step"], message["rows"])
+            client.log_rollouts(message["step"], message["rows"], message["name"])
         case "finish":
             client.finish(message["status"])
     return {}

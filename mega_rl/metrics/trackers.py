@@ -76,10 +76,11 @@ class TrackerSink:
         self._last_step = step
         self._send({"do": "log", "step": step, "metrics": {name: float(value) for name, value in metrics.items()}})
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Send sampled rollouts."""
         if rows:
-            self._send({"do": "rollouts", "step": step, "rows": [dict(row) for row in rows]})
+            name = "val_rollouts" if validation else "rollouts"
+            self._send({"do": "rollouts", "step": step, "name": name, "rows": [dict(row) for row in rows]})
 
     def close(self, *, failed: bool = False) -> None:
         """End the tracker's run as failed, stopped early or finished, and its process."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.schema import Config, DataConfig
+from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
@@ -63,8 +64,8 @@ def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
     template = _template(directory, settings, tools="tools" in data.chat.template_kwargs)
     if template is None:
         yield f"{directory}: the tokenizer has no chat template; set data.chat.template=false"
-    elif data.chat.template_kwargs:
-        yield from _variables(directory, template, data.chat.template_kwargs)
+    else:
+        yield from _variables(directory, template, data.chat)
 
 
 def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> str | None:
@@ -79,17 +80,24 @@ def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> s
     return template if isinstance(template, str) else None
 
 
-def _variables(directory: Path, template: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the variables that the template does not read, or that the run sets itself."""
+def _variables(directory: Path, template: str, chat: ChatConfig) -> Iterator[str]:
+    """Yield the variables that the template does not read, or that the run sets itself, and an unusable date."""
     import jinja2
 
-    from mega_rl.data.chat import OWN, template_variables
+    from mega_rl.data.chat import OWN, template_variables, writes_date
 
     try:
-        known = template_variables(template)
+        if chat.date:
+            date.fromisoformat(chat.date)
+    except ValueError:
+        yield f"data.chat.date={chat.date!r}: is not a date; write it as {date.today().isoformat()}"
+    try:
+        known, dated = template_variables(template), writes_date(template)
     except jinja2.TemplateSyntaxError:
         return  # the tokenizer's own reader has the last word, row by row
-    for name in kwargs:
+    if chat.date and not dated:
+        yield f"data.chat.date={chat.date!r}: the chat template in {directory} writes no date; leave it out"
+    for name in chat.template_kwargs:
         if name in OWN:
             yield f"data.chat.template_kwargs.{name}: is set by the run itself; remove it"
         elif name not in known:

@@ -22,10 +22,11 @@ from mega_rl.protocols import (
     TokenModel,
     WeightSync,
 )
+from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
-from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics, sample_rows
+from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
 from mega_rl.types import Metrics, Prompt, Rollout
 
 
@@ -55,7 +56,7 @@ class RunSettings:
     save_final: bool = False
     hf_interval: int = 0  # steps between Hugging Face checkpoints; 0 never
     hf_final: bool = False
-    rollout_interval: int = 0  # steps between rollout dumps; 0 never
+    rollout_interval: int = 0  # steps between rollout dumps; 0 never, and none of validations
     rollout_samples: int = 0
 
 
@@ -82,8 +83,8 @@ class PPOTrainer:
     metrics: MetricsSink
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
-    decode: Callable[[Sequence[int]], str]  # without special tokens
-    render: Callable[[Sequence[int]], str]  # with them
+    decode: Callable[[Sequence[int]], str]  # as rewards read it
+    render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
@@ -154,7 +155,7 @@ class PPOTrainer:
         with phase("sync_weights"):
             metrics |= self.sync.publish()
         if _due(step + 1, self.settings.rollout_interval):
-            self._dump(step + 1, rollout, rewards, prompts)
+            self._dump(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
         return metrics
 
     def _validate(self, done: int) -> Metrics:
@@ -165,6 +166,8 @@ class PPOTrainer:
             rollout = self.rollout.generate(self.val_prompts, step=done, greedy=True)
             rewards = self.reward.score(rollout, self.val_prompts)
             metrics = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
+        if self.settings.rollout_interval:
+            self._dump(done, rollout, rewards, self.val_prompts)
         return {
             "val/reward_mean": metrics["val/reward/mean"],
             "val/response_tokens_mean": metrics["val/rollout/response_tokens_mean"],
@@ -182,13 +185,22 @@ class PPOTrainer:
                 self.export(done)
             return self.checkpoints.poll()
 
-    def _dump(self, done: int, rollout: Rollout, rewards: Tensor, prompts: Sequence[Prompt]) -> None:
+    def _dump(
+        self,
+        done: int,
+        rollout: Rollout,
+        rewards: Tensor,
+        prompts: Sequence[Prompt],
+        *,
+        advantages: Tensor | None = None,
+    ) -> None:
+        """Dump samples of a step, or of a validation, which has no advantages."""
         with self.timer.phase("log"):
             rows = sample_rows(
-                rollout, rewards, prompts, self.decode,
-                render=self.render, step=done, count=self.settings.rollout_samples,
+                rollout, rewards, prompts, self.decode, render=self.render,
+                step=done, count=self.settings.rollout_samples, advantages=advantages,
             )  # fmt: skip
-            self.metrics.dump_rollouts(done, rows)
+            self.metrics.dump_rollouts(done, rows, validation=advantages is None)
 
 
 def _due(done: int, interval: int) -> bool:

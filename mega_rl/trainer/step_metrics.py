@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from mega_rl.algorithms.kl import k3
 from mega_rl.algorithms.value_loss import explained_variance
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Metrics, Prompt, Rollout
+from mega_rl.types import Experience, Metrics, Rollout
 
 EQUAL_GROUPS = "reward/equal_groups_fraction"
 
@@ -110,42 +109,3 @@ def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
         for name, value in update.items():
             merged.setdefault(name, []).append(value)
     return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in merged.items()}
-
-
-def sample_rows(
-    rollout: Rollout,
-    rewards: Tensor,
-    prompts: Sequence[Prompt],
-    decode: Callable[[Sequence[int]], str],
-    *,
-    render: Callable[[Sequence[int]], str],
-    step: int,
-    count: int,
-) -> list[Mapping[str, Any]]:
-    """Return the first `count` rollouts of this rank as readable rows.
-
-    `prompt` is the user's text; `rendered_prompt` the text of the token ids that the model read, by `render`, which
-    shows special tokens where `decode` leaves them out.
-    """
-    rows: list[Mapping[str, Any]] = []
-    for row in range(min(count, rewards.numel())):
-        prompt = prompts[int(rollout.prompt_index[row])]
-        start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
-        rows.append(
-            {
-                "step": step,
-                "prompt_index": int(rollout.prompt_index[row]),
-                "sample_index": int(rollout.sample_index[row]),
-                "prompt": prompt.text,
-                "rendered_prompt": render(rollout.tokens[row, :start].tolist()),
-                "response": decode(rollout.tokens[row, start:stop].tolist()),
-                "answer": prompt.answer,
-                "prompt_tokens": start,
-                "response_tokens": stop - start,
-                "reward": float(rewards[row]),
-                "finished": bool(rollout.finished[row]),
-                "weight_version": int(rollout.weight_version[row]),
-                **({} if rollout.failed is None else {"failed": bool(rollout.failed[row])}),
-            }
-        )
-    return rows

@@ -14,7 +14,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import all_failures, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics, Prompt, Rollout
-from mega_rl.workers.reward_calls import NoScoreError, evaluate, plan_call, shortened
+from mega_rl.workers.reward_calls import NoScoreError, Response, evaluate, plan_call, shortened
 from mega_rl.workers.reward_pool.begun import Begun
 
 Report = Callable[[str], None]  # receives what a scorer waits for from now on: "prompt 17"
@@ -38,7 +38,7 @@ class ScoreCounts(NamedTuple):
 class TextScorer(Protocol):
     """Scorer of responses as texts."""
 
-    def score_texts(self, items: Sequence[tuple[Prompt, str]], report: Report) -> Scores:
+    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report) -> Scores:
         """Return the score of each (prompt, response), finite in float32. Raises RewardError.
 
         `report` is called at the start of each response or request, and never rarer than those end.
@@ -66,10 +66,10 @@ class RewardWorker:
         replica: Ranks,
         everyone: Ranks,
         timeout_s: float,
-        early: Callable[[Prompt, str], None] | None = None,
+        early: Callable[[Prompt, Response], None] | None = None,
     ) -> None:
         """
-        decode: turns response token ids into text and leaves special tokens out.
+        decode: turns response token ids into text.
         everyone: all ranks, which wait for each other's scores however long that takes all in all.
         timeout_s: a rank that has begun no response for so long ends the run.
         early: begins to score a response that the scorer will be asked for; any thread, returns at once. Given on all
@@ -81,14 +81,15 @@ class RewardWorker:
         self._everyone = everyone
         self._timeout_s = timeout_s
         self._early = early
-        self._begun: Begun[bool] = Begun()  # by prompt and response tokens
+        self._begun: Begun[bool] = Begun()  # by prompt and sampled response
         self._metrics: Metrics = {}
 
-    def begin(self, prompt: Prompt, token_ids: Sequence[int]) -> None:
+    def begin(self, prompt: Prompt, token_ids: Sequence[int], finished: bool) -> None:
         """Begin to score a response that has just ended; a `protocols.SampleListener`."""
         assert self._early is not None, "early scores are not expected"
-        self._early(prompt, self._decode(token_ids))
-        self._begun.add((prompt.index, tuple(token_ids)), True)
+        sampled = SampledResponse(tuple(token_ids), finished)
+        self._early(prompt, sampled.read(self._decode))
+        self._begun.add((prompt.index, sampled), True)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
         """Return the reward of each row, [B] float32 on the device of the rollout; collective over all ranks.
@@ -127,8 +128,8 @@ class RewardWorker:
         if self._early is None:
             # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
             return rows[rank::size]
-        indices, token_ids = rollout.prompt_index.tolist(), responses(rollout)
-        begun = [row for row in rows if self._begun.take((prompts[indices[row]].index, tuple(token_ids[row])))]
+        indices, sampled = rollout.prompt_index.tolist(), responses(rollout)
+        begun = [row for row in rows if self._begun.take((prompts[indices[row]].index, sampled[row]))]
         self._begun.end_batch()
         owners = torch.zeros(len(rollout.lengths), dtype=torch.int64)
         owners[begun] = rank + 1
@@ -197,7 +198,7 @@ class FunctionRewards:
         """Columns of the data that the function reads."""
         return self.call.columns
 
-    def score_texts(self, items: Sequence[tuple[Prompt, str]], report: Report = ignore) -> Scores:
+    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Scores:
         """Return the scores; stops at the first response that has none."""
         scores = []
         for prompt, response in items:
@@ -208,7 +209,7 @@ class FunctionRewards:
                 raise no_score(str(error), prompt, response) from error.__cause__
         return scores
 
-    def begin(self, prompt: Prompt, response: str) -> None:
+    def begin(self, prompt: Prompt, response: Response) -> None:
         """Do nothing: the function is called in the main thread, when the scores are asked for."""
 
     def take_counts(self) -> None:
@@ -223,23 +224,37 @@ def answered(rollout: Rollout) -> list[int]:
 
 def texts(
     rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt], decode: Callable[[Sequence[int]], str]
-) -> list[tuple[Prompt, str]]:
+) -> list[tuple[Prompt, Response]]:
     """Return (prompt, decoded response) of these rows."""
-    indices, token_ids = rollout.prompt_index.tolist(), responses(rollout)
-    return [(prompts[indices[row]], decode(token_ids[row])) for row in rows]
+    indices, sampled = rollout.prompt_index.tolist(), responses(rollout)
+    return [(prompts[indices[row]], sampled[row].read(decode)) for row in rows]
 
 
-def responses(rollout: Rollout) -> list[list[int]]:
-    """Return the response token ids of each row, without the stop token of those that ended by one."""
-    ends = rollout.lengths - rollout.finished.to(torch.int64)
-    tokens = rollout.tokens.tolist()
-    bounds = zip(rollout.prompt_lengths.tolist(), ends.tolist(), strict=True)
-    return [ids[start:end] for ids, (start, end) in zip(tokens, bounds, strict=True)]
+class SampledResponse(NamedTuple):
+    """Token ids of a response."""
+
+    token_ids: tuple[int, ...]  # without the stop token that ended it
+    finished: bool  # by a stop token rather than by length
+
+    def read(self, decode: Callable[[Sequence[int]], str]) -> Response:
+        """Return the response as rewards read it."""
+        return Response(
+            decode(self.token_ids),
+            num_tokens=len(self.token_ids) + self.finished,
+            finish="stop" if self.finished else "length",
+        )
 
 
-def no_score(what: str, prompt: Prompt, response: str) -> RewardError:
+def responses(rollout: Rollout) -> list[SampledResponse]:
+    """Return the response of each row."""
+    columns = (rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.finished)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [SampledResponse(tuple(ids[start : end - done]), done) for ids, start, end, done in rows]
+
+
+def no_score(what: str, prompt: Prompt, response: Response) -> RewardError:
     """Return the error of a response without a score."""
     return RewardError(
-        f"{what}; prompt {prompt.index}: {shortened(prompt.text)}, response: {shortened(response)}, "
+        f"{what}; prompt {prompt.index}: {shortened(prompt.text)}, response: {shortened(response.text)}, "
         f"answer: {shortened(prompt.answer)}"
     )

@@ -7,7 +7,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mega_rl.data.columns import RewardColumns
 
@@ -15,13 +15,22 @@ if TYPE_CHECKING:
     from mega_rl.types import Prompt  # which imports torch
 
 TEXTS = ("prompt", "response", "answer")
-FACTS = ("row", "messages", "prompt_index")  # handed over where a parameter has the name
+FACTS = ("row", "messages", "prompt_index", "finish", "num_tokens")  # handed over where a parameter has the name
 SHOWN_CHARACTERS = 200  # of a value in an error
 LARGEST = 3.4028234663852886e38  # finite float32
 
 
 class NoScoreError(Exception):
     """A function's result is not a score, or it raised, which is the cause; the message says what and where."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response as rewards read it."""
+
+    text: str  # without the stop token that ended it
+    num_tokens: int  # that were sampled, the stop token among them
+    finish: Literal["stop", "length"]  # ended by a stop token, or cut off by length
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class RewardCall:
     names: tuple[str, ...]  # given by name
     columns: RewardColumns  # of the data's rows, that the arguments need
 
-    def arguments(self, prompt: Prompt, response: str) -> dict[str, object]:
+    def arguments(self, prompt: Prompt, response: Response) -> dict[str, object]:
         """Return by name what the function gets for a response to a prompt, and nothing else."""
         values = _arguments(prompt, response)
         if prompt.answer is None:  # only where the function does without
@@ -82,9 +91,9 @@ def shortened(value: object) -> str:
 def plan_call(function: Callable[..., object]) -> RewardCall:
     """Return how to call a reward function.
 
-    If `response` is one of its parameters and each one without a default is named prompt, response, answer, row,
-    messages or prompt_index, it is called by these names and need not take all of them. Any other is called as
-    (prompt, response, answer), with row, messages and prompt_index by name where it has such parameters.
+    If `response` is one of its parameters and each one without a default is named as one of `TEXTS` or `FACTS`, it is
+    called by these names and need not take all of them. Any other is called as (prompt, response, answer), with `FACTS`
+    by name where it has such parameters.
 
     Raises:
         TypeError: it can be called in neither way.
@@ -133,13 +142,15 @@ def _third(parameters: Mapping[str, inspect.Parameter]) -> inspect.Parameter | N
     return places[2] if len(places) > 2 else None
 
 
-def _arguments(prompt: Prompt, response: str) -> dict[str, object]:
+def _arguments(prompt: Prompt, response: Response) -> dict[str, object]:
     """Return everything that a reward function may take, by name."""
     return {
         "prompt": prompt.text,
-        "response": response,
+        "response": response.text,
         "answer": prompt.answer,
         "row": None if prompt.row is None else dict(prompt.row),
         "messages": [{"role": role, "content": content} for role, content in prompt.messages],
         "prompt_index": prompt.index,
+        "finish": response.finish,
+        "num_tokens": response.num_tokens,
     }

@@ -15,7 +15,7 @@ import httpx
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import Report, RewardError, ignore, no_score
-from mega_rl.workers.reward_calls import is_finite, shortened
+from mega_rl.workers.reward_calls import Response, is_finite, shortened
 from mega_rl.workers.reward_service import RewardService
 
 TRIED_AGAIN = (408, 429)  # and whatever the server calls its own fault: 500 and above
@@ -24,11 +24,11 @@ ANSWER_BYTES = 1 << 20  # of a whole answer, and for each of its scores:
 SCORE_BYTES = 64
 REFUSAL_BYTES = 4096  # read of an answer that has no scores
 
-Item = tuple[Prompt, str]  # a prompt and a response to it
+Item = tuple[Prompt, Response]  # a prompt and a response to it
 
 
 class HttpRewards:
-    """A service that scores {"items": [{"prompt", "response", "answer", "messages"}]} with {"scores": [number]}.
+    """A service that scores {"items": [{"prompt", "response", ...}]} with {"scores": [number]}; see `_body`.
 
     A batch is posted again, after a growing random pause, when the connection fails or the status is 408, 429 or from
     500 on; so the service may see it more than once. Any other answer than the scores ends the run. Each request has a
@@ -189,9 +189,11 @@ def _body(batch: Sequence[Item]) -> bytes:
     items = [
         {
             "prompt": prompt.text,
-            "response": response,
+            "response": response.text,
             "answer": prompt.answer,
             "messages": [{"role": role, "content": content} for role, content in prompt.messages],
+            "finish": response.finish,
+            "num_tokens": response.num_tokens,
         }
         for prompt, response in batch
     ]

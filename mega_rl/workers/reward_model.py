@@ -15,7 +15,7 @@ from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.types import Metrics, Prompt, Rollout
 from mega_rl.workers.reward import RewardError, answered, no_score, texts
-from mega_rl.workers.reward_calls import shortened
+from mega_rl.workers.reward_calls import Response, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +145,10 @@ class TemplateConversion:
         ids: list[list[int]] = self._tokenizer(written, add_special_tokens=not self._chat)["input_ids"]
         return ids
 
-    def _text(self, prompt: Prompt, response: str) -> str:
+    def _text(self, prompt: Prompt, response: Response) -> str:
         if not self._chat:
-            return prompt.text + response
-        turns = [*(prompt.messages or (("user", prompt.text),)), ("assistant", response)]
+            return prompt.text + response.text
+        turns = [*(prompt.messages or (("user", prompt.text),)), ("assistant", response.text)]
         conversation = [{"role": role, "content": content} for role, content in turns]
         try:
             return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))

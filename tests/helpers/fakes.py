@@ -166,13 +166,14 @@ class FakeSink:
     def __init__(self) -> None:
         self.records: dict[int, Metrics] = {}
         self.dumps: dict[int, Sequence[Mapping[str, Any]]] = {}
+        self.val_dumps: dict[int, Sequence[Mapping[str, Any]]] = {}
 
     def log(self, step: int, metrics: Metrics) -> None:
         assert step not in self.records
         self.records[step] = metrics
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.dumps[step] = rows
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
+        (self.val_dumps if validation else self.dumps)[step] = rows
 
     def close(self, *, failed: bool = False) -> None: ...
 

@@ -61,7 +61,9 @@ def write_checkpoint(directory: Path, config: dict[str, Any]) -> Path:
     write_shard(directory / "model.safetensors")
     tokenizer = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "c"}]}
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ messages }}{{ enable_thinking }}"})
+    )
     return directory
 
 

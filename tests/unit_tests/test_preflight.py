@@ -590,6 +590,12 @@ def test_variables_of_the_chat_template_are_its_own() -> None:
         f"model.path: {kwargs}.thinking: the chat template in m reads no thinking; legal: enable_thinking, tools",
         f"model.path: {kwargs}.messages: is set by the run itself; remove it",
     ]
+    (line,) = problems("data.chat.template=true", "data.chat.date=2026-01-31")
+    assert line == "model.path: data.chat.date='2026-01-31': the chat template in m writes no date; leave it out"
+    Path("m/chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}{{ messages }}")
+    assert preflight(None, [*BASE, "data.chat.template=true", "data.chat.date=2026-01-31"])
+    (line,) = problems("data.chat.template=true", "data.chat.date=31.1.26")
+    assert line.startswith("model.path: data.chat.date='31.1.26': is not a date; write it as 20")
     lines = problems("data.chat.system_prompt=short", f"{kwargs}.enable_thinking=false")
     assert [line.split(":")[0] for line in lines] == [
         f"{kwargs}={{'enable_thinking'", "data.chat.system_prompt=short has no effect",

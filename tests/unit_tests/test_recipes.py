@@ -48,6 +48,14 @@ def test_recipe_holds_for_its_model_and_world(name: str, size: str, world_size: 
     assert config.model.path in recipe.read_text()
 
 
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*qwen3*.yaml")), ids=lambda path: path.stem)
+def test_recipes_for_qwen3_do_not_think(recipe: Path) -> None:
+    """Qwen's model cards: no greedy decoding in thinking mode, and validation is greedy."""
+    config = load(recipe, [])
+    assert config.trainer.val_interval > 0
+    assert config.data.chat.template_kwargs == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize(("name", "size", "world_size"), REAL_MODELS)
 def test_recipe_fits_devices_of_80_gb(name: str, size: str, world_size: int) -> None:
     """Weights, gradients, optimizer and rollouts, with a quarter of the device for activations and all the rest."""

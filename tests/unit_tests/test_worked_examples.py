@@ -15,7 +15,7 @@ import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 CHANGE = re.compile(r"^## (.*?)\n.*?^```diff\n(.*?)^```\n+```python\n(.*?)^```\n+```text\n(.*?)^```", re.M | re.S)
-EXAMPLE = re.compile(r"^```python\n(.*?)^```\n+```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^```python\n([^`]*)^```\n+```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIVES = ("life_of_a_prompt.md", "life_of_a_tensor.md", "life_of_a_config_key.md")
 
 

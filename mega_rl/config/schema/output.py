@@ -52,5 +52,9 @@ class MetricsConfig:
     project: str = setting("mega_rl", "Project (MLflow: experiment) of the run in trackers.")
     run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
     progress_bar: bool = setting(True, "Show a live line on a terminal: step, what is being done, time left.")
-    rollout_samples: int = setting(8, "Rollouts dumped as JSONL per dump.", unit="samples", min=0)
-    rollout_interval: int = setting(10, "Dump rollouts every N steps; 0 never.", unit="steps", min=0)
+    rollout_samples: int = setting(
+        8, "Rollouts dumped as JSONL per dump, of prompts spread over the first rank's.", unit="samples", min=0
+    )
+    rollout_interval: int = setting(
+        10, "Dump rollouts every N steps, and answers at every validation; 0 dumps none.", unit="steps", min=0
+    )

@@ -22,6 +22,11 @@ class ChatConfig:
     system_prompt: str = setting(
         "", "System message before every conversation that begins with none of its own; empty adds none."
     )
+    date: str = setting(
+        "",
+        "Date that chat templates such as Llama's and GPT-OSS's write into prompts, as 2026-01-31; empty takes the "
+        "start's, so that a checkpoint cannot be resumed on another day.",
+    )
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,11 @@ class RewardConfig:
         choices=("function", "model", "http"),
     )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    skip_special_tokens: bool = setting(
+        True,
+        "Leave the tokenizer's special tokens out of the text that is scored; false shows those that the model wrote, "
+        "such as tags of boxes, channels or tool calls. The stop token that ended the response is in neither.",
+    )
     pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)

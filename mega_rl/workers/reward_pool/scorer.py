@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mega_rl.data.columns import RewardColumns
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import Report, RewardError, ScoreCounts, ignore, no_score
-from mega_rl.workers.reward_calls import NoScoreError, RewardCall
+from mega_rl.workers.reward_calls import NoScoreError, Response, RewardCall
 from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.reward_pool.pool import RewardPool, ScoreOutcome
 from mega_rl.workers.reward_pool.process import UnusableFunctionError
@@ -53,7 +53,7 @@ class PooledRewards:
         """Columns of the data that the function reads."""
         return self._call.columns
 
-    def score_texts(self, items: Sequence[tuple[Prompt, str]], report: Report = ignore) -> list[float]:
+    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> list[float]:
         """Return the scores, those of failed ones among them. Raises RewardError as `FunctionRewards` does."""
         futures = [
             self._begun.take((prompt.index, response)) or self._submit(prompt, response) for prompt, response in items
@@ -66,7 +66,7 @@ class PooledRewards:
         self._warn_of_prizes()
         return scores
 
-    def begin(self, prompt: Prompt, response: str) -> None:
+    def begin(self, prompt: Prompt, response: Response) -> None:
         with contextlib.suppress(RewardError):  # which it will be when its score is asked for
             self._begun.add((prompt.index, response), self._submit(prompt, response))
 
@@ -83,7 +83,7 @@ class PooledRewards:
         self._examples.clear()
         return counts
 
-    def _submit(self, prompt: Prompt, response: str) -> Future[ScoreOutcome]:
+    def _submit(self, prompt: Prompt, response: Response) -> Future[ScoreOutcome]:
         try:
             return self._pool.submit(self._call.arguments(prompt, response))
         except (TypeError, ValueError) as error:
@@ -91,7 +91,7 @@ class PooledRewards:
             raise no_score(what, prompt, response) from None
 
     def _wait(
-        self, items: Sequence[tuple[Prompt, str]], futures: Sequence[Future[ScoreOutcome]], report: Report
+        self, items: Sequence[tuple[Prompt, Response]], futures: Sequence[Future[ScoreOutcome]], report: Report
     ) -> None:
         """Wait for all outcomes, or for the first exception. Raises RewardError when the pool has stopped working."""
         open_items = dict(zip(futures, items, strict=True))

@@ -302,6 +302,11 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "engine.resident_roles",
             "engine.fsdp.cpu_offload=false: with it every model's state is on the host already",
         ),
+        (
+            "reward.source=model reward.model.path=m reward.skip_special_tokens=false",
+            "reward.skip_special_tokens",
+            "reward.source=function or http: a reward model reads tokens, or a conversation without them",
+        ),
     ],
 )
 def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> None:

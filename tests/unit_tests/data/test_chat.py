@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from mega_rl.data.chat import ChatTemplate, template_variables
+from mega_rl.data.chat import ChatTemplate, template_variables, writes_date
 from mega_rl.data.columns import RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts
 from mega_rl.types import Prompt
@@ -86,6 +87,30 @@ def test_what_a_template_is_given_belongs_to_the_identity_of_the_data(file: Path
         {}, {"system_prompt": "a"}, {"system_prompt": "b"}, {"kwargs": {"enable_thinking": False}},
     ]  # fmt: skip
     assert len({fingerprint(load(file, tokenizer, **settings)) for settings in variants}) == len(variants)
+
+
+@pytest.fixture(scope="module")
+def dated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer whose template writes the date, as those of Llama 3.2 and GPT-OSS do."""
+    folder = tmp_path_factory.mktemp("dated")
+    write_digit_tokenizer(folder, vocab_size=50)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d*%m*%Y') }}{{ messages[-1].content }}")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_fixed_date_makes_the_same_prompts_on_every_day(file: Path, dated: Any) -> None:
+    today = f"{datetime.now():%d*%m*%Y}"
+    (prompt, _), (fixed, _) = load(file, dated), load(file, dated, date=date(2026, 1, 31))
+    assert dated.decode(prompt.token_ids) in (f"{today}1+1=", f"{datetime.now():%d*%m*%Y}1+1=")
+    assert dated.decode(fixed.token_ids) == "31*01*20261+1="
+
+
+def test_templates_that_write_the_date() -> None:
+    llama = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    assert writes_date(llama)
+    assert not writes_date(TEMPLATE)
+    assert "strftime_now" not in template_variables(llama)
+    assert template_variables(llama + "{{ date_string }}") == {"date_string"}
 
 
 def test_variables_of_a_template() -> None:

@@ -114,12 +114,18 @@ def test_tensorboard_holds_the_scalars_and_a_resumed_run_hides_the_old_ones(tmp_
 def test_tensorboard_holds_config_and_rollouts_as_texts(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, resume_step=1, config_text="optim:\n  lr: 0.5\n")
     sink.dump_rollouts(2, [{"prompt": "3|4=", "reward": 1.0}])
+    sink.dump_rollouts(2, [{"prompt": "5=", "reward": 0.0}], validation=True)
     sink.log(2, {"reward/mean": 1.0})
     sink.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    texts = [events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0] for name in ("config", "rollouts")]
-    assert texts == [b"```yaml\noptim:\n  lr: 0.5\n```", b"| prompt | reward |\n| --- | --- |\n| 3\\|4= | 1.0 |"]
+    names = ("config", "rollouts", "val_rollouts")
+    texts = [events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0] for name in names]
+    assert texts == [
+        b"```yaml\noptim:\n  lr: 0.5\n```",
+        b"| prompt | reward |\n| --- | --- |\n| 3\\|4= | 1.0 |",
+        b"| prompt | reward |\n| --- | --- |\n| 5= | 0.0 |",
+    ]
 
 
 def test_a_deleted_folder_turns_tensorboard_off_without_a_traceback(
@@ -146,15 +152,19 @@ def test_rollouts_are_one_line_each(tmp_path: Path) -> None:
     row = {"prompt": "3+4=", "response": "7\nü", "answer": "7", "reward": 1.0, "weight_version": 3}
     dump = RolloutDump(tmp_path / "rollouts", resume_step=1)
     dump.dump_rollouts(10, [row, row | {"reward": math.nan}])
+    dump.dump_rollouts(10, [row], validation=True)
     lines = (tmp_path / "rollouts" / "step_000010.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [row, row | {"reward": "NaN"}]
+    assert json.loads((tmp_path / "rollouts" / "val_000010.jsonl").read_text(encoding="utf-8")) == row
 
 
 def test_resumed_run_drops_the_dumps_it_will_repeat_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("step_000010.jsonl", "step_000020.jsonl", "step_000030.jsonl", "step_best.jsonl", "notes.txt"):
+    repeated = ["step_000020.jsonl", "step_000030.jsonl", "val_000020.jsonl"]
+    kept = ["notes.txt", "step_000010.jsonl", "step_best.jsonl", "val_000019.jsonl"]
+    for name in (*repeated, *kept):
         (tmp_path / name).write_text("{}\n")
     RolloutDump(tmp_path, resume_step=20)
-    assert written(tmp_path) == ["notes.txt", "step_000010.jsonl", "step_best.jsonl"]
+    assert written(tmp_path) == kept
 
 
 # -- many sinks, and the one the config asks for ----------------------------------------------------------------------
@@ -173,8 +183,8 @@ class Recorder(NullSink):
     def log(self, step: int, metrics: Metrics) -> None:
         self._call("log", step)
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._call("dump", step)
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
+        self._call("val dump" if validation else "dump", step)
 
     def close(self, *, failed: bool = False) -> None:
         self._call("close", -1)
@@ -193,6 +203,14 @@ def test_a_sink_that_fails_is_reported_once_and_the_others_go_on(method: str, ca
     assert [r.getMessage() for r in caplog.records] == [
         "Recorder failed and is off for the rest of the run: OSError: disk gone"
     ]
+
+
+def test_sinks_know_the_dumps_of_validations() -> None:
+    one, two = Recorder(), Recorder()
+    multi = MultiSink([one, two])
+    multi.dump_rollouts(1, [])
+    multi.dump_rollouts(1, [], validation=True)
+    assert one.calls == two.calls == [("dump", 1), ("val dump", 1)]
 
 
 def test_a_bug_in_a_sink_is_not_hidden() -> None:

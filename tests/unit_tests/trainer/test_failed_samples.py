@@ -15,8 +15,9 @@ from mega_rl.algorithms.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.algorithms.gae import GAEAdvantages
 from mega_rl.algorithms.grpo import GRPOAdvantages
 from mega_rl.algorithms.kl import k1
+from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
-from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics, sample_rows
+from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
 from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.reward import FunctionRewards, RewardError, RewardWorker
+from mega_rl.workers.reward_calls import Response
 from tests.helpers.threads import ThreadGroup
 
 PROMPTS = [
@@ -38,9 +39,7 @@ def decode(token_ids: Sequence[int]) -> str:
     return ",".join(map(str, token_ids))
 
 
-def score_on(
-    size: int, function: Callable[[str, str, str], object], *, replicas: int = 1
-) -> list[Tensor | RewardError]:
+def score_on(size: int, function: Callable[..., object], *, replicas: int = 1) -> list[Tensor | RewardError]:
     """What `score` returns or raises on each rank of replicas of `size` ranks; each scores the same rows."""
     everyone = ThreadGroup(size * replicas)
     groups = [ThreadGroup(size) for _ in range(replicas)]
@@ -75,6 +74,18 @@ def test_what_the_function_sees() -> None:
     assert isinstance(scores, Tensor)
     assert scores.dtype == torch.float32
     assert scores.tolist() == [0.5, 1.0, 1.5]
+
+
+def test_the_function_sees_how_responses_ended_and_their_tokens() -> None:
+    """The stop token is counted as rollout/response_tokens_mean counts it, and is not in the text."""
+    calls = []
+
+    def function(response: str, finish: str, num_tokens: int) -> float:
+        calls.append((response, finish, num_tokens))
+        return 0.0
+
+    score_on(1, function)
+    assert calls == [("50,51", "stop", 3), ("52,53,54", "length", 3), ("", "stop", 1)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -169,9 +180,9 @@ class EarlyRewards(FunctionRewards):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
-        self.begun: list[tuple[str, str]] = []
+        self.begun: list[tuple[str, Response]] = []
 
-    def begin(self, prompt: Prompt, response: str) -> None:
+    def begin(self, prompt: Prompt, response: Response) -> None:
         self.begun.append((prompt.text, response))
 
 
@@ -180,7 +191,7 @@ def test_a_rank_scores_what_it_has_begun_and_its_share_of_the_rest(size: int) ->
     """The last rank has begun the first row, which is else the first rank's; one of another generation is left over."""
     group = ThreadGroup(size)
 
-    def play(rank: int) -> tuple[list[float], list[str], list[tuple[str, str]]]:
+    def play(rank: int) -> tuple[list[float], list[str], list[tuple[str, Response]]]:
         scored: list[str] = []
 
         def function(prompt: str, response: str, answer: str) -> float:
@@ -190,13 +201,13 @@ def test_a_rank_scores_what_it_has_begun_and_its_share_of_the_rest(size: int) ->
         ranks, rewards = group.rank(rank), EarlyRewards(function)
         worker = RewardWorker(rewards, decode=decode, replica=ranks, everyone=ranks, timeout_s=60, early=rewards.begin)  # type: ignore[arg-type]
         if rank == size - 1:
-            worker.begin(PROMPTS[1], [50, 51])
-            worker.begin(PROMPTS[0], [50, 51])
+            worker.begin(PROMPTS[1], [50, 51], True)
+            worker.begin(PROMPTS[0], [50, 51], False)
         return worker.score(rollout_of(), PROMPTS).tolist(), scored, rewards.begun
 
     results = group.run(lambda ranks: play(ranks.rank))
     assert [scores for scores, _, _ in results] == [[5.5, 8.5, 0.5]] * size
-    assert results[-1][2] == [("2+3=", "50,51"), ("1+1=", "50,51")]
+    assert results[-1][2] == [("2+3=", Response("50,51", 3, "stop")), ("1+1=", Response("50,51", 2, "length"))]
     assert "50,51" in results[-1][1]
     assert sorted(response for _, scored, _ in results for response in scored) == ["", "50,51", "52,53,54"]
 

@@ -10,15 +10,23 @@ import pytest
 
 from mega_rl.data.columns import RewardColumns
 from mega_rl.types import Prompt
-from mega_rl.workers.reward_calls import plan_call
+from mega_rl.workers.reward_calls import Response, plan_call
 
 ROW = {"question": "3+4=", "label": "7", "difficulty": 2}
 PROMPT = Prompt(index=5, token_ids=(1,), text="3+4=", answer="7", messages=(("user", "3+4="),), row=ROW)
 TEXTS = ("3+4=", "8", "7")
 
 
-def everything(prompt, response, answer, row, messages, prompt_index):  # type: ignore[no-untyped-def]
-    return prompt, response, answer, row, messages, prompt_index
+def everything(prompt, response, answer, row, messages, prompt_index, finish, num_tokens):  # type: ignore[no-untyped-def]
+    return prompt, response, answer, row, messages, prompt_index, finish, num_tokens
+
+
+def length_penalty(response: str, *, num_tokens: int, finish: str, limit: int = 2) -> Any:
+    return num_tokens, finish, limit
+
+
+def positional_and_facts(a, b, c, finish):  # type: ignore[no-untyped-def]
+    return a, b, c, finish
 
 
 def swapped(answer: str, response: str) -> Any:
@@ -39,7 +47,7 @@ def settings(prompt, response, answer, scale=2.0, **rest):  # type: ignore[no-un
 
 def called(function: Callable[..., object], prompt: Prompt, response: str) -> object:
     call = plan_call(function)
-    return call(call.arguments(prompt, response))
+    return call(call.arguments(prompt, Response(response, num_tokens=3, finish="length")))
 
 
 class Scorer:
@@ -50,7 +58,9 @@ class Scorer:
 @pytest.mark.parametrize(
     ("function", "returned"),
     [
-        (everything, (*TEXTS, ROW, [{"role": "user", "content": "3+4="}], 5)),
+        (everything, (*TEXTS, ROW, [{"role": "user", "content": "3+4="}], 5, "length", 3)),
+        (length_penalty, (3, "length", 2)),
+        (positional_and_facts, (*TEXTS, "length")),
         (swapped, ("7", "8")),
         (keywords, ("8", ROW)),
         (lambda response: response, "8"),

@@ -19,7 +19,8 @@ import torch
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import RewardError, RewardWorker
-from mega_rl.workers.reward_http import HttpRewards
+from mega_rl.workers.reward_calls import Response
+from mega_rl.workers.reward_http import HttpRewards, Item
 from mega_rl.workers.reward_service import RewardService
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.workers.test_reward import PROMPTS, decode, rollout_of
@@ -133,8 +134,11 @@ def client(url: str, *, key: str = "", **settings: Any) -> HttpRewards:
     return HttpRewards(RewardService(url, key), **chosen)
 
 
-def some(count: int) -> list[tuple[Prompt, str]]:
-    return [(Prompt(index=i, token_ids=(1,), text=f"p{i}", answer=str(-i)), "x" * i) for i in range(count)]
+def some(count: int) -> list[Item]:
+    return [
+        (Prompt(index=i, token_ids=(1,), text=f"p{i}", answer=str(-i)), Response("x" * i, i + 1, "stop"))
+        for i in range(count)
+    ]
 
 
 def failing(answer: Callable[[int, Post], Answer], *, count: int = 2, **settings: Any) -> tuple[str, Service, float]:
@@ -149,7 +153,8 @@ def failing(answer: Callable[[int, Post], Answer], *, count: int = 2, **settings
 
 def test_what_is_sent_and_what_comes_back() -> None:
     messages = (("system", "é"), ("user", "q"))
-    items = [(Prompt(index=5, token_ids=(1,), text="q", answer="a", messages=messages), "r\n"), *some(1)]
+    prompt = Prompt(index=5, token_ids=(1,), text="q", answer="a", messages=messages)
+    items = [(prompt, Response("r\n", num_tokens=7, finish="length")), *some(1)]
     with serving(lambda number, post: scores(1, -0.5)) as service:
         assert client(service.url).score_texts(items) == [1.0, -0.5]
     (post,) = service.posts
@@ -159,8 +164,10 @@ def test_what_is_sent_and_what_comes_back() -> None:
             "response": "r\n",
             "answer": "a",
             "messages": [{"role": "system", "content": "é"}, {"role": "user", "content": "q"}],
+            "finish": "length",
+            "num_tokens": 7,
         },
-        {"prompt": "p0", "response": "", "answer": "0", "messages": []},
+        {"prompt": "p0", "response": "", "answer": "0", "messages": [], "finish": "stop", "num_tokens": 1},
     ]
     assert post.headers["Content-Type"] == "application/json"
     assert post.headers["Accept-Encoding"] == "identity"

@@ -314,9 +314,10 @@ def _announcer(sampled: Sampled, listeners: Sequence[SampleListener]) -> OnSampl
     prompts = {request.key: sampled.prompts[row // samples_of] for row, request in enumerate(sampled.requests)}
 
     def announce(key: Key, sample: Sample) -> None:
-        response = sample.token_ids[:-1] if sample.finish == "stop" else sample.token_ids
+        finished = sample.finish == "stop"
+        response = sample.token_ids[:-1] if finished else sample.token_ids
         for listener in listeners:
-            listener(prompts[key], response)
+            listener(prompts[key], response, finished)
 
     return announce
 

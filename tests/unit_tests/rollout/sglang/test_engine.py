@@ -137,8 +137,8 @@ def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch
 
 
 def test_listeners_get_each_sample_as_it_comes() -> None:
-    """With its own prompt, without the stop token, and while the generation goes on."""
-    heard: list[tuple[int, list[int], bool]] = []
+    """With its own prompt, without the stop token but with its mark, and while the generation goes on."""
+    heard: list[tuple[int, list[int], bool, bool]] = []
     ended = False
 
     class Streams(ScriptedFleet):
@@ -154,10 +154,11 @@ def test_listeners_get_each_sample_as_it_comes() -> None:
             return super().result()
 
     engine, _ = engine_over(Streams(lambda requests, _: served(requests)))
-    engine.listeners.append(lambda prompt, token_ids: heard.append((prompt.index, list(token_ids), ended)))
+    engine.listeners.append(lambda prompt, ids, finished: heard.append((prompt.index, list(ids), finished, ended)))
     rows = generate(engine)
     first = rows.tokens[:, 2].tolist()
-    assert heard == [(10 + row // 2, [first[row]] if row % 2 else [first[row], 1], False) for row in range(6)]
+    expected = [(10 + row // 2, [first[row], 1][: 2 - row % 2], row % 2 == 1, False) for row in range(6)]
+    assert heard == expected
 
 
 def test_greedy_is_asked_for() -> None:

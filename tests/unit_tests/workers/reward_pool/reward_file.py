@@ -17,9 +17,11 @@ from typing import Any
 STARTED = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # a helper of the file itself
 
 
-def many_kinds(response: str, prompt: str, answer: Any, row: dict[str, Any], prompt_index: int) -> float:
+def many_kinds(
+    response: str, prompt: str, answer: Any, row: Any, prompt_index: int, finish: str, num_tokens: int
+) -> float:
     """A number that depends on every bit of what it gets."""
-    text = json.dumps([response, prompt, answer, row, prompt_index], sort_keys=True)
+    text = json.dumps([response, prompt, answer, row, prompt_index, finish, num_tokens], sort_keys=True)
     return random.Random(text).gauss(0.0, 1e3)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import FunctionRewards, RewardError, RewardWorker, ScoreCounts
+from mega_rl.workers.reward_calls import Response
 from mega_rl.workers.reward_functions import resolve
 from mega_rl.workers.reward_pool.begun import KEPT_BATCHES, Begun
 from mega_rl.workers.reward_pool.pool import RewardPool
@@ -23,7 +24,7 @@ from tests.unit_tests.workers.reward_pool.test_pool import FILE
 from tests.unit_tests.workers.test_reward import PROMPTS, rollout_of
 
 ANY_SHARE = FailedScores(0.0, max_share=1.0)
-Items = list[tuple[Prompt, str]]
+Items = list[tuple[Prompt, Response]]
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def pooled(
 
 def some(*responses: str) -> Items:
     prompt = Prompt(index=17, token_ids=(1,), text="1+1=", answer="2")
-    return [(prompt, response) for response in responses]
+    return [(prompt, Response(text, num_tokens=1, finish="stop")) for text in responses]
 
 
 def test_scores_are_those_of_the_function_in_this_process() -> None:
@@ -49,7 +50,11 @@ def test_scores_are_those_of_the_function_in_this_process() -> None:
     prompts = [
         Prompt(index=i, token_ids=(1,), text=f"{i}\u2028", answer=["x", i], row=row | {"i": i / 3}) for i in range(20)
     ]
-    items = [(prompt, f"answer {sample} 🙂") for prompt in prompts for sample in range(2)]
+    items = [
+        (prompt, Response("answer 🙂", num_tokens=3 + sample // 2, finish="stop" if sample % 2 else "length"))
+        for prompt in prompts
+        for sample in range(4)
+    ]
     expected = FunctionRewards(resolve(f"{FILE}:many_kinds")).score_texts(items)
     assert len(set(expected)) == len(items)
     with pooled("many_kinds", num_workers=2) as rewards:
@@ -133,7 +138,7 @@ def test_what_none_asks_for_is_dropped_after_some_batches() -> None:
 def test_a_row_that_does_not_travel_is_an_error() -> None:
     prompt = Prompt(index=17, token_ids=(1,), text="1+1=", answer="2", row={"image": b"\x89PNG"})
     with pooled("many_kinds") as rewards, pytest.raises(RewardError, match="bytes is not JSON serializable") as error:
-        rewards.score_texts([(prompt, "1")])
+        rewards.score_texts([(prompt, response) for _, response in some("1")])
     assert "set reward.pool.workers=0" in str(error.value)
 
 

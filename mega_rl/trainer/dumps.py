@@ -1,0 +1,81 @@
+"""Rows of rollouts for people to read: which samples are dumped, and what is said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mega_rl.types import Prompt, Rollout
+
+
+def sample_rows(
+    rollout: Rollout,
+    rewards: Tensor,
+    prompts: Sequence[Prompt],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    render: Callable[[Sequence[int]], str],
+    step: int,
+    count: int,
+    advantages: Tensor | None = None,
+) -> list[Mapping[str, Any]]:
+    """Return `count` rollouts of this rank as readable rows, of as many prompts as there are; see `spread_rows`.
+
+    rewards: [B]; advantages: [B, S] float32, 0 off the mask, None of rollouts that do not train. `prompt` is the user's
+    text, `rendered_prompt` the text of the token ids that the model read, by `render`, which shows special tokens;
+    `response` is what the reward read, by `decode`. `advantage_mean` is over the response's tokens.
+    """
+    rows: list[Mapping[str, Any]] = []
+    for row in spread_rows(rollout.prompt_index.tolist(), count):
+        prompt = prompts[int(rollout.prompt_index[row])]
+        start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+        finished = bool(rollout.finished[row])
+        rows.append(
+            {
+                "step": step,
+                "prompt_index": int(rollout.prompt_index[row]),
+                "sample_index": int(rollout.sample_index[row]),
+                "prompt": prompt.text,
+                "rendered_prompt": render(rollout.tokens[row, :start].tolist()),
+                "response": decode(rollout.tokens[row, start : stop - finished].tolist()),
+                "answer": prompt.answer,
+                "prompt_tokens": start,
+                "response_tokens": stop - start,
+                "reward": float(rewards[row]),
+                "finished": finished,
+                "weight_version": int(rollout.weight_version[row]),
+                **_where_known(rollout, row, advantages),
+            }
+        )
+    return rows
+
+
+def spread_rows(prompt_index: Sequence[int], count: int) -> list[int]:
+    """Return up to `count` row numbers, ascending: first samples of prompts spread over the batch, then second ones.
+
+    prompt_index: of each row.
+    """
+    samples: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_index):
+        samples.setdefault(prompt, []).append(row)
+    chosen: list[int] = []
+    for number in range(max(map(len, samples.values()), default=0)):
+        candidates = [rows[number] for rows in samples.values() if number < len(rows)]
+        taken = min(count - len(chosen), len(candidates))
+        chosen += [candidates[position * len(candidates) // taken] for position in range(taken)]
+    return sorted(chosen)
+
+
+def _where_known(rollout: Rollout, row: int, advantages: Tensor | None) -> dict[str, Any]:
+    """Return what not every rollout has: advantages, versions of tokens, samples that may fail."""
+    known: dict[str, Any] = {}
+    if advantages is not None:
+        tokens = int(rollout.lengths[row] - rollout.prompt_lengths[row])
+        known["advantage_mean"] = float(advantages[row].sum()) / max(tokens, 1)
+    if rollout.token_versions is not None:  # 0 off the mask, as of a failed sample
+        known["newest_weight_version"] = max(int(rollout.token_versions[row].max()), int(rollout.weight_version[row]))
+    if rollout.failed is not None:
+        known["failed"] = bool(rollout.failed[row])
+    return known

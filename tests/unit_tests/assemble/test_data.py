@@ -1,0 +1,61 @@
+"""The tokenizer of a run gives rewards the texts that the settings ask for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from mega_rl.assemble.data import Tokens, read_tokens, warn_of_date
+from mega_rl.config.loader import load
+from mega_rl.config.schema import ChatConfig
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has the special tag <49>, and <48> among the others."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(folder, num_hidden_layers=1)
+    write_digit_tokenizer(folder, vocab_size=50)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<49>"]})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tokens_of(model: Path, *settings: str) -> Tokens:
+    return read_tokens(load(None, [f"model.path={model}", *settings]), is_writer=False)
+
+
+def test_rewards_read_special_tokens_where_they_are_asked_for(model: Path) -> None:
+    """All dumps show them, and either text the tag that is not special."""
+    ids = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(["<48>", "<49>", "7", "<49>"])
+    default, shown = tokens_of(model), tokens_of(model, "reward.skip_special_tokens=false")
+    assert default.decode(ids) == "<48>7"
+    assert shown.decode(ids) == default.render(ids) == shown.render(ids) == "<48><49>7<49>"
+
+
+def test_a_template_that_writes_the_date_is_warned_of_until_it_is_fixed(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def warnings(text: str, **chat: Any) -> int:
+        caplog.clear()
+        tokenizer.chat_template = text
+        warn_of_date(tokenizer, ChatConfig(**{"template": True, **chat}))
+        assert all("resumed on another day; set data.chat.date=20" in line for line in caplog.messages)
+        return len(caplog.messages)
+
+    dated = "{{ date_string or strftime_now('%d %b %Y') }}{{ messages }}"
+    with caplog.at_level(logging.WARNING):
+        assert warnings(dated) == 1
+        assert warnings(dated, date="2026-01-31") == 0
+        assert warnings(dated, template_kwargs={"date_string": "31 Jan 2026"}) == 0
+        assert warnings(dated, template=False) == 0
+        assert warnings("{{ messages }}") == 0
+        assert warnings("{{ raise_exception('no') }}") == 0

@@ -1,0 +1,62 @@
+"""Dumped samples: which ones, and what is said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from mega_rl.trainer.dumps import sample_rows, spread_rows
+from mega_rl.types import Prompt
+from tests.helpers.rollouts import make_rollout
+
+PROMPTS = [Prompt(index=10 + i, token_ids=(1, 2), text=f"p{i}", answer=str(i)) for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("count", "rows"),
+    [
+        (0, []),
+        (1, [0]),
+        (2, [0, 4]),
+        (3, [0, 2, 4]),
+        (4, [0, 2, 4, 6]),
+        (6, [0, 1, 2, 4, 5, 6]),
+        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (99, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_samples_are_of_as_many_prompts_as_there_are(count: int, rows: list[int]) -> None:
+    """Of four prompts with two samples each; more than one of a prompt only when all have one."""
+    assert spread_rows([5, 5, 3, 3, 7, 7, 1, 1], count) == rows
+
+
+def test_samples_of_prompts_of_several_sizes() -> None:
+    assert spread_rows([0, 1, 0, 2, 0], 4) == [0, 1, 2, 3]
+    assert spread_rows([], 4) == []
+
+
+def test_a_row_says_what_became_of_a_sample() -> None:
+    """Two samples of one prompt: one that ended and one that was cut off, which two versions of the weights sampled."""
+    rollout = make_rollout([3, 2], prompt_tokens=2, version=4)
+    rollout.finished = torch.tensor([True, False])
+    advantages = torch.tensor([[0.0, 0.0, 1.0, 2.0, 6.0], [0.0, 0.0, -1.0, 0.5, 0.0]])
+    read: list[list[int]] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        read.append(list(ids))
+        return f"{len(ids)} tokens"
+
+    given = {"render": str, "step": 7, "count": 2}
+    first, second = sample_rows(rollout, torch.tensor([1.0, -1.0]), PROMPTS, decode, advantages=advantages, **given)  # type: ignore[arg-type]
+    assert (first["response"], first["response_tokens"], first["finished"]) == ("2 tokens", 3, True)
+    assert (second["response"], second["response_tokens"], second["finished"]) == ("2 tokens", 2, False)
+    assert read == [rollout.tokens[0, 2:4].tolist(), rollout.tokens[1, 2:4].tolist()]
+    assert (first["advantage_mean"], second["advantage_mean"]) == (3.0, -0.25)
+    assert (first["reward"], first["weight_version"], first["step"]) == (1.0, 4, 7)
+    assert "newest_weight_version" not in first
+    rollout.token_versions = torch.tensor([[0, 0, 4, 5, 5], [0, 0, 4, 4, 0]])
+    first, second = sample_rows(rollout, torch.zeros(2), PROMPTS, decode, **given)  # type: ignore[arg-type]
+    assert (first["newest_weight_version"], second["newest_weight_version"]) == (5, 4)
+    assert "advantage_mean" not in first
