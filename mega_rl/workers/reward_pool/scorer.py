@@ -108,7 +108,7 @@ class PooledRewards:
             if time.monotonic() - last_end > self._pool.patience_s:
                 raise no_score(f"no score within {self._pool.patience_s:g} s: a defect of mega_rl", prompt, response)
 
-    def _settle(self, prompt: Prompt, response: str, future: Future[ScoreOutcome]) -> float:
+    def _settle(self, prompt: Prompt, response: Response, future: Future[ScoreOutcome]) -> float:
         """Return the score of an outcome. Raises RewardError."""
         try:
             outcome = future.result(timeout=0)
