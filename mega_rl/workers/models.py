@@ -15,7 +15,7 @@ from mega_rl.algorithms.value_loss import clipped_value_loss
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
-LearningRate = Callable[[int], float]  # trainer step -> learning rate
+LearningRate = Callable[[int], float]  # trainer steps since the role began to learn -> learning rate
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,10 @@ class ValueLoss:
 
 @dataclass
 class LearningWorker:
-    """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone."""
+    """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone.
+
+    The learning rate counts from `first_step`: the warm-up is of the role's own updates, whose Adam moments begin at 0.
+    """
 
     role: str
     engine: ModelPasses
@@ -103,7 +106,8 @@ class LearningWorker:
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         if step < self.first_step:
             return {}
-        metrics = self.engine.train_minibatch(minibatch, self.loss, lr=self.learning_rate(step), inspect=inspect)
+        lr = self.learning_rate(step - self.first_step)
+        metrics = self.engine.train_minibatch(minibatch, self.loss, lr=lr, inspect=inspect)
         return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}
 
 

@@ -68,8 +68,13 @@ class OptimConfig:
     eps: float = setting(1e-8, "Denominator floor of Adam.", above=0.0)
     clip_grad: float = setting(1.0, "Global gradient-norm limit; 0 turns clipping off.", min=0.0)
     schedule: str = setting("constant", "Learning-rate shape after warm-up.", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = setting(0, "Linear warm-up from zero.", unit="trainer steps", min=0)
-    min_lr_ratio: float = setting(0.0, "Final learning rate as a fraction of the peak.", min=0.0, max=1.0)
+    warmup_steps: int = setting(
+        0,
+        "Linear warm-up from zero; the actor's begins after algorithm.critic_warmup_steps.",
+        unit="trainer steps",
+        min=0,
+    )
+    min_lr_ratio: float = setting(0.0, "Learning rate of the last step as a fraction of the peak.", min=0.0, max=1.0)
 
 
 @dataclass(frozen=True)
