@@ -81,7 +81,6 @@ class ValueLoss:
             outputs.values,
             old_values=fields["values"],
             returns=fields["returns"],
-            loss_weights=fields["loss_weights"],
             token_weights=fields["token_weights"],
             value_clip=self.value_clip,
         )

@@ -121,7 +121,7 @@ class AlgorithmConfig:
     )
     loss_aggregation: str = setting(
         "token-mean",
-        "How token losses become one number.",
+        "How token losses of the policy become one number; the critic's is always their mean.",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     old_logprobs: str = setting(

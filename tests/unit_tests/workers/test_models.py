@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.aggregation import AGGREGATIONS
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
 from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
+from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.types import Experience, Metrics, TokenOutputs
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience
 
 BATCH = random_experience()
@@ -114,11 +117,45 @@ def test_the_value_loss_reads_its_fields() -> None:
         values,
         old_values=BATCH.values,
         returns=BATCH.returns,
-        loss_weights=BATCH.loss_weights,
         token_weights=BATCH.token_weights,
         value_clip=0.2,
     )
     assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), FIELDS), expected)
+
+
+def mean_value_loss(values: Tensor, batch: Experience, *, value_clip: float) -> Tensor:
+    """The clipped error token by token in float64, its mean over all of them."""
+    losses = []
+    for row, column in batch.loss_mask.nonzero().tolist():
+        value, old, target = (
+            values[row, column],
+            *(field[row, column].double() for field in (batch.values, batch.returns)),
+        )
+        near = old + (value - old).clamp(-value_clip, value_clip)
+        losses.append(0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_critics_loss_is_a_mean_over_tokens(aggregation: str, micro_batches: int) -> None:
+    """Whatever aggregation the policy has, and however rows are cut: loss and gradient, within float32's rounding."""
+    plan = MinibatchPlan(
+        minibatch_size=4, epochs=1, aggregation=AGGREGATIONS[aggregation], max_response_tokens=16, seed=0
+    )
+    (batch,) = plan.cut(random_experience(num_prompts=4), num_prompts=4, step=0, ranks=FakeRanks())
+    values = batch.values + torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(5))
+    exact = values.double().requires_grad_()
+    mean_value_loss(exact, batch, value_clip=0.5).backward()
+    values.requires_grad_()
+    total = 0.0
+    for rows in torch.arange(len(batch.tokens)).chunk(micro_batches):
+        fields = {name: value[rows] for name, value in batch.items() if value.dim() == 2}
+        share = ValueLoss(value_clip=0.5)(TokenOutputs(values=values[rows]), fields)
+        share.loss.backward()
+        total += share.sums["critic/loss"].item()
+    assert total == pytest.approx(mean_value_loss(exact, batch, value_clip=0.5).item(), rel=1e-6)
+    torch.testing.assert_close(values.grad.double(), exact.grad, rtol=1e-6, atol=1e-8)
 
 
 def test_metrics_carry_the_role() -> None:
