@@ -97,14 +97,16 @@ def build_actor_role(config: Config, engine: ModelPasses, kl: KLController) -> L
     )
     first_step = algorithm.critic_warmup_steps
     rate = _learning_rate(config, config.optim.lr, steps=config.trainer.steps - first_step)
-    return LearningWorker("actor", engine, loss, learning_rate=rate, first_step=first_step)
+    skipped = config.optim.max_skipped_steps
+    return LearningWorker("actor", engine, loss, learning_rate=rate, first_step=first_step, max_skipped_steps=skipped)
 
 
 def build_critic_role(config: Config, engine: ModelPasses) -> Learner:
     """Return the role of the critic on its engine."""
     loss = ValueLoss(value_clip=config.algorithm.clip.value)
     rate = _learning_rate(config, config.optim.critic_lr, steps=config.trainer.steps)
-    return LearningWorker("critic", engine, loss, learning_rate=rate)
+    skipped = config.optim.max_skipped_steps
+    return LearningWorker("critic", engine, loss, learning_rate=rate, max_skipped_steps=skipped)
 
 
 def _learning_rate(config: Config, peak: float, *, steps: int) -> Callable[[int], float]:

@@ -101,12 +101,18 @@ def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
 
 
 def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """Return the mean over a step's optimizer steps; maximum for names that end in `_max`."""
+    """Return the mean over a step's updates; the maximum for names in `_max`, the sum for those in `_steps`."""
     merged: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():
             merged.setdefault(name, []).append(value)
-    return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in merged.items()}
+    return {name: _merged(name, values) for name, values in merged.items()}
+
+
+def _merged(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    return sum(values) if name.endswith("_steps") else sum(values) / len(values)
 
 
 def sample_rows(

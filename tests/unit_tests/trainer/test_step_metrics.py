@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
+from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
 from mega_rl.types import Experience, Rollout
 from tests.helpers.fakes import FakeRanks
 
@@ -48,3 +48,13 @@ def test_means_are_over_response_tokens() -> None:
         values=torch.tensor([[9.0, 1.0, 2.0], [9.0, 9.0, 6.0]]),
     )
     assert experience_metrics(experience, FakeRanks())["values/mean"] == 3.0
+
+
+def test_updates_of_a_step_are_put_together() -> None:
+    """A metric that an update lacks, because its step was skipped, has the mean of the others."""
+    updates = [
+        {"actor/grad_norm": 1.0, "actor/ratio_max": 3.0, "actor/skipped_steps": 0.0},
+        {"actor/ratio_max": 2.0, "actor/skipped_steps": 1.0},
+        {"actor/grad_norm": 2.0, "actor/ratio_max": 1.0, "actor/skipped_steps": 1.0},
+    ]
+    assert mean_metrics(updates) == {"actor/grad_norm": 1.5, "actor/ratio_max": 3.0, "actor/skipped_steps": 2.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from mega_rl.algorithms.aggregation import AGGREGATIONS
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
 from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
+from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.types import Experience, Metrics, TokenOutputs
@@ -161,7 +163,12 @@ def test_the_critics_loss_is_a_mean_over_tokens(aggregation: str, micro_batches:
 def test_metrics_carry_the_role() -> None:
     """The engine's own names get the role's prefix, the loss's have one."""
     engine = RecordingEngine({"critic/loss": 1.0, "grad_norm": 2.0, "lr": 3.0})
-    assert learner(engine).update(BATCH, step=2) == {"critic/loss": 1.0, "critic/grad_norm": 2.0, "critic/lr": 3.0}
+    assert learner(engine).update(BATCH, step=2) == {
+        "critic/loss": 1.0,
+        "critic/grad_norm": 2.0,
+        "critic/lr": 3.0,
+        "critic/skipped_steps": 0.0,
+    }
     ((minibatch, loss, rate),) = engine.updates
     assert minibatch is BATCH
     assert loss == ValueLoss(value_clip=0.2)
@@ -174,6 +181,49 @@ def test_the_critic_may_learn_first() -> None:
     worker = learner(engine, first_step=3)
     assert [bool(worker.update(BATCH, step=step)) for step in range(5)] == [False, False, False, True, True]
     assert [rate for _, _, rate in engine.updates] == pytest.approx([0.0, 0.1])  # counted from its own first step
+
+
+class OverflowingEngine(RecordingEngine):
+    """An engine whose gradients are finite or not, update by update."""
+
+    def __init__(self, norms: list[float]) -> None:
+        super().__init__({"grad_norm": 1.0, "critic/loss": 2.0})
+        self.norms = norms
+
+    def train_minibatch(self, *args: Any, **kwargs: Any) -> Metrics:
+        norm = self.norms.pop(0)
+        if math.isfinite(norm):
+            return super().train_minibatch(*args, **kwargs)
+        raise NonFiniteGradientError("overflow", norm=norm, metrics={"critic/loss": norm, "critic/error_max": 3.0})
+
+
+def test_steps_without_a_finite_gradient_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Two in a row are allowed here, and each finite gradient begins the count anew."""
+    worker = learner(OverflowingEngine([math.nan, math.inf, 1.0, math.inf, math.nan, 1.0]), max_skipped_steps=2)
+    updates = [worker.update(BATCH, step=step) for step in range(6)]
+    assert [update["critic/skipped_steps"] for update in updates] == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert updates[0] == {"critic/error_max": 3.0, "critic/skipped_steps": 1.0}  # what is a number
+    assert caplog.messages[1] == (
+        "critic, step 2: the gradient norm is inf; this optimizer step is skipped, number 2 in a row "
+        "(optim.max_skipped_steps=2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (0, "critic, step 1: the gradient norm is nan; optim.max_skipped_steps=0 allows no more. No weight"),
+        (2, "critic, step 3: the gradient norm is nan in 3 optimizer steps in a row; optim.max_skipped_steps=2"),
+    ],
+)
+def test_too_many_skipped_steps_in_a_row_end_the_run(allowed: int, expected: str) -> None:
+    worker = learner(OverflowingEngine([math.nan] * (allowed + 1)), max_skipped_steps=allowed)
+    for step in range(allowed):
+        worker.update(BATCH, step=step)
+    with pytest.raises(NonFiniteGradientError) as error:
+        worker.update(BATCH, step=allowed)
+    assert str(error.value).startswith(expected)
+    assert "lower optim.lr or optim.critic_lr" in str(error.value)
 
 
 def test_evaluation_is_the_engines() -> None:
