@@ -140,7 +140,10 @@ class PPOTrainer:
                 rollout, rewards, old=old, ref=ref, critic=values,
                 estimator=self.estimator, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
-            metrics |= mismatch | experience_metrics(experience, self.ranks)
+            metrics |= mismatch | experience_metrics(
+                experience, self.ranks,
+                has_reference=ref.logprobs is not None, has_critic=values.values is not None,
+            )  # fmt: skip
             minibatches = list(self.minibatches.cut(experience, num_prompts=len(prompts), step=step, ranks=self.ranks))
         with phase("update_critic"):
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
@@ -148,7 +151,8 @@ class PPOTrainer:
             inspect = self.old_logprobs.inspect
             metrics |= mean_metrics([self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches])
             metrics["kl/coef"] = self.kl.value
-            self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
+            if "kl/ref" in metrics:  # the run has a reference
+                self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
         with phase("sync_weights"):
             metrics |= self.sync.publish()
         if _due(step + 1, self.settings.rollout_interval):

@@ -82,22 +82,26 @@ def _groups(prompt_index: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     return several.double().sum(), (several & (extremes[0] == extremes[1])).double().sum()
 
 
-def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
-    """Return token means of the update's inputs, and the explained variance of the returns, over all ranks."""
+def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: bool, has_critic: bool) -> Metrics:
+    """Return token means of the update's inputs, over all ranks.
+
+    The KL to the reference is there where the run has one; values, returns and the explained variance of the returns
+    where it has a critic.
+    """
     mask = experience.loss_mask
-    columns = {
-        "kl/ref": k3(experience.old_logprobs, experience.ref_logprobs),
-        "kl/ref_k1": experience.old_logprobs - experience.ref_logprobs,
-        "advantage/mean": experience.advantages,
-        "advantage/abs_mean": experience.advantages.abs(),
-        "returns/mean": experience.returns,
-        "values/mean": experience.values,
-    }
+    columns = {"advantage/mean": experience.advantages, "advantage/abs_mean": experience.advantages.abs()}
+    if has_reference:
+        columns["kl/ref"] = k3(experience.old_logprobs, experience.ref_logprobs)
+        columns["kl/ref_k1"] = experience.old_logprobs - experience.ref_logprobs
+    if has_critic:
+        columns |= {"returns/mean": experience.returns, "values/mean": experience.values}
     sums = torch.stack([mask.sum().double(), *((column.double() * mask).sum() for column in columns.values())])
     count, *totals = ranks.sum(sums).tolist()
     means = {name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)}
-    explained = explained_variance(experience.values, experience.returns, mask, sum_over_ranks=ranks.sum)
-    return means | {"values/explained_variance": float(explained)}
+    if has_critic:
+        explained = explained_variance(experience.values, experience.returns, mask, sum_over_ranks=ranks.sum)
+        means["values/explained_variance"] = float(explained)
+    return means
 
 
 def mean_metrics(updates: Sequence[Metrics]) -> Metrics:

@@ -47,7 +47,7 @@ def test_means_are_over_response_tokens() -> None:
         lengths=torch.tensor([3, 3]),
         values=torch.tensor([[9.0, 1.0, 2.0], [9.0, 9.0, 6.0]]),
     )
-    assert experience_metrics(experience, FakeRanks())["values/mean"] == 3.0
+    assert experience_metrics(experience, FakeRanks(), has_reference=False, has_critic=True)["values/mean"] == 3.0
 
 
 def test_updates_of_a_step_are_put_together() -> None:
