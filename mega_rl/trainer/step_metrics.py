@@ -14,13 +14,16 @@ from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
 
 EQUAL_GROUPS = "reward/equal_groups_fraction"
+GROUPS = (EQUAL_GROUPS, "reward/best_groups_fraction", "reward/worst_groups_fraction")
 
 
 def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: str = "") -> Metrics:
     """Return rewards, response lengths and how responses ended, over all ranks; `rewards` is [B].
 
     `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
-    learns nothing from them. It is there where a prompt has several samples.
+    learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
+    got the step's highest reward, `reward/worst_groups_fraction` of those that all got its lowest. They are there where
+    a prompt has several samples.
     Failed samples are in no number but their own, `rollout/failed_samples`, which is there where samples may fail.
     """
     failures: Metrics = {}
@@ -31,6 +34,9 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
     response = (rollout.lengths - rollout.prompt_lengths).double()
     rewards = rewards.double()
     rows = rewards.numel()
+    extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
+    highest, negated, longest = ranks.max(extremes.double()).tolist()
+    lowest = -negated
     sums = torch.stack(
         [
             torch.tensor(float(rows), dtype=torch.float64),
@@ -39,21 +45,19 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
             response.sum(),
             rollout.finished.double().sum(),
             rollout.lengths.double().sum(),
-            *_groups(rollout.prompt_index, rewards),
+            *_groups(rollout.prompt_index, rewards, lowest=lowest, highest=highest),
         ]
     )
-    count, reward, square, tokens, finished, total, groups, equal = ranks.sum(sums).tolist()
+    count, reward, square, tokens, finished, total, *groups = ranks.sum(sums).tolist()
     count = max(count, 1.0)
-    extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
-    highest, lowest, longest = ranks.max(extremes.double()).tolist()
     mean = reward / count
-    spread = {f"{prefix}{EQUAL_GROUPS}": equal / groups} if groups else {}
+    spread = {f"{prefix}{name}": part / groups[0] for name, part in zip(GROUPS, groups[1:], strict=True) if groups[0]}
     return (
         {
             f"{prefix}reward/mean": mean,
             f"{prefix}reward/std": max(square / count - mean**2, 0.0) ** 0.5,
             f"{prefix}reward/max": highest,
-            f"{prefix}reward/min": -lowest,
+            f"{prefix}reward/min": lowest,
             f"{prefix}rollout/sequences": count,
             f"{prefix}rollout/response_tokens_mean": tokens / count,
             f"{prefix}rollout/response_tokens_max": longest,
@@ -66,20 +70,24 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
     )
 
 
-def _groups(prompt_index: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (prompts with several samples, those of them whose rewards are all equal) of this rank, as float64.
+def _groups(prompt_index: Tensor, rewards: Tensor, *, lowest: float, highest: float) -> list[Tensor]:
+    """Return the number of prompts with several samples and, of them, those of each of `GROUPS`; float64, this rank's.
 
-    prompt_index: [B] int64, the rows of a prompt are all on this rank; rewards: [B] float64.
+    prompt_index: [B] int64, the rows of a prompt are all on this rank; rewards: [B] float64; lowest, highest: of all
+    ranks' rewards.
     """
     _, group, sizes = torch.unique(prompt_index, return_inverse=True, return_counts=True)
-    extremes = [
+    top, bottom = (
         torch.zeros(len(sizes), dtype=torch.float64).scatter_reduce(
             0, group.cpu(), rewards.cpu(), how, include_self=False
         )
         for how in ("amax", "amin")
-    ]
+    )
     several = sizes.cpu() > 1
-    return several.double().sum(), (several & (extremes[0] == extremes[1])).double().sum()
+    equal = several & (top == bottom)
+    spread = lowest < highest
+    kinds = (several, equal, equal & (top == highest) & spread, equal & (top == lowest) & spread)
+    return [kind.double().sum() for kind in kinds]
 
 
 def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: bool, has_critic: bool) -> Metrics:
