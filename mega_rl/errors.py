@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -22,6 +22,16 @@ class RunError(RuntimeError):
     """
 
     exit_code = 1
+
+
+class NonFiniteGradientError(RunError):
+    """A gradient norm that is NaN or infinite; weights, moments and step counts are unchanged."""
+
+    def __init__(self, message: str, *, norm: float, metrics: Mapping[str, float]) -> None:
+        """metrics: of the update whose optimizer step was not made, equal on all ranks."""
+        super().__init__(message)
+        self.norm = norm
+        self.metrics = dict(metrics)
 
 
 class UserErrors(UserError):

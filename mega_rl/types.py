@@ -99,8 +99,10 @@ class Experience:
     values: Tensor  # [B, S] float32, critic before the update; 0 without a critic
     advantages: Tensor  # [B, S] float32, 0 off the mask
     returns: Tensor  # [B, S] float32, value targets; 0 off the mask
-    loss_weights: Tensor  # [B, S] float32, share of each token in its global mini-batch's loss; algorithms.aggregation
-    token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: the weights of metric means
+    loss_weights: Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss; algorithms.aggregation
+    token_weights: (
+        Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: weights of metric means, critic
+    )
     # [B, S, L, K] int16, the K experts that each of L mixtures gave the token when it was the input, prompts included;
     # -1 where unknown; None: every pass chooses for itself. It goes with the input, so it is not shifted.
     routing: Tensor | None = None

@@ -275,6 +275,22 @@ TRAINER = (
         "trainer/test_loop.py",
     ),
 )
+STEPS = (
+    _fault(
+        "steps",
+        "the critic's warm-up uses up the actor's",
+        "lr = self.learning_rate(step - self.first_step)",
+        "lr = self.learning_rate(step)",
+        "workers/test_models.py",
+    ),
+    _fault(
+        "steps",
+        "skipped steps counted over the whole run",
+        "            self._skipped = 0\n",
+        "",
+        "workers/test_models.py",
+    ),
+)
 STORAGE = (
     _fault(
         "storage",
@@ -691,6 +707,7 @@ FAULTS = (
     *PARALLEL,
     *ROLLOUT,
     *TRAINER,
+    *STEPS,
     *STORAGE,
     *CHECKPOINT,
     *CONVERTERS,

@@ -14,7 +14,6 @@ def clipped_value_loss(
     *,
     old_values: Tensor,
     returns: Tensor,
-    loss_weights: Tensor,
     token_weights: Tensor,
     value_clip: float,
 ) -> LossOutput:
@@ -23,10 +22,12 @@ def clipped_value_loss(
         near = old + clip(V - old, -value_clip, value_clip)
         loss = sum w * max((V - R)^2, (near - R)^2) / 2
 
-    All tensors share one shape, packed or padded; float32. value_clip 0 turns the clipping off. What stands where
-    `token_weights` is 0 touches neither loss nor gradient.
+    w is `token_weights`, 1 / (tokens of the global mini-batch): the mean over tokens, whatever aggregation the policy's
+    loss has, whose scale would otherwise be the critic's too (that of a sum over a response is hundreds of times
+    larger, and its gradient always clipped). All tensors share one shape, packed or padded; float32. value_clip 0 turns
+    the clipping off. What stands where `token_weights` is 0 touches neither loss nor gradient.
 
-    sums: critic/loss, weighted as the loss; critic/clip_fraction (tokens whose gradient the clip cut off),
+    sums: critic/loss; critic/clip_fraction (tokens whose gradient the clip cut off),
     critic/value_mean, critic/return_mean, token means. maxima: critic/error_max, the largest |V - R|.
     Source: Schulman et al. 2016, arXiv:1506.02438, section 5; the clip: OpenAI baselines, ppo2.
     """
@@ -46,7 +47,7 @@ def clipped_value_loss(
         token_loss = 0.5 * torch.maximum(error, near_error)
     else:
         token_loss = 0.5 * error
-    loss = (loss_weights * token_loss).sum()
+    loss = (token_weights * token_loss).sum()
     sums = {
         "critic/loss": loss.detach(),
         "critic/clip_fraction": clip_fraction.detach(),

@@ -60,10 +60,10 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
     }
     kl = build_kl(plan.config.algorithm.kl)
     meter = WorkMeter()
-    actor = _metered(_actor(plan.config, models.in_turn("actor"), kl), engines["actor"], meter)
+    actor = _metered(build_actor_role(plan.config, models.in_turn("actor"), kl), engines["actor"], meter)
     critic: Learner = AbsentWorker()
     if "critic" in engines:
-        critic = _metered(_critic(plan.config, models.in_turn("critic")), engines["critic"], meter)
+        critic = _metered(build_critic_role(plan.config, models.in_turn("critic")), engines["critic"], meter)
     reference: TokenModel = AbsentWorker()
     if "reference" in engines:
         engine, worker = engines["reference"], ReferenceWorker(models.in_turn("reference"))
@@ -80,7 +80,8 @@ def _work(engine: ModelEngine) -> ModelWork:
     return ModelWork(engine.sharding.hf, head=engine.sharding.head)
 
 
-def _actor(config: Config, engine: ModelPasses, kl: KLController) -> Learner:
+def build_actor_role(config: Config, engine: ModelPasses, kl: KLController) -> Learner:
+    """Return the role of the policy on its engine: it learns when the critic's warm-up is over."""
     algorithm = config.algorithm
     loss = PolicyLoss(
         PolicyLossSettings(
@@ -94,18 +95,23 @@ def _actor(config: Config, engine: ModelPasses, kl: KLController) -> Learner:
         tis_cap=algorithm.tis_cap,
         on_policy=is_on_policy(config),
     )
-    rate = _learning_rate(config, config.optim.lr)
-    return LearningWorker("actor", engine, loss, learning_rate=rate, first_step=algorithm.critic_warmup_steps)
+    first_step = algorithm.critic_warmup_steps
+    rate = _learning_rate(config, config.optim.lr, steps=config.trainer.steps - first_step)
+    skipped = config.optim.max_skipped_steps
+    return LearningWorker("actor", engine, loss, learning_rate=rate, first_step=first_step, max_skipped_steps=skipped)
 
 
-def _critic(config: Config, engine: ModelPasses) -> Learner:
+def build_critic_role(config: Config, engine: ModelPasses) -> Learner:
+    """Return the role of the critic on its engine."""
     loss = ValueLoss(value_clip=config.algorithm.clip.value)
-    return LearningWorker("critic", engine, loss, learning_rate=_learning_rate(config, config.optim.critic_lr))
+    rate = _learning_rate(config, config.optim.critic_lr, steps=config.trainer.steps)
+    skipped = config.optim.max_skipped_steps
+    return LearningWorker("critic", engine, loss, learning_rate=rate, max_skipped_steps=skipped)
 
 
-def _learning_rate(config: Config, peak: float) -> Callable[[int], float]:
-    """Return the learning rate by step."""
-    return partial(learning_rate, peak=peak, optim=config.optim, total_steps=config.trainer.steps)
+def _learning_rate(config: Config, peak: float, *, steps: int) -> Callable[[int], float]:
+    """Return the learning rate by step of a role that learns in the last `steps` steps of the run."""
+    return partial(learning_rate, peak=peak, optim=config.optim, total_steps=steps)
 
 
 def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:

@@ -162,7 +162,6 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
         resume_step=parts.start + 1,
         total_steps=config.trainer.steps,
         settings=as_record(config),
-        has_reference="reference" in roles.engines,
     )
     if is_writer:
         tokens = parts.inputs.tokens

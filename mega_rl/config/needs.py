@@ -190,6 +190,12 @@ _NEEDS = (
         fault="does not end within the run",
     ),
     Need(
+        ("optim.warmup_steps",),
+        "trainer.steps above its sum with algorithm.critic_warmup_steps, which the actor's warm-up begins after",
+        lambda config: not _warms_up_too_late(config),
+        fault="does not end within the run",
+    ),
+    Need(
         ("algorithm.critic_warmup_steps",),
         "trainer.steps above it, or the actor never trains",
         lambda config: config.algorithm.critic_warmup_steps < config.trainer.steps,
@@ -263,6 +269,12 @@ def unmet(config: Config) -> Iterator[Unmet]:
     for key in dict.fromkeys(key for need in missed for key in need.keys):
         if values[key] != defaults[key]:
             yield Unmet(key, values[key], first[key])
+
+
+def _warms_up_too_late(config: Config) -> bool:
+    """Return whether the two warm-ups, each within the run, do not end within it one after the other."""
+    steps = (config.optim.warmup_steps, config.algorithm.critic_warmup_steps)
+    return max(steps) < config.trainer.steps <= sum(steps)
 
 
 def has_several_models(config: Config) -> bool:

@@ -236,14 +236,16 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def learning_rate(step: int, *, peak: float, optim: OptimConfig, total_steps: int) -> float:
-    """Learning rate of trainer step `step` (from 0): linear warm-up, then constant, linear or cosine decay.
+    """Return the learning rate of step `step` (from 0): linear warm-up, then constant, linear or cosine decay.
 
-    Decay runs from the end of warm-up to `total_steps` and ends at `peak * min_lr_ratio`.
+    The peak is the rate of the last step of warm-up, or of the first step where there is none. Decay runs from there to
+    the last step, `total_steps - 1`, whose rate is `peak * min_lr_ratio`; a single step has the peak.
     """
     if step < optim.warmup_steps:
         return peak * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
         return peak
-    progress = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
+    at_peak = max(optim.warmup_steps - 1, 0)
+    progress = min(1.0, (step - at_peak) / max(1, total_steps - 1 - at_peak))
     shape = 1.0 - progress if optim.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * shape)

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.data.packing import MicroBatch, scatter_back
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import NonFiniteGradientError, UserError
 from mega_rl.protocols import LossOutput, Ranks
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 STEPS = "optimizer_steps"  # the number of an engine's state
-
-
-class NonFiniteGradientError(RunError):
-    """A loss or gradient is NaN or infinite; the weights and moments are unchanged."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,17 @@ def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
     return reduced
 
 
-def check_norm(name: str, norm: float) -> None:
-    """Raise NonFiniteGradientError where the gradient norm of the role `name`, equal on all ranks, is not finite."""
+def check_norm(name: str, norm: float, metrics: Metrics) -> None:
+    """Raise NonFiniteGradientError where the gradient norm of the role `name`, equal on all ranks, is not finite.
+
+    metrics: of the update so far, for the error.
+    """
     if not math.isfinite(norm):
-        raise NonFiniteGradientError(f"{name}: the gradient norm is {norm}; weights and optimizer state are unchanged")
+        raise NonFiniteGradientError(
+            f"{name}: the gradient norm is {norm}; weights and optimizer state are unchanged",
+            norm=norm,
+            metrics=metrics,
+        )
 
 
 def check_numbers(name: str, numbers: Mapping[str, int | float], *, trains: bool) -> int:

@@ -14,12 +14,11 @@ from mega_rl.types import Metrics
 logger = logging.getLogger(__name__)
 
 SEPARATOR = " | "
-KL = "kl/ref"  # 0 in a run without a reference, and then not shown
 # Metric, form and rank of a column: where a terminal is too narrow for all, those of the highest rank are left out.
 _COLUMNS = (
     ("reward/mean", "reward {:.4f}", 0),
     ("val/reward_mean", "val {:.4f}", 0),
-    (KL, "kl {:.4f}", 3),
+    ("kl/ref", "kl {:.4f}", 3),
     ("rollout/response_tokens_mean", "length {:.0f}", 4),
     ("console/truncated", "truncated {:.0%}", 5),
     ("actor/entropy", "entropy {:.3f}", 8),
@@ -34,16 +33,14 @@ _BESIDE = ("time/validate_s", "time/checkpoint_s")
 LEAST_BESIDE_S = 0.05  # shorter ones are not worth a column
 
 
-def step_line(step: int, metrics: Metrics, *, width: int | None = None, without: Sequence[str] = ()) -> str:
+def step_line(step: int, metrics: Metrics, *, width: int | None = None) -> str:
     """Return "step 12 | reward 0.5312 | kl 0.0123 | length 213 | ... | 1240 tok/s | 3.20 s".
 
-    Time and tokens per second are without validation and saving, which follow apart. width: of the terminal, for which
-    columns are left out; None keeps all. without: metrics that have no column.
+    A metric that the step lacks has no column. Time and tokens per second are without validation and saving, which
+    follow apart. width: of the terminal, for which columns are left out; None keeps all.
     """
     numbers = metrics | _derived(metrics)
-    columns = [
-        (rank, form.format(numbers[name])) for name, form, rank in _COLUMNS if name in numbers and name not in without
-    ]
+    columns = [(rank, form.format(numbers[name])) for name, form, rank in _COLUMNS if name in numbers]
     while width is not None and columns and len(_joined(step, columns)) > width:
         columns.remove(max(columns))
     return _joined(step, columns)
@@ -71,15 +68,14 @@ def _derived(metrics: Metrics) -> Metrics:
 class ConsoleSink:
     """Sink that logs `step_line`, on a terminal in its width."""
 
-    def __init__(self, *, has_reference: bool = True, console: Console | None = None) -> None:
-        """has_reference: whether the KL to a reference means something. console: standard error unless given."""
-        self._without = () if has_reference else (KL,)
+    def __init__(self, *, console: Console | None = None) -> None:
+        """console: standard error unless given."""
         self._console = console or standard_error()
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the line of a step."""
         width = self._console.width - TIME_WIDTH if self._console.is_terminal else None
-        logger.info("%s", step_line(step, metrics, width=width, without=self._without))
+        logger.info("%s", step_line(step, metrics, width=width))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Write nothing: rollouts are too long for a line."""

@@ -229,12 +229,11 @@ def make_sink(
     resume_step: int,
     total_steps: int | None = None,
     settings: Mapping[str, Any] | None = None,
-    has_reference: bool = True,
 ) -> MetricsSink:
     """Return the sink of this rank: everything the config asks for where `is_writer`, nothing elsewhere.
 
     resume_step: the first step that the run will do, 1 when it is new. total_steps: of the run. settings: the whole
-    config, for those that keep it. has_reference: whether the line of a step shows the KL to a reference.
+    config, for those that keep it.
     """
     if not is_writer:
         return NullSink()
@@ -258,5 +257,5 @@ def make_sink(
     )
     for tracker in dict.fromkeys(config.trackers):
         sinks.append(TrackerSink(tracker, run, resume_step=resume_step, total_steps=total_steps))
-    sinks.append(ConsoleSink(has_reference=has_reference))
+    sinks.append(ConsoleSink())
     return MultiSink(sinks)

@@ -141,7 +141,10 @@ class PPOTrainer:
                 rollout, rewards, old=old, ref=ref, critic=values,
                 estimator=self.estimator, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
-            metrics |= mismatch | experience_metrics(experience, self.ranks)
+            metrics |= mismatch | experience_metrics(
+                experience, self.ranks,
+                has_reference=ref.logprobs is not None, has_critic=values.values is not None,
+            )  # fmt: skip
             minibatches = list(self.minibatches.cut(experience, num_prompts=len(prompts), step=step, ranks=self.ranks))
         with phase("update_critic"):
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
@@ -150,7 +153,8 @@ class PPOTrainer:
             updates = [self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches]
             metrics |= mean_metrics(updates)
             metrics["kl/coef"] = self.kl.value
-            if any(updates):  # a step of the critic alone says nothing about the coefficient
+            # A step of the critic alone says nothing about the coefficient, and a run may have no reference.
+            if any(updates) and "kl/ref" in metrics:
                 self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
         with phase("sync_weights"):
             metrics |= self.sync.publish()

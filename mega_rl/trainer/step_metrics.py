@@ -13,13 +13,16 @@ from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Metrics, Rollout
 
 EQUAL_GROUPS = "reward/equal_groups_fraction"
+GROUPS = (EQUAL_GROUPS, "reward/best_groups_fraction", "reward/worst_groups_fraction")
 
 
 def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: str = "") -> Metrics:
     """Return rewards, response lengths and how responses ended, over all ranks; `rewards` is [B].
 
     `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
-    learns nothing from them. It is there where a prompt has several samples.
+    learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
+    got the step's highest reward, `reward/worst_groups_fraction` of those that all got its lowest. They are there where
+    a prompt has several samples.
     Failed samples are in no number but their own, `rollout/failed_samples`, which is there where samples may fail.
     """
     failures: Metrics = {}
@@ -30,6 +33,9 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
     response = (rollout.lengths - rollout.prompt_lengths).double()
     rewards = rewards.double()
     rows = rewards.numel()
+    extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
+    highest, negated, longest = ranks.max(extremes.double()).tolist()
+    lowest = -negated
     sums = torch.stack(
         [
             torch.tensor(float(rows), dtype=torch.float64),
@@ -38,21 +44,19 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
             response.sum(),
             rollout.finished.double().sum(),
             rollout.lengths.double().sum(),
-            *_groups(rollout.prompt_index, rewards),
+            *_groups(rollout.prompt_index, rewards, lowest=lowest, highest=highest),
         ]
     )
-    count, reward, square, tokens, finished, total, groups, equal = ranks.sum(sums).tolist()
+    count, reward, square, tokens, finished, total, *groups = ranks.sum(sums).tolist()
     count = max(count, 1.0)
-    extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
-    highest, lowest, longest = ranks.max(extremes.double()).tolist()
     mean = reward / count
-    spread = {f"{prefix}{EQUAL_GROUPS}": equal / groups} if groups else {}
+    spread = {f"{prefix}{name}": part / groups[0] for name, part in zip(GROUPS, groups[1:], strict=True) if groups[0]}
     return (
         {
             f"{prefix}reward/mean": mean,
             f"{prefix}reward/std": max(square / count - mean**2, 0.0) ** 0.5,
             f"{prefix}reward/max": highest,
-            f"{prefix}reward/min": -lowest,
+            f"{prefix}reward/min": lowest,
             f"{prefix}rollout/sequences": count,
             f"{prefix}rollout/response_tokens_mean": tokens / count,
             f"{prefix}rollout/response_tokens_max": longest,
@@ -65,47 +69,59 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
     )
 
 
-def _groups(prompt_index: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (prompts with several samples, those of them whose rewards are all equal) of this rank, as float64.
+def _groups(prompt_index: Tensor, rewards: Tensor, *, lowest: float, highest: float) -> list[Tensor]:
+    """Return the number of prompts with several samples and, of them, those of each of `GROUPS`; float64, this rank's.
 
-    prompt_index: [B] int64, the rows of a prompt are all on this rank; rewards: [B] float64.
+    prompt_index: [B] int64, the rows of a prompt are all on this rank; rewards: [B] float64; lowest, highest: of all
+    ranks' rewards.
     """
     _, group, sizes = torch.unique(prompt_index, return_inverse=True, return_counts=True)
-    extremes = [
+    top, bottom = (
         torch.zeros(len(sizes), dtype=torch.float64).scatter_reduce(
             0, group.cpu(), rewards.cpu(), how, include_self=False
         )
         for how in ("amax", "amin")
-    ]
+    )
     several = sizes.cpu() > 1
-    return several.double().sum(), (several & (extremes[0] == extremes[1])).double().sum()
+    equal = several & (top == bottom)
+    spread = lowest < highest
+    kinds = (several, equal, equal & (top == highest) & spread, equal & (top == lowest) & spread)
+    return [kind.double().sum() for kind in kinds]
 
 
-def experience_metrics(experience: Experience, ranks: Ranks) -> Metrics:
-    """Return token means of the update's inputs, and the explained variance of the returns, over all ranks.
+def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: bool, has_critic: bool) -> Metrics:
+    """Return token means of the update's inputs, over all ranks.
 
-    Where the update gives its own old log-probs, its kl/ref and kl/ref_k1 replace those made here.
+    The KL to the reference is there where the run has one; where the update gives its own old log-probs, its kl/ref and
+    kl/ref_k1 replace those made here. Values, returns and the explained variance of the returns are there where the run
+    has a critic.
     """
     mask = experience.loss_mask
-    columns = {
-        "kl/ref": k3(experience.old_logprobs, experience.ref_logprobs),
-        "kl/ref_k1": experience.old_logprobs - experience.ref_logprobs,
-        "advantage/mean": experience.advantages,
-        "advantage/abs_mean": experience.advantages.abs(),
-        "returns/mean": experience.returns,
-        "values/mean": experience.values,
-    }
+    columns = {"advantage/mean": experience.advantages, "advantage/abs_mean": experience.advantages.abs()}
+    if has_reference:
+        columns["kl/ref"] = k3(experience.old_logprobs, experience.ref_logprobs)
+        columns["kl/ref_k1"] = experience.old_logprobs - experience.ref_logprobs
+    if has_critic:
+        columns |= {"returns/mean": experience.returns, "values/mean": experience.values}
     sums = torch.stack([mask.sum().double(), *((column.double() * mask).sum() for column in columns.values())])
     count, *totals = ranks.sum(sums).tolist()
     means = {name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)}
-    explained = explained_variance(experience.values, experience.returns, mask, sum_over_ranks=ranks.sum)
-    return means | {"values/explained_variance": float(explained)}
+    if has_critic:
+        explained = explained_variance(experience.values, experience.returns, mask, sum_over_ranks=ranks.sum)
+        means["values/explained_variance"] = float(explained)
+    return means
 
 
 def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """Return the mean over a step's optimizer steps; maximum for names that end in `_max`."""
+    """Return the mean over a step's updates; the maximum for names in `_max`, the sum for those in `_steps`."""
     merged: dict[str, list[float]] = {}
     for update in updates:
         for name, value in update.items():
             merged.setdefault(name, []).append(value)
-    return {n: max(v) if n.endswith("_max") else sum(v) / len(v) for n, v in merged.items()}
+    return {name: _merged(name, values) for name, values in merged.items()}
+
+
+def _merged(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    return sum(values) if name.endswith("_steps") else sum(values) / len(values)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,10 +14,14 @@ from mega_rl.algorithms.importance import importance_metrics, truncated_importan
 from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
 from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
+from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
-LearningRate = Callable[[int], float]  # trainer step -> learning rate
+log = logging.getLogger(__name__)
+
+SKIPPED = "skipped_steps"  # metric of a role: optimizer steps that were not made
+LearningRate = Callable[[int], float]  # trainer steps since the role began to learn -> learning rate
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,6 @@ class ValueLoss:
             outputs.values,
             old_values=fields["values"],
             returns=fields["returns"],
-            loss_weights=fields["loss_weights"],
             token_weights=fields["token_weights"],
             value_clip=self.value_clip,
         )
@@ -92,13 +97,20 @@ class ValueLoss:
 
 @dataclass
 class LearningWorker:
-    """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone."""
+    """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone.
+
+    The learning rate counts from `first_step`: the warm-up is of the role's own updates, whose Adam moments begin at 0.
+    An optimizer step whose gradient norm is not finite is skipped, on all ranks alike; after more than
+    `max_skipped_steps` in a row `update` raises NonFiniteGradientError. A resumed run counts from 0.
+    """
 
     role: str
     engine: ModelPasses
     loss: PolicyLoss | ValueLoss
     learning_rate: LearningRate
     first_step: int = 0
+    max_skipped_steps: int = 0
+    _skipped: int = field(default=0, init=False)  # in a row
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         return self.engine.forward(batch)
@@ -106,8 +118,29 @@ class LearningWorker:
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         if step < self.first_step:
             return {}
-        metrics = self.engine.train_minibatch(minibatch, self.loss, lr=self.learning_rate(step), inspect=inspect)
+        lr = self.learning_rate(step - self.first_step)
+        try:
+            metrics = self.engine.train_minibatch(minibatch, self.loss, lr=lr, inspect=inspect) | {SKIPPED: 0.0}
+            self._skipped = 0
+        except NonFiniteGradientError as error:
+            metrics = self._skip(error, step=step)
         return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}
+
+    def _skip(self, error: NonFiniteGradientError, *, step: int) -> Metrics:
+        """Count a skipped step; returns the update's metrics that are numbers. Raises after too many in a row."""
+        self._skipped += 1
+        where = f"{self.role}, step {step + 1}: the gradient norm is {error.norm}"
+        limit = f"optim.max_skipped_steps={self.max_skipped_steps}"
+        if self._skipped > self.max_skipped_steps:
+            times = "" if self._skipped == 1 else f" in {self._skipped} optimizer steps in a row"
+            raise NonFiniteGradientError(
+                f"{where}{times}; {limit} allows no more. No weight and no moment has changed. Resume from an earlier "
+                "checkpoint with a lower optim.lr or optim.critic_lr, or try model.dtype=fp32",
+                norm=error.norm,
+                metrics=error.metrics,
+            ) from error
+        log.warning("%s; this optimizer step is skipped, number %d in a row (%s)", where, self._skipped, limit)
+        return {name: value for name, value in error.metrics.items() if math.isfinite(value)} | {SKIPPED: 1.0}
 
 
 @dataclass

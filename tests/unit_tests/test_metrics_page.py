@@ -16,6 +16,7 @@ from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer import RunSettings
 from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
+from mega_rl.workers.models import SKIPPED
 from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,7 @@ def written() -> frozenset[str]:
         for name in keys_of_metrics(tree)
     }
     names |= {f"{role}/{name}" for role in ("actor", "critic") for name in bare}
+    names |= {f"{role}/{SKIPPED}" for role in ("actor", "critic")}
     return frozenset(name for name in names if name not in OTHERS and not name.startswith(DERIVED))
 
 

@@ -68,8 +68,20 @@ class OptimConfig:
     eps: float = setting(1e-8, "Denominator floor of Adam.", above=0.0)
     clip_grad: float = setting(1.0, "Global gradient-norm limit; 0 turns clipping off.", min=0.0)
     schedule: str = setting("constant", "Learning-rate shape after warm-up.", choices=("constant", "linear", "cosine"))
-    warmup_steps: int = setting(0, "Linear warm-up from zero.", unit="trainer steps", min=0)
-    min_lr_ratio: float = setting(0.0, "Final learning rate as a fraction of the peak.", min=0.0, max=1.0)
+    warmup_steps: int = setting(
+        0,
+        "Linear warm-up from zero; the actor's begins after algorithm.critic_warmup_steps.",
+        unit="trainer steps",
+        min=0,
+    )
+    min_lr_ratio: float = setting(0.0, "Learning rate of the last step as a fraction of the peak.", min=0.0, max=1.0)
+    max_skipped_steps: int = setting(
+        3,
+        "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run. 0 ends "
+        "it at the first.",
+        unit="optimizer steps",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,7 @@ class AlgorithmConfig:
     )
     loss_aggregation: str = setting(
         "token-mean",
-        "How token losses become one number.",
+        "How token losses of the policy become one number; the critic's is always their mean.",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     old_logprobs: str = setting(

@@ -87,7 +87,7 @@ class FSDPEngine(EngineBase):
                 minibatch,
                 collect(results, minibatch, head=self.sharding.head, with_entropy=loss.needs_entropy),
             )
-        metrics["grad_norm"] = self._apply_gradients(lr)
+        metrics["grad_norm"] = self._apply_gradients(lr, metrics)
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
         return metrics
@@ -174,12 +174,12 @@ class FSDPEngine(EngineBase):
         placed = None if entropy is None else _placed(entropy, kept, micro)
         return TokenOutputs(logprobs=_placed(logprobs, kept, micro), entropy=placed)
 
-    def _apply_gradients(self, lr: float) -> float:
-        """Clip by the global norm and step; returns the norm before clipping."""
+    def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
+        """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far."""
         assert self.optimizer is not None
         parameters = self.parameters
         norm = gradient_norm(parameters, self.data_parallel)
-        check_norm(self.name, norm)
+        check_norm(self.name, norm, metrics)
         clip(parameters, norm=norm, limit=self.clip_grad)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

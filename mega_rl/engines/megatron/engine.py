@@ -109,7 +109,7 @@ class MegatronEngine(EngineBase):
             metrics |= inspect(minibatch, outputs)
         if self.routing is not None:
             metrics |= self.routing.finish_training()
-        metrics["grad_norm"] = self._apply_gradients(self.optimizer, lr)
+        metrics["grad_norm"] = self._apply_gradients(self.optimizer, lr, metrics)
         if self.routing is not None:
             self.routing.update_biases()
         metrics["lr"] = lr
@@ -181,8 +181,8 @@ class MegatronEngine(EngineBase):
             reduced = broadcast_json(reduced, self._pipeline, source=self._pipeline.size - 1)
         return reduced
 
-    def _apply_gradients(self, optimizer: MegatronOptimizer, lr: float) -> float:
-        """Clip by the global norm and step; returns the norm before clipping.
+    def _apply_gradients(self, optimizer: MegatronOptimizer, lr: float, metrics: Metrics) -> float:
+        """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far.
 
         These are the pieces of Megatron-Core's `ChainedOptimizer.step`, with a look at the norm before any change.
         """
@@ -190,7 +190,7 @@ class MegatronEngine(EngineBase):
             group["lr"] = lr
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
-        check_norm(self.name, norm)
+        check_norm(self.name, norm, metrics)
         clip(optimizer, norm=norm)
         step(optimizer, self.chunks)
         return norm

@@ -26,7 +26,6 @@ def test_by_hand(value: float, old: float, target: float, clip: float, expected:
         values,
         old_values=torch.tensor([old]),
         returns=torch.tensor([target]),
-        loss_weights=one,
         token_weights=one,
         value_clip=clip,
     )
@@ -44,15 +43,14 @@ def test_weights_and_what_is_off_the_mask() -> None:
         values,
         old_values=torch.tensor([1.0, 3.0, float("inf")]),
         returns=torch.tensor([2.0, 1.0, float("nan")]),
-        loss_weights=torch.tensor([1.0, 0.25, 0.0]),
-        token_weights=torch.tensor([0.5, 0.5, 0.0]),
+        token_weights=torch.tensor([0.75, 0.25, 0.0]),
         value_clip=0.5,
     )
     out.loss.backward()
-    assert out.loss.item() == pytest.approx(0.5 * 1 + 0.25 * 0.5 * 4)
-    assert out.sums["critic/value_mean"].item() == pytest.approx(2.0)
-    assert out.sums["critic/return_mean"].item() == pytest.approx(1.5)
-    torch.testing.assert_close(values.grad, torch.tensor([-1.0, 0.5, 0.0]))
+    assert out.loss.item() == pytest.approx(0.75 * 0.5 * 1 + 0.25 * 0.5 * 4)
+    assert out.sums["critic/value_mean"].item() == pytest.approx(1.5)
+    assert out.sums["critic/return_mean"].item() == pytest.approx(1.75)
+    torch.testing.assert_close(values.grad, torch.tensor([-0.75, 0.5, 0.0]))
 
 
 def test_values_inside_the_clip_are_never_counted_as_clipped() -> None:
@@ -64,7 +62,6 @@ def test_values_inside_the_clip_are_never_counted_as_clipped() -> None:
         torch.randn(1000, generator=g),
         old_values=old,
         returns=torch.randn(1000, generator=g),
-        loss_weights=weights,
         token_weights=weights,
         value_clip=10.0,
     )

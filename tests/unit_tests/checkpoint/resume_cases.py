@@ -31,7 +31,7 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
     config = run_config(folder, run.layout, "ppo")
     config = replaced(config, "model", dtype=run.dtype)
     config = replaced(config, "data", val_size=1)
-    config = replaced(config, "optim", schedule="linear", warmup_steps=1, weight_decay=0.1)
+    config = replaced(config, "optim", schedule="linear", warmup_steps=1, min_lr_ratio=0.1, weight_decay=0.1)
     config = replaced(config, "rollout", n=2, max_new_tokens=6)
     saved = folder / run.source / "checkpoints" / f"step_{SAVED:06d}"
     config = replaced(

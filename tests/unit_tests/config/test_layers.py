@@ -57,6 +57,7 @@ SWITCHED_OFF = {
         "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.tis_cap=2", "rollout.sglang.server.tp=1",
     ),
     "trainer.steps=1": ("optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
+    "trainer.steps=15": ("optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
 }  # fmt: skip
 
 

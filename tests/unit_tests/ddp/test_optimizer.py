@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import MegatronOptimizerConfig, OptimConfig
+from mega_rl.config.schema import AlgorithmConfig, Config, MegatronOptimizerConfig, OptimConfig, TrainerConfig
 from mega_rl.types import Experience, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
@@ -56,6 +56,7 @@ SCHEDULES = {
     "linear": OptimConfig(schedule="linear", warmup_steps=2),
     "linear to a tenth": OptimConfig(schedule="linear", min_lr_ratio=0.1),
     "cosine": OptimConfig(schedule="cosine", warmup_steps=2, min_lr_ratio=0.5),
+    "warm-up to the last step but one": OptimConfig(schedule="linear", warmup_steps=9, min_lr_ratio=0.5),
 }
 
 
@@ -71,6 +72,7 @@ def run_cases(rank: int, checkpoint: str) -> dict[str, Any]:
         name: [learning_rate(step, peak=2.0, optim=optim, total_steps=10) for step in range(12)]
         for name, optim in SCHEDULES.items()
     }
+    results["one step"] = learning_rate(0, peak=2.0, optim=OptimConfig(schedule="linear"), total_steps=1)
     for name, case in OFFLOADS.items():
         same = [other for other, settings in CASES.items() if settings == case]
         results[name] = results[same[0]] if same else run_engine(Path(checkpoint), **case)
@@ -85,8 +87,27 @@ def run_cases(rank: int, checkpoint: str) -> dict[str, Any]:
 
 
 def run_one_rank(rank: int, checkpoint: str) -> dict[str, Any]:
-    """The mixture of experts without expert parallelism."""
-    return run_experts(f"{checkpoint}_routed", ep=1)
+    """The mixture of experts without expert parallelism, and the rates of a run's roles."""
+    return run_experts(f"{checkpoint}_routed", ep=1) | {"rates": role_rates()}
+
+
+def role_rates() -> dict[str, list[float]]:
+    """Learning rates of the roles' updates over a run with a critic's warm-up, each on an engine that only listens."""
+    from mega_rl.algorithms.kl import FixedKL
+    from mega_rl.assemble.roles import build_actor_role, build_critic_role
+    from tests.unit_tests.workers.test_models import BATCH, RecordingEngine
+
+    config = Config(
+        optim=OptimConfig(lr=1.0, critic_lr=10.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.1),
+        algorithm=AlgorithmConfig(critic_warmup_steps=3),
+        trainer=TrainerConfig(steps=8),
+    )
+    engines = {"actor": RecordingEngine({"loss": 1.0}), "critic": RecordingEngine({"loss": 1.0})}
+    roles = [build_actor_role(config, engines["actor"], FixedKL(0.0)), build_critic_role(config, engines["critic"])]
+    for step in range(config.trainer.steps):
+        for role in roles:
+            role.update(BATCH, step=step)
+    return {name: [rate for _, _, rate in engine.updates] for name, engine in engines.items()}
 
 
 def run_experts(checkpoint: str, *, ep: int, **optimizer: Any) -> dict[str, Any]:
@@ -252,14 +273,24 @@ def test_refusals(results: dict[str, Any]) -> None:
 
 
 def test_schedules(results: dict[str, Any]) -> None:
-    """Peak 2 over 10 steps, and 2 steps beyond."""
-    cosine = [1 + (math.cos(math.pi * done / 8) + 1) / 2 for done in range(8)]
+    """Peak 2 over 10 steps, and 2 steps beyond: decay begins at the one step of the peak and ends at the last step."""
+    cosine = [1 + (math.cos(math.pi * done / 8) + 1) / 2 for done in range(1, 9)]
     expected = {
         "constant": [2.0] * 12,
         "warm-up": [0.5, 1.0, 1.5, 2.0] + [2.0] * 8,
-        "linear": [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0],
-        "linear to a tenth": [2.0, 1.82, 1.64, 1.46, 1.28, 1.1, 0.92, 0.74, 0.56, 0.38, 0.2, 0.2],
+        "linear": [1.0, 2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0],
+        "linear to a tenth": [2.0, 1.8, 1.6, 1.4, 1.2, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2],
         "cosine": [1.0, 2.0, *cosine, 1.0, 1.0],
+        "warm-up to the last step but one": [2.0 * (step + 1) / 9 for step in range(9)] + [1.0] * 3,
     }
+    assert expected.keys() == SCHEDULES.keys()
     for name, rates in expected.items():
         assert results["schedules"][name] == pytest.approx(rates, abs=1e-12), name
+    assert results["one step"] == 2.0
+
+
+def test_a_role_warms_up_in_its_own_first_steps(results: dict[str, Any]) -> None:
+    """Eight steps, the first three of the critic alone: the actor's warm-up is whole, and both end with the run."""
+    rates = results["one rank"]["rates"]
+    assert rates["actor"] == pytest.approx([0.5, 1.0, 0.7, 0.4, 0.1])
+    assert rates["critic"] == pytest.approx([5.0, *(10 - 9 * done / 6 for done in range(7))])

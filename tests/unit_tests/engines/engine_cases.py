@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from mega_rl.config.schema import MegatronOptimizerConfig
+from mega_rl.config.schema import DdpConfig, MegatronOptimizerConfig
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -25,7 +25,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 FUSED: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"dtype": "bf16"}}
 INSPECTED = ("dp2", "pp2", "tp2")
-SPOILED = {"dp2": "nan", "pp2": "inf", "dp2 bf16": "inf"}
+SPOILED = {"dp2": "nan", "pp2": "inf", "dp2 bf16": "inf", "dp2 overlap": "nan"}
 
 
 def run_all(rank: int, checkpoint: str) -> dict[str, Any]:
@@ -41,10 +41,22 @@ def run_all(rank: int, checkpoint: str) -> dict[str, Any]:
 
 @contextmanager
 def engine_of(
-    checkpoint: Path, layout: str, *, dtype: str = "fp32", trainable: bool = True, **optimizer: Any
+    checkpoint: Path,
+    layout: str,
+    *,
+    dtype: str = "fp32",
+    trainable: bool = True,
+    overlap: bool = False,
+    **optimizer: Any,
 ) -> Iterator[Any]:
-    """An engine that has done one optimizer step, if it does any."""
-    config = make_config(checkpoint, layout=layout, dtype=dtype, optimizer=MegatronOptimizerConfig(**optimizer))
+    """An engine that has done one optimizer step, if it does any. overlap: of gradients and parameters on their way."""
+    config = make_config(
+        checkpoint,
+        layout=layout,
+        dtype=dtype,
+        optimizer=MegatronOptimizerConfig(**optimizer),
+        ddp=DdpConfig(overlap_grad_reduce=overlap, overlap_param_gather=overlap),
+    )
     with running_engine(config, trainable=trainable) as engine:
         if trainable:
             train(engine)
@@ -128,26 +140,41 @@ def offload_case(checkpoint: Path, layout: str, *, trainable: bool = True, **mor
 
 
 def spoiled_case(checkpoint: Path, name: str, value: float) -> dict[str, Any]:
-    """A mini-batch with one bad advantage on one rank, then a good one; beside an engine that only saw the good one."""
-    from mega_rl.engines.outcome import NonFiniteGradientError
-
-    layout, _, dtype = name.partition(" ")
-    with engine_of(checkpoint, layout, dtype=dtype or "fp32") as engine:
+    """Mini-batches with one bad advantage, then a good one; beside an engine that only saw the good one."""
+    layout, _, how = name.partition(" ")
+    more: dict[str, Any] = {"dtype": "bf16"} if how == "bf16" else {"overlap": how == "overlap"}
+    with engine_of(checkpoint, layout, **more) as engine:
         train(engine, seed=1)
         expected = state(engine)
-    with engine_of(checkpoint, layout, dtype=dtype or "fp32") as engine:
-        before = state(engine)
-        batch = random_experience()
-        row, column = batch.loss_mask.nonzero()[0].tolist()  # of the first data-parallel rank
-        batch.advantages[row, column] = value
-        message = ""
-        try:
-            engine.train_minibatch(own_rows(batch, engine), losses("lm"), lr=1e-2)
-        except NonFiniteGradientError as error:
-            message = str(error)
-        result: dict[str, Any] = {"message": message, "unchanged": same(state(engine), before)}
-        norm = train(engine, seed=1)["grad_norm"]
-        return result | {"usable": math.isfinite(norm) and same(state(engine), expected)}
+    with engine_of(checkpoint, layout, **more) as engine:
+        return skip_updates(engine, state, value, expected=expected)
+
+
+def skip_updates(
+    engine: Any, state: Callable[[Any], dict[str, torch.Tensor]], value: float, *, expected: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Two updates with an advantage of `value` on one rank, of which one may be skipped in a row, then a good one.
+
+    expected: the state after the good one alone.
+    """
+    from mega_rl.errors import NonFiniteGradientError
+    from mega_rl.workers.models import LearningWorker
+
+    worker = LearningWorker("actor", engine, losses("lm"), learning_rate=lambda step: 1e-2, max_skipped_steps=1)
+    before = state(engine)
+    batch = random_experience()
+    row, column = batch.loss_mask.nonzero()[0].tolist()  # of the first data-parallel rank
+    batch.advantages[row, column] = value
+    result: dict[str, Any] = {"metrics": worker.update(own_rows(batch, engine), step=7)}
+    result["skipped"] = same(state(engine), before)
+    try:
+        worker.update(own_rows(batch, engine), step=8)
+    except NonFiniteGradientError as error:
+        result |= {"message": str(error), "of the engine": str(error.__cause__)}
+    result["unchanged"] = same(state(engine), before)
+    metrics = worker.update(own_rows(random_experience(seed=1), engine), step=9)
+    result["usable"] = math.isfinite(metrics["actor/grad_norm"]) and same(state(engine), expected)
+    return result
 
 
 def fused_case(checkpoint: Path, **more: Any) -> dict[str, Any]:

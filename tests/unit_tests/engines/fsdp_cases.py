@@ -24,7 +24,7 @@ from mega_rl.config.schema import (
 from tests.helpers.engines import exported, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole
-from tests.unit_tests.engines.engine_cases import inspect_update, same
+from tests.unit_tests.engines.engine_cases import inspect_update, same, skip_updates
 
 STEPS = 2
 # Ways to run that must not change a number, by name: fields of a config's areas.
@@ -203,22 +203,9 @@ def family_case(path: Path, megatron: dict[str, Any]) -> dict[str, float]:
 
 
 def spoiled_case(checkpoint: Path, undisturbed: dict[str, Any]) -> dict[str, Any]:
-    """A mini-batch with one bad advantage on one rank, then a good one; beside an engine that only saw the good one."""
-    from mega_rl.engines.outcome import NonFiniteGradientError
-
+    """See `skip_updates`; beside an engine that only saw the good mini-batch."""
     with engine_of(checkpoint) as engine:
-        before = state(engine)
-        batch = random_experience()
-        row, column = batch.loss_mask.nonzero()[0].tolist()  # of the first rank
-        batch.advantages[row, column] = math.nan
-        message = ""
-        try:
-            engine.train_minibatch(own_rows(batch, engine), losses("lm"), lr=1e-2)
-        except NonFiniteGradientError as error:
-            message = str(error)
-        result: dict[str, Any] = {"message": message, "unchanged": same(state(engine), before)}
-        train(engine, seed=1)
-        return result | {"usable": same(state(engine), undisturbed["state"])}
+        return skip_updates(engine, state, math.nan, expected=undisturbed["state"])
 
 
 def inspected_case(checkpoint: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -75,7 +76,11 @@ def test_buffers_outside_checkpoints(family: str, ranks: list[dict[str, Any]]) -
 
 def test_a_gradient_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]]) -> None:
     for actual in (rank["spoiled"] for rank in ranks):
-        assert actual["message"] == "actor: the gradient norm is nan; weights and optimizer state are unchanged"
+        assert actual["of the engine"] == "actor: the gradient norm is nan; weights and optimizer state are unchanged"
+        assert actual["message"].startswith("actor, step 9: the gradient norm is nan in 2 optimizer steps in a row;")
+        assert actual["metrics"]["actor/skipped_steps"] == 1.0
+        assert all(map(math.isfinite, actual["metrics"].values()))
+        assert actual["skipped"]
         assert actual["unchanged"]
         assert actual["usable"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,14 @@ def test_training_goes_on_after_onload(ranks: list[dict[str, Any]], case: str) -
 
 @pytest.mark.parametrize("case", list(SPOILED))
 def test_a_gradient_that_is_not_finite(ranks: list[dict[str, Any]], case: str) -> None:
-    """An error on all ranks; no bit of weights and moments changes, and the engine goes on as if it had not been."""
+    """A skipped step and then an error, on all ranks: no bit of weights, moments and step counts changes, and the
+    engine goes on as if neither had been."""
     for actual in (rank["spoiled"][case] for rank in ranks):
-        assert actual["message"].startswith("actor: the gradient norm is ")
+        assert actual["of the engine"].startswith("actor: the gradient norm is ")
+        assert actual["message"].startswith("actor, step 9: the gradient norm is ")
+        assert actual["metrics"]["actor/skipped_steps"] == 1.0
+        assert all(map(math.isfinite, actual["metrics"].values()))
+        assert actual["skipped"]
         assert actual["unchanged"]
         assert actual["usable"]
 

@@ -129,7 +129,7 @@ def batch(rows: int) -> Any:
 
 def recorded(engine: Any, *, rows: int = 4, steps: int = 1) -> Any:
     """What the last of `steps` training steps sends. What a simulated world answers need not be numbers."""
-    from mega_rl.engines.outcome import NonFiniteGradientError
+    from mega_rl.errors import NonFiniteGradientError
     from mega_rl.verify.measure import policy_loss
     from tests.helpers.counting import CollectiveRecorder
 

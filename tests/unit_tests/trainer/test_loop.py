@@ -150,6 +150,19 @@ def test_a_finished_run_is_exported_when_it_is_started_again(start: int) -> None
     assert not trainer.checkpoints.saved
 
 
+@pytest.mark.parametrize("grpo", [False, True])
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_roles_that_a_run_lacks_have_no_metrics(grpo: bool, has_reference: bool) -> None:
+    trainer = make_trainer(
+        grpo=grpo, reference=FakeFrozen() if has_reference else AbsentWorker(), settings=RunSettings(steps=1)
+    )
+    trainer.fit()
+    logged = trainer.metrics.records[1].keys()
+    assert {"kl/ref", "kl/ref_k1"} & logged == ({"kl/ref", "kl/ref_k1"} if has_reference else set())
+    of_critic = {"returns/mean", "values/mean", "values/explained_variance"}
+    assert of_critic & logged == (set() if grpo else of_critic)
+
+
 def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
     kl = AdaptiveKL(0.1, target=1e-6, horizon=16)
     reference = FakeFrozen()

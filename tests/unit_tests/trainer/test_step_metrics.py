@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
+from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
 from mega_rl.types import Experience, Rollout
 from tests.helpers.fakes import FakeRanks
 
@@ -35,9 +35,35 @@ def test_share_of_prompts_that_teach_grpo_nothing(prompt_index: list[int], rewar
     assert metrics["reward/equal_groups_fraction"] == share
 
 
+@pytest.mark.parametrize(
+    ("rewards", "equal", "best", "worst"),
+    [
+        ([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0], 3 / 4, 1 / 4, 2 / 4),
+        ([0.5, 0.5, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0], 2 / 4, 1 / 4, 0.0),  # equal and neither
+        ([1.0] * 8, 1.0, 0.0, 0.0),  # nothing says whether that is right or wrong
+    ],
+)
+def test_groups_that_are_all_right_or_all_wrong(rewards: list[float], equal: float, best: float, worst: float) -> None:
+    metrics = rollout_metrics(rollout_of([0, 0, 1, 1, 2, 2, 3, 3]), torch.tensor(rewards), FakeRanks())
+    shares = [metrics[f"reward/{kind}_groups_fraction"] for kind in ("equal", "best", "worst")]
+    assert shares == [equal, best, worst]
+
+
+def test_the_highest_reward_is_that_of_all_ranks() -> None:
+    """A rank whose rewards are all 1 where another has a 2."""
+
+    class TwoRanks(FakeRanks):
+        def max(self, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(tensor, torch.tensor([2.0, 0.0, 1.0], dtype=tensor.dtype))  # of the other rank
+
+    metrics = rollout_metrics(rollout_of([0, 0]), torch.tensor([1.0, 1.0]), TwoRanks())
+    assert metrics["reward/equal_groups_fraction"] == 1.0
+    assert metrics["reward/best_groups_fraction"] == metrics["reward/worst_groups_fraction"] == 0.0
+
+
 def test_one_sample_each_has_no_groups() -> None:
     metrics = rollout_metrics(rollout_of([0, 1]), torch.zeros(2), FakeRanks())
-    assert "reward/equal_groups_fraction" not in metrics
+    assert not [name for name in metrics if name.endswith("groups_fraction")]
 
 
 def test_means_are_over_response_tokens() -> None:
@@ -47,4 +73,14 @@ def test_means_are_over_response_tokens() -> None:
         lengths=torch.tensor([3, 3]),
         values=torch.tensor([[9.0, 1.0, 2.0], [9.0, 9.0, 6.0]]),
     )
-    assert experience_metrics(experience, FakeRanks())["values/mean"] == 3.0
+    assert experience_metrics(experience, FakeRanks(), has_reference=False, has_critic=True)["values/mean"] == 3.0
+
+
+def test_updates_of_a_step_are_put_together() -> None:
+    """A metric that an update lacks, because its step was skipped, has the mean of the others."""
+    updates = [
+        {"actor/grad_norm": 1.0, "actor/ratio_max": 3.0, "actor/skipped_steps": 0.0},
+        {"actor/ratio_max": 2.0, "actor/skipped_steps": 1.0},
+        {"actor/grad_norm": 2.0, "actor/ratio_max": 1.0, "actor/skipped_steps": 1.0},
+    ]
+    assert mean_metrics(updates) == {"actor/grad_norm": 1.5, "actor/ratio_max": 3.0, "actor/skipped_steps": 2.0}

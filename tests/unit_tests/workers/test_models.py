@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.aggregation import AGGREGATIONS
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
 from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.value_loss import clipped_value_loss
+from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
+from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.types import Experience, Metrics, TokenOutputs
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience
 
 BATCH = random_experience()
@@ -135,17 +140,56 @@ def test_the_value_loss_reads_its_fields() -> None:
         values,
         old_values=BATCH.values,
         returns=BATCH.returns,
-        loss_weights=BATCH.loss_weights,
         token_weights=BATCH.token_weights,
         value_clip=0.2,
     )
     assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), FIELDS), expected)
 
 
+def mean_value_loss(values: Tensor, batch: Experience, *, value_clip: float) -> Tensor:
+    """The clipped error token by token in float64, its mean over all of them."""
+    losses = []
+    for row, column in batch.loss_mask.nonzero().tolist():
+        value, old, target = (
+            values[row, column],
+            *(field[row, column].double() for field in (batch.values, batch.returns)),
+        )
+        near = old + (value - old).clamp(-value_clip, value_clip)
+        losses.append(0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_critics_loss_is_a_mean_over_tokens(aggregation: str, micro_batches: int) -> None:
+    """Whatever aggregation the policy has, and however rows are cut: loss and gradient, within float32's rounding."""
+    plan = MinibatchPlan(
+        minibatch_size=4, epochs=1, aggregation=AGGREGATIONS[aggregation], max_response_tokens=16, seed=0
+    )
+    (batch,) = plan.cut(random_experience(num_prompts=4), num_prompts=4, step=0, ranks=FakeRanks())
+    values = batch.values + torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(5))
+    exact = values.double().requires_grad_()
+    mean_value_loss(exact, batch, value_clip=0.5).backward()
+    values.requires_grad_()
+    total = 0.0
+    for rows in torch.arange(len(batch.tokens)).chunk(micro_batches):
+        fields = {name: value[rows] for name, value in batch.items() if value.dim() == 2}
+        share = ValueLoss(value_clip=0.5)(TokenOutputs(values=values[rows]), fields)
+        share.loss.backward()
+        total += share.sums["critic/loss"].item()
+    assert total == pytest.approx(mean_value_loss(exact, batch, value_clip=0.5).item(), rel=1e-6)
+    torch.testing.assert_close(values.grad.double(), exact.grad, rtol=1e-6, atol=1e-8)
+
+
 def test_metrics_carry_the_role() -> None:
     """The engine's own names get the role's prefix, the loss's have one."""
     engine = RecordingEngine({"critic/loss": 1.0, "grad_norm": 2.0, "lr": 3.0})
-    assert learner(engine).update(BATCH, step=2) == {"critic/loss": 1.0, "critic/grad_norm": 2.0, "critic/lr": 3.0}
+    assert learner(engine).update(BATCH, step=2) == {
+        "critic/loss": 1.0,
+        "critic/grad_norm": 2.0,
+        "critic/lr": 3.0,
+        "critic/skipped_steps": 0.0,
+    }
     ((minibatch, loss, rate),) = engine.updates
     assert minibatch is BATCH
     assert loss == ValueLoss(value_clip=0.2)
@@ -157,7 +201,50 @@ def test_the_critic_may_learn_first() -> None:
     engine = RecordingEngine({"grad_norm": 1.0})
     worker = learner(engine, first_step=3)
     assert [bool(worker.update(BATCH, step=step)) for step in range(5)] == [False, False, False, True, True]
-    assert [rate for _, _, rate in engine.updates] == pytest.approx([0.3, 0.4])
+    assert [rate for _, _, rate in engine.updates] == pytest.approx([0.0, 0.1])  # counted from its own first step
+
+
+class OverflowingEngine(RecordingEngine):
+    """An engine whose gradients are finite or not, update by update."""
+
+    def __init__(self, norms: list[float]) -> None:
+        super().__init__({"grad_norm": 1.0, "critic/loss": 2.0})
+        self.norms = norms
+
+    def train_minibatch(self, *args: Any, **kwargs: Any) -> Metrics:
+        norm = self.norms.pop(0)
+        if math.isfinite(norm):
+            return super().train_minibatch(*args, **kwargs)
+        raise NonFiniteGradientError("overflow", norm=norm, metrics={"critic/loss": norm, "critic/error_max": 3.0})
+
+
+def test_steps_without_a_finite_gradient_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Two in a row are allowed here, and each finite gradient begins the count anew."""
+    worker = learner(OverflowingEngine([math.nan, math.inf, 1.0, math.inf, math.nan, 1.0]), max_skipped_steps=2)
+    updates = [worker.update(BATCH, step=step) for step in range(6)]
+    assert [update["critic/skipped_steps"] for update in updates] == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    assert updates[0] == {"critic/error_max": 3.0, "critic/skipped_steps": 1.0}  # what is a number
+    assert caplog.messages[1] == (
+        "critic, step 2: the gradient norm is inf; this optimizer step is skipped, number 2 in a row "
+        "(optim.max_skipped_steps=2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (0, "critic, step 1: the gradient norm is nan; optim.max_skipped_steps=0 allows no more. No weight"),
+        (2, "critic, step 3: the gradient norm is nan in 3 optimizer steps in a row; optim.max_skipped_steps=2"),
+    ],
+)
+def test_too_many_skipped_steps_in_a_row_end_the_run(allowed: int, expected: str) -> None:
+    worker = learner(OverflowingEngine([math.nan] * (allowed + 1)), max_skipped_steps=allowed)
+    for step in range(allowed):
+        worker.update(BATCH, step=step)
+    with pytest.raises(NonFiniteGradientError) as error:
+        worker.update(BATCH, step=allowed)
+    assert str(error.value).startswith(expected)
+    assert "lower optim.lr or optim.critic_lr" in str(error.value)
 
 
 def test_evaluation_is_the_engines() -> None:
