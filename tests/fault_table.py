@@ -52,8 +52,8 @@ ALGORITHMS = (
     _fault(
         "algorithms",
         "KL coefficient adapted while the policy stands still",
-        "if any(updates):",
-        "if True:",
+        'if any(updates) and "kl/ref" in metrics:',
+        'if "kl/ref" in metrics:',
         "trainer/test_loop.py",
     ),
     _fault(

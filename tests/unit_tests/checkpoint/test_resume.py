@@ -131,7 +131,8 @@ def assert_same_tokens(whole: list[torch.Tensor], resumed: list[torch.Tensor]) -
 @pytest.mark.parametrize("run", [run for run in OTHER_LAYOUT if "bf16" not in run])
 def test_a_run_resumed_under_another_layout_agrees(folder: Path, runs: dict[str, Any], run: str) -> None:
     """The same tokens; metrics of the first step to 1e-6 of their size, or of one, since they are means of terms of
-    that size: sums in another order. Later to 1e-4, as between whole runs on two layouts, and weights to 1e-5.
+    that size: sums in another order; a maximum is a single term and gets 1e-5. Later to 1e-4, as between whole runs on
+    two layouts, and weights to 1e-5.
 
     In bfloat16 such sums round to other values, and samples part.
     """
@@ -143,7 +144,8 @@ def test_a_run_resumed_under_another_layout_agrees(folder: Path, runs: dict[str,
         for name, value in expected[step].items():
             if name.endswith("num_microbatches") or name.startswith("rollout/logprob_diff"):
                 continue
-            assert math.isclose(actual[step][name], value, rel_tol=tolerance, abs_tol=1e-6), (step, name)
+            bound = max(tolerance, 1e-5) if name.endswith("_max") else tolerance
+            assert math.isclose(actual[step][name], value, rel_tol=bound, abs_tol=1e-6), (step, name)
     assert_same_tokens(runs[full]["tokens"], runs[run]["tokens"])
     end, resumed_end = runs[full]["steps"][-1], runs[run]["steps"][-1]
     assert max(float((end[name] - resumed_end[name]).abs().max()) for name in end) <= 1e-5

@@ -176,7 +176,7 @@ def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
 def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
     """A policy that stands still has a KL of 0 to its start, whatever the coefficient."""
     kl = AdaptiveKL(0.1, target=0.05, horizon=16)
-    trainer = make_trainer(kl=kl, settings=RunSettings(steps=5))
+    trainer = make_trainer(kl=kl, settings=RunSettings(steps=5), reference=FakeFrozen())
     policy = trainer.actor
     trainer.actor = LateActor(policy, first_step=3)
     trainer.fit()
@@ -207,7 +207,9 @@ class LateActor:
         return self.actor.evaluate(batch)
 
     def update(self, minibatch: Any, *, step: int, inspect: Any = None) -> Any:
-        return self.actor.update(minibatch, step=step, inspect=inspect) if step >= self.first_step else {}
+        if step < self.first_step:
+            return {}
+        return self.actor.update(minibatch, step=step, inspect=inspect) | {"kl/ref": 0.0}
 
 
 class FakeFrozen:
