@@ -22,7 +22,7 @@ def losses(head: str) -> Any:
     if head == "value":
         return ValueLoss(value_clip=0.5)
     settings = PolicyLossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01)
-    return PolicyLoss(settings, kl=FixedKL(0.1), kl_estimator=k3)
+    return PolicyLoss(settings, kl=FixedKL(0.3), kl_estimator=k3)
 
 
 def whole(rows: torch.Tensor, engine: Any) -> torch.Tensor:

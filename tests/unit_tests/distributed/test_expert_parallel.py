@@ -18,6 +18,7 @@ GRADIENT_TOLERANCE = 2e-5
 NORM_TOLERANCE = 2e-6
 # Of a step of 1e-3. Adam divides by the gradient's own size, so rounding counts for much where a gradient is small.
 WEIGHT_TOLERANCE = 2e-5
+SMALL_GRADIENT = 1e-6  # where rounding, of some 1e-8, is a part of the step that WEIGHT_TOLERANCE does not allow
 # layout -> families with whole gradients; the last one of some layouts a second time with a sharded optimizer.
 PLAN = {
     "ep2": FAMILIES,
@@ -104,7 +105,8 @@ def test_layout_computes_what_one_rank_computes(results: dict[str, Any], name: s
         worst = max(off, key=off.__getitem__)
         assert off[worst] <= GRADIENT_TOLERANCE, worst
     for weight, expected in one["weights"].items():
-        assert (many["weights"][weight] - expected).abs().max() <= WEIGHT_TOLERANCE, weight
+        settled = one["gradients"][weight].abs() > SMALL_GRADIENT
+        assert ((many["weights"][weight] - expected).abs() * settled).max() <= WEIGHT_TOLERANCE, weight
 
 
 @pytest.mark.parametrize("name", list(CASES))

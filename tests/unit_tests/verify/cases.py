@@ -102,11 +102,11 @@ def engine_faults() -> dict[str, Any]:
             local(sharded_parameters(model)["model.layers.1.mlp.down_proj.weight"]).mul_(1.01)
         return read
 
-    def one_gradient(self: Any, lr: float) -> float:
+    def one_gradient(self: Any, lr: float, metrics: Any) -> float:
         for name, parameter in sharded_parameters(self.model).items():
             if name == "model.layers.0.self_attn.k_norm.weight" and parameter.grad is not None:
                 local(parameter.grad).mul_(1.5)
-        return apply_gradients(self, lr)
+        return apply_gradients(self, lr, metrics)
 
     def averaged(model: Any, *args: Any, **kwargs: Any) -> int:
         for module in fsdp_modules(model):
