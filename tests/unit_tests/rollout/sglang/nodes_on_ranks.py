@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import psutil
+import torch
 
 from mega_rl.errors import RunError
 from mega_rl.parallel import agreement
@@ -120,6 +121,7 @@ def life(ranks: GroupRanks, _: str, folder: Path) -> dict[str, Any]:
         answer["again"] = [(one.index, one.url, one.keys.api_key) for one in pool.endpoints]
         answer["warnings"] = [text for text in said if "again" in text]
         answer["other is untouched"] = pool.endpoints[0] == untouched and pool._own[0].alive
+        ranks.sum(torch.zeros(1))  # the first rank that leaves ends its parts of both servers, and so the other's
         processes = [one.pid for one in pool._own.values()]
     answer["left"] = [pid for pid in processes if group.members(pid or 0)]
     return answer
