@@ -109,7 +109,7 @@ def batching_of(layout: str) -> Any:
 def policy_loss() -> Any:
     """The clipped policy objective, the same for all."""
     from mega_rl.algorithms.kl import k3
-    from mega_rl.algorithms.policy_loss import PolicyLossSettings
+    from mega_rl.algorithms.losses.policy import PolicyLossSettings
     from mega_rl.workers.models import PolicyLoss
 
     return PolicyLoss(PolicyLossSettings(clip_low=0.2, clip_high=0.2), kl=None, kl_estimator=k3)

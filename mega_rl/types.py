@@ -99,7 +99,9 @@ class Experience:
     values: Tensor  # [B, S] float32, critic before the update; 0 without a critic
     advantages: Tensor  # [B, S] float32, 0 off the mask
     returns: Tensor  # [B, S] float32, value targets; 0 off the mask
-    loss_weights: Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss; algorithms.aggregation
+    loss_weights: (
+        Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss; algorithms.losses.aggregation
+    )
     token_weights: (
         Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: weights of metric means, critic
     )

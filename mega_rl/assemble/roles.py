@@ -8,11 +8,11 @@ from functools import partial
 from math import prod
 
 from mega_rl.accelerator import Accelerator
-from mega_rl.algorithms.advantages import AdvantageEstimator
-from mega_rl.algorithms.gae import GAEAdvantages
-from mega_rl.algorithms.grpo import GRPOAdvantages
+from mega_rl.algorithms.advantages.base import AdvantageEstimator
+from mega_rl.algorithms.advantages.gae import GAEAdvantages
+from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
 from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController
-from mega_rl.algorithms.policy_loss import PolicyLossSettings
+from mega_rl.algorithms.losses.policy import PolicyLossSettings
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, checkpoint_of
 from mega_rl.config.attention import Role
 from mega_rl.config.needs import is_on_policy, kl_estimator, models_take_turns

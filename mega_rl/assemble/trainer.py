@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
-from mega_rl.algorithms.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.data import Tokens, load_data, read_tokens, warn_of_date, warn_of_few
 from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
-from mega_rl.algorithms.aggregation import loss_weights, token_mean
-from mega_rl.algorithms.supervised import nll_loss
+from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
+from mega_rl.algorithms.losses.supervised import nll_loss
 from mega_rl.assemble import build_actor, session
 from mega_rl.config.schema import Config
 from mega_rl.data.ordering import permutation

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages import AdvantageEstimator
-from mega_rl.algorithms.aggregation import Aggregation, loss_weights, token_and_sequence_counts
+from mega_rl.algorithms.advantages.base import AdvantageEstimator
+from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
 from mega_rl.protocols import Ranks

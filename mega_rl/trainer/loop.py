@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mega_rl import progress
-from mega_rl.algorithms.advantages import AdvantageEstimator
+from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.kl import KLController
 from mega_rl.protocols import (
     CheckpointStore,

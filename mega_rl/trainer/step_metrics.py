@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import k3
-from mega_rl.algorithms.value_loss import explained_variance
+from mega_rl.algorithms.losses.value import explained_variance
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Metrics, Rollout
 

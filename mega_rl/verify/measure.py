@@ -24,7 +24,7 @@ from torch import Tensor
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import FixedKL, k3
-from mega_rl.algorithms.policy_loss import PolicyLossSettings
+from mega_rl.algorithms.losses.policy import PolicyLossSettings
 from mega_rl.config.attention import RequestedAttention
 from mega_rl.config.schema import (
     EngineConfig,

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mega_rl.algorithms.importance import importance_metrics, truncated_importance_weights
+from mega_rl.algorithms.corrections.tis import importance_metrics, truncated_importance_weights
 from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
-from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
-from mega_rl.algorithms.value_loss import clipped_value_loss
+from mega_rl.algorithms.losses.policy import KLTerm, PolicyLossSettings, ppo_policy_loss
+from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
@@ -26,11 +26,11 @@ LearningRate = Callable[[int], float]  # trainer steps since the role began to l
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The clipped policy objective with its numbers (see `algorithms.policy_loss`).
+    """The clipped policy objective with its numbers (see `algorithms.losses.policy`).
 
     `on_policy`: a step updates once, so the forward at hand gives the log-probs before the update, and with a reference
     kl/ref and kl/ref_k1 too: the step had only the rollout engine's log-probs for them, whose rounding is no KL.
-    `tis_cap`: truncated importance sampling (see `algorithms.importance`) corrects for what sampled the tokens; 0 off.
+    `tis_cap`: truncated importance sampling (`algorithms.corrections.tis`) corrects for what sampled the tokens; 0 off.
     """
 
     settings: PolicyLossSettings
@@ -79,7 +79,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The clipped squared error of the critic (see `algorithms.value_loss`)."""
+    """The clipped squared error of the critic (see `algorithms.losses.value`)."""
 
     value_clip: float
     needs_entropy: ClassVar[bool] = False

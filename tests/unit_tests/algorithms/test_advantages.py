@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.gae import GAEAdvantages, gae, token_rewards
-from mega_rl.algorithms.grpo import grpo
+from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae, token_rewards
+from mega_rl.algorithms.advantages.grpo import grpo
 from mega_rl.algorithms.kl import k1
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.importance import importance_metrics, truncated_importance_weights
+from mega_rl.algorithms.corrections.tis import importance_metrics, truncated_importance_weights
 from mega_rl.algorithms.kl import FixedKL, k2
-from mega_rl.algorithms.policy_loss import PolicyLossSettings
+from mega_rl.algorithms.losses.policy import PolicyLossSettings
 from mega_rl.protocols import LossOutput
 from mega_rl.types import TokenOutputs
 from mega_rl.workers.models import PolicyLoss

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.gae import GAEAdvantages
+from mega_rl.algorithms.advantages.gae import GAEAdvantages
 from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, kl_penalty
-from mega_rl.algorithms.policy_loss import PolicyLossSettings
+from mega_rl.algorithms.losses.policy import PolicyLossSettings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.types import Experience, TokenOutputs

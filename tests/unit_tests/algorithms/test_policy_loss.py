@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import k1, k3
-from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
+from mega_rl.algorithms.losses.policy import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.config.schema import ClipConfig
 from mega_rl.protocols import LossOutput
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.algorithms.aggregation import AGGREGATIONS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.config.schema import AlgorithmConfig
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mega_rl.algorithms.value_loss import clipped_value_loss, explained_variance
+from mega_rl.algorithms.losses.value import clipped_value_loss, explained_variance
 
 
 @pytest.mark.parametrize(

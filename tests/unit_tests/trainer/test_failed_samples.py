@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.algorithms.advantages import AdvantageEstimator
-from mega_rl.algorithms.aggregation import AGGREGATIONS, Aggregation
-from mega_rl.algorithms.gae import GAEAdvantages
-from mega_rl.algorithms.grpo import GRPOAdvantages
+from mega_rl.algorithms.advantages.base import AdvantageEstimator
+from mega_rl.algorithms.advantages.gae import GAEAdvantages
+from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
 from mega_rl.algorithms.kl import k1
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.aggregation import token_mean
-from mega_rl.algorithms.gae import GAEAdvantages
-from mega_rl.algorithms.grpo import GRPOAdvantages
+from mega_rl.algorithms.advantages.gae import GAEAdvantages
+from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k1
+from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.aggregation import token_mean
-from mega_rl.algorithms.grpo import GRPOAdvantages
+from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
+from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.types import Rollout, TokenOutputs

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.aggregation import AGGREGATIONS
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
-from mega_rl.algorithms.policy_loss import KLTerm, PolicyLossSettings, ppo_policy_loss
-from mega_rl.algorithms.value_loss import clipped_value_loss
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses.policy import KLTerm, PolicyLossSettings, ppo_policy_loss
+from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.trainer.experience import MinibatchPlan

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mega_rl.algorithms.gae import GAEAdvantages
+from mega_rl.algorithms.advantages.gae import GAEAdvantages
 from mega_rl.algorithms.kl import FixedKL, k1
 from mega_rl.config.attention import Role
 from mega_rl.trainer import RunSettings

@@ -49,7 +49,7 @@ def ppo_policy_loss(
 
         loss = sum w * (pg - entropy_coef * entropy + kl.coef * kl)      pg: `clipped_objective`, kl: `kl_penalty`
 
-    All tensors share one shape, packed or padded; float32. `loss_weights` w are those of algorithms.aggregation;
+    All tensors share one shape, packed or padded; float32. `loss_weights` w are those of algorithms.losses.aggregation;
     `token_weights` (1 / global response tokens on response tokens, else 0) also say which tokens count: whatever stands
     elsewhere, even a NaN, touches neither loss nor gradient. entropy may be None when entropy_coef is 0.
 

@@ -30,7 +30,7 @@ def importance_metrics(
     """Token means over the mini-batch, as shares of this micro-batch: scalars without gradient.
 
     actor/tis_weight_mean: the weights of `truncated_importance_weights`; actor/tis_truncated_fraction: tokens whose
-    ratio is above the cap. `token_weights` as in `algorithms.policy_loss`; where it is 0 nothing counts.
+    ratio is above the cap. `token_weights` as in `algorithms.losses.policy`; where it is 0 nothing counts.
     """
     active = token_weights > 0
     log_ratio = clamped_log_ratio(old_logprobs.detach(), rollout_logprobs.detach()).where(active, 0.0)

@@ -1,6 +1,6 @@
 """Group-relative advantages: rewards normalised within the samples of one prompt (Shao et al. 2024, arXiv:2402.03300).
 
-Alignment and masks of all tensors: `mega_rl.algorithms.advantages`.
+Alignment and masks of all tensors: `mega_rl.algorithms.advantages.base`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438) over token rewards with a KL penalty.
 
-Alignment and masks of all tensors: `mega_rl.algorithms.advantages`.
+Alignment and masks of all tensors: `mega_rl.algorithms.advantages.base`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages import is_one_run, last_response_token
+from mega_rl.algorithms.advantages.base import is_one_run, last_response_token
 from mega_rl.algorithms.kl import KLController, KLEstimator
 from mega_rl.algorithms.statistics import SumOverRanks, whiten
 from mega_rl.types import Experience
