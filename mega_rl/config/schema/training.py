@@ -75,7 +75,12 @@ class OptimConfig:
         unit="trainer steps",
         min=0,
     )
-    min_lr_ratio: float = setting(0.0, "Learning rate of the last step as a fraction of the peak.", min=0.0, max=1.0)
+    min_lr_ratio: float = setting(
+        0.1,
+        "Learning rate of the last step as a fraction of the peak; at 0 the last step changes nothing.",
+        min=0.0,
+        max=1.0,
+    )
     max_skipped_steps: int = setting(
         3,
         "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run. 0 ends "

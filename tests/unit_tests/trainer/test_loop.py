@@ -184,6 +184,18 @@ def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
     assert coefficients[4] == pytest.approx(0.1 * 0.9)  # half the horizon, half the largest step
 
 
+@pytest.mark.parametrize(("skipped", "factor"), [((1.0, 1.0), 1.0), ((1.0, 0.0), 0.9)])
+def test_a_step_that_skips_every_update_leaves_the_kl_coefficient(skipped: tuple[float, ...], factor: float) -> None:
+    kl = AdaptiveKL(0.1, target=0.05, horizon=16)
+    trainer = make_trainer(kl=kl, settings=RunSettings(steps=1), reference=FakeFrozen())
+    counts, update = iter(skipped), trainer.actor.update
+    trainer.actor.update = lambda *args, **kwargs: (  # type: ignore[method-assign]
+        update(*args, **kwargs) | {"kl/ref": 0.0, "actor/skipped_steps": next(counts)}
+    )
+    trainer.fit()
+    assert kl.value == pytest.approx(0.1 * factor)
+
+
 def test_the_kl_of_an_update_goes_before_that_of_stand_ins() -> None:
     """With one update a step the loop has the rollout engine's log-probs, and the update the policy's."""
     kl = AdaptiveKL(0.1, target=0.05, horizon=16)
