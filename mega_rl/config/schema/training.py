@@ -136,9 +136,10 @@ class AlgorithmConfig:
     )
     old_logprobs: str = setting(
         "auto",
-        "Log-probs before the update: from a forward of their own (recompute), or, where a step makes one optimizer "
-        "step and they enter nothing before it, from that step's forward (auto).",
-        choices=("auto", "recompute"),
+        "Log-probs before the update: from a forward of their own (recompute); where a step makes one optimizer step "
+        "and they enter nothing before it, from that step's forward (auto); or the sampler's own (rollout), so that "
+        "ratios are to what sampled, whatever its age and engine, and no forward is needed.",
+        choices=("auto", "recompute", "rollout"),
     )
     value_clip: float = setting(
         0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
