@@ -14,6 +14,7 @@ from mega_rl.algorithms.corrections.tis import importance_metrics, truncated_imp
 from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
 from mega_rl.algorithms.losses.policy import KLTerm, PolicyLossSettings, ppo_policy_loss
 from mega_rl.algorithms.losses.value import clipped_value_loss
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
@@ -43,7 +44,7 @@ class PolicyLoss:
     def needs_entropy(self) -> bool:
         return self.settings.entropy_coef > 0.0
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
         assert outputs.logprobs is not None
         old_logprobs = outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"]
         advantages, metrics = self._correct(old_logprobs, fields)
@@ -84,7 +85,7 @@ class ValueLoss:
     value_clip: float
     needs_entropy: ClassVar[bool] = False
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
         assert outputs.values is not None
         return clipped_value_loss(
             outputs.values,

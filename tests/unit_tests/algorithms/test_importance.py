@@ -11,8 +11,9 @@ from torch import Tensor
 from mega_rl.algorithms.corrections.tis import importance_metrics, truncated_importance_weights
 from mega_rl.algorithms.kl import FixedKL, k2
 from mega_rl.algorithms.losses.policy import PolicyLossSettings
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
-from mega_rl.types import TokenOutputs
+from mega_rl.types import TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 
 ROWS, COLUMNS = 5, 7
@@ -47,7 +48,8 @@ def tokens_of(seed: int, *, spread: float = 0.7) -> dict[str, Tensor]:
 def loss_of(fields: dict[str, Tensor], logprobs: Tensor, **settings: float) -> LossOutput:
     bounds = PolicyLossSettings(CLIP_LOW, CLIP_HIGH, dual_clip=DUAL_CLIP, entropy_coef=ENTROPY_COEF)
     loss = PolicyLoss(bounds, kl=FixedKL(KL_COEF), kl_estimator=k2, **settings)
-    return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields)
+    sequences = Sequences(row_numbers(fields["token_weights"] > 0), ROWS)
+    return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields, sequences)
 
 
 def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Tensor:
