@@ -14,7 +14,7 @@ from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.types import TokenOutputs
+from mega_rl.types import TokenOutputs, row_numbers
 from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 
@@ -68,6 +68,7 @@ def run_case(checkpoint: str, name: str, loss: Any) -> dict[str, Any]:
     plan = MinibatchPlan(4, epochs=1, aggregation=sequence_mean_token_mean, max_response_tokens=24, seed=0)
     with running_engine(config) as engine:
         own = own_rows(random_experience(), engine)
+        own.rows = row_numbers(own.loss_mask)  # as `build_experience` numbers the rows that this rank has sampled
         (minibatch,) = plan.cut(own, num_prompts=4, step=0, ranks=engine.data_parallel)
         result = {"metrics": engine.train_minibatch(minibatch, loss, lr=0.0)}
         if backend == "megatron":
