@@ -42,6 +42,10 @@ class Sequences:
         sums = x.new_zeros(self.count + 1).index_add(0, self.rows.flatten(), x.flatten())
         return self.sum_over_context(sums[1:])
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Return [n], like `sum`: the mean of `x` over each sequence's response tokens; 0 of a sequence without any."""
+        return self.sum(x) / self.sum((self.rows > 0).to(x.dtype)).clamp(min=1.0)
+
     def spread(self, y: Tensor) -> Tensor:
         """Return, in the shape of `rows`, the number in `y`, [n], of each response token's sequence; 0 elsewhere.
 
