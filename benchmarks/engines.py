@@ -109,10 +109,10 @@ def batching_of(layout: str) -> Any:
 def policy_loss() -> Any:
     """The clipped policy objective, the same for all."""
     from mega_rl.algorithms.kl import k3
-    from mega_rl.algorithms.losses.policy import PolicyLossSettings
+    from mega_rl.algorithms.losses.ppo import PPO
     from mega_rl.workers.models import PolicyLoss
 
-    return PolicyLoss(PolicyLossSettings(clip_low=0.2, clip_high=0.2), kl=None, kl_estimator=k3)
+    return PolicyLoss(PPO(dual_clip=0.0), kl=None, kl_estimator=k3)
 
 
 class HuggingFaceStep:
@@ -129,6 +129,7 @@ class HuggingFaceStep:
 
         from mega_rl.data.packing import pad
         from mega_rl.engines.microbatches import token_fields
+        from mega_rl.engines.outcome import microbatch_loss
         from mega_rl.parallel.comm import GroupRanks
 
         disable_progress_bar()
@@ -139,7 +140,7 @@ class HuggingFaceStep:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self.loss = policy_loss()
+        self.loss = microbatch_loss(policy_loss(), batch)
         world = torch.distributed.group.WORLD
         self.ranks = GroupRanks(world)
         rows, names = range(len(batch.tokens)), token_fields(batch)
