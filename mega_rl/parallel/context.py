@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,16 +22,22 @@ def sum_over_context(x: Tensor, *, group: ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _SumOverGroup.apply(x, group)
 
 
+class _HasGroup(Protocol):
+    """The context of an autograd function that keeps its group."""
+
+    group: ProcessGroup
+
+
 class _SumOverGroup(torch.autograd.Function):
     """The sum of all ranks' tensors, whose adjoint is itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _HasGroup, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         total = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _HasGroup, grad: Tensor) -> tuple[Tensor, None]:
         return _SumOverGroup.apply(grad, ctx.group), None
