@@ -15,6 +15,7 @@ from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
 from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
 from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
 from mega_rl.algorithms.losses.value import clipped_value_loss
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
@@ -45,7 +46,7 @@ class PolicyLoss:
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0.0
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
         assert outputs.logprobs is not None
         old_logprobs = outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"]
         own = {name: fields[name] for name in ("advantages", "token_weights", "loss_weights")}
@@ -56,7 +57,7 @@ class PolicyLoss:
             )
             correction, metrics = self.correction(sampled)
         loss = policy_loss(
-            PolicyTokens.of(outputs.logprobs, old_logprobs=old_logprobs, **own),
+            PolicyTokens.of(outputs.logprobs, old_logprobs=old_logprobs, sequences=sequences, **own),
             outputs.entropy,
             objective=self.objective,
             correction=correction,
@@ -75,7 +76,7 @@ class ValueLoss:
     value_clip: float
     needs_entropy: ClassVar[bool] = False
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
         assert outputs.values is not None
         return clipped_value_loss(
             outputs.values,

@@ -12,8 +12,9 @@ from mega_rl.algorithms.corrections.base import SampledTokens
 from mega_rl.algorithms.corrections.tis import TIS
 from mega_rl.algorithms.kl import FixedKL, k2
 from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
-from mega_rl.types import TokenOutputs
+from mega_rl.types import TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 
 ROWS, COLUMNS = 5, 7
@@ -45,6 +46,10 @@ def tokens_of(seed: int, *, spread: float = 0.7) -> dict[str, Tensor]:
     return fields
 
 
+def sequences_of(fields: dict[str, Tensor]) -> Sequences:
+    return Sequences(row_numbers(fields["token_weights"] > 0), ROWS)
+
+
 def loss_of(
     fields: dict[str, Tensor], logprobs: Tensor, *, cap: float | None = None, on_policy: bool = False
 ) -> LossOutput:
@@ -56,7 +61,7 @@ def loss_of(
         correction=None if cap is None else TIS(cap=cap),
         on_policy=on_policy,
     )
-    return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields)
+    return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields, sequences_of(fields))
 
 
 def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Tensor:
@@ -167,7 +172,7 @@ def test_weights_and_metrics_carry_no_gradient() -> None:
             return weights, metrics
 
     loss = PolicyLoss(PPO(), kl=None, kl_estimator=k2, correction=Recorded(), on_policy=True)
-    loss(TokenOutputs(logprobs=fields["logprobs"].requires_grad_()), fields)
+    loss(TokenOutputs(logprobs=fields["logprobs"].requires_grad_()), fields, sequences_of(fields))
     assert len(seen) == 3
     assert not any(tensor.requires_grad for tensor in seen)
 
