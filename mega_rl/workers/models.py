@@ -53,9 +53,18 @@ class PolicyLoss:
         correction, metrics = None, dict[str, Tensor]()
         if self.correction is not None:
             sampled = SampledTokens(
-                old_logprobs, fields["rollout_logprobs"], fields["advantages"], fields["token_weights"]
+                outputs.logprobs.detach(),
+                old_logprobs,
+                fields["rollout_logprobs"],
+                advantages=fields["advantages"],
+                token_weights=fields["token_weights"],
+                sequences=sequences,
             )
             correction, metrics = self.correction(sampled)
+            metrics |= {
+                "actor/correction_weight_mean": sampled.mean(correction),
+                "actor/correction_masked_fraction": sampled.mean((correction == 0).float()),
+            }
         loss = policy_loss(
             PolicyTokens.of(outputs.logprobs, old_logprobs=old_logprobs, sequences=sequences, **own),
             outputs.entropy,

@@ -120,8 +120,8 @@ class AlgorithmConfig:
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
     correction: str = setting(
         "none",
-        "Weights of token losses for what sampled the tokens, other weights or another engine: none, tis (truncated "
-        "importance sampling), or path/to/file.py:class.",
+        "Weights of token losses for what sampled the tokens, other weights or another engine: a built-in one, as tis "
+        "(truncated importance sampling), none, or path/to/file.py:class.",
     )
     correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
