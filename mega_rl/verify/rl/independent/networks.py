@@ -1,0 +1,91 @@
+"""Transformers' models as policy and critic, and AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from mega_rl.verify.rl.independent.formulas import Formulas, clip_factor
+from mega_rl.verify.rl.independent.records import LockstepSettings, Sample
+
+VALUE_HEAD = "score.weight"
+
+
+def causal_model(path: Path) -> PreTrainedModel:
+    """Return transformers' model of a checkpoint in float32, with plain attention."""
+    disable_progress_bar()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+    )
+    return model.eval()
+
+
+class Policy:
+    """A language model."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = causal_model(path)
+        self.parameters: Mapping[str, nn.Parameter] = dict(self._model.named_parameters())
+
+    def logprobs(self, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return (log-prob, entropy) of each response token, [n] float64: an output predicts the token after it."""
+        logits = self._model(torch.tensor([sample.tokens[:-1]]), use_cache=False).logits[0, sample.prompt_length - 1 :]
+        logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
+        response = torch.tensor(sample.tokens[sample.prompt_length :])
+        return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
+
+
+class Critic:
+    """A language model's backbone, with a head of one value that begins at 0."""
+
+    def __init__(self, path: Path) -> None:
+        model = causal_model(path)
+        self._backbone = model.base_model
+        kept = {id(parameter) for parameter in self._backbone.parameters()}
+        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in kept}
+        self._head = nn.Parameter(torch.zeros(1, model.config.hidden_size))
+        self.parameters: Mapping[str, nn.Parameter] = {**named, VALUE_HEAD: self._head}
+
+    def values(self, sample: Sample) -> Tensor:
+        """Return the value before each response token, [n] float64."""
+        outputs = self._backbone(torch.tensor([sample.tokens[:-1]]), use_cache=False).last_hidden_state
+        return (outputs[0, sample.prompt_length - 1 :].double() @ self._head[0].double()).flatten()
+
+
+class Adam:
+    """AdamW (arXiv:1711.05101) with gradient clipping; moments in float64, weights in float32."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: LockstepSettings, formulas: Formulas) -> None:
+        self._parameters, self._settings, self._formulas = parameters, settings, formulas
+        self._first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        self._second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        self._steps = 0
+
+    def clip(self) -> float:
+        """Clip all gradients by their norm; returns the norm before."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        for gradient in gradients:
+            gradient.mul_(clip_factor(norm, self._settings.clip_grad))
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Move the weights by their gradients."""
+        settings = self._settings
+        self._steps += 1
+        first_below, second_below = self._formulas.bias_corrections(self._steps, settings)
+        for name, parameter in self._parameters.items():
+            gradient = torch.zeros_like(self._first[name]) if parameter.grad is None else parameter.grad.double()
+            first, second = self._first[name], self._second[name]
+            first.mul_(settings.beta1).add_((1 - settings.beta1) * gradient)
+            second.mul_(settings.beta2).add_((1 - settings.beta2) * gradient**2)
+            direction = (first / first_below) / ((second / second_below).sqrt() + settings.eps)
+            weight = parameter.double() * (1 - lr * self._formulas.decay(parameter, settings))
+            parameter.copy_(weight - lr * direction)

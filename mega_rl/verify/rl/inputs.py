@@ -1,0 +1,213 @@
+"""Inputs of a lockstep: the settings of a small run, a small model with a tokenizer, and prompts.
+
+The run keeps what a recipe says of mathematics (`KEPT`). Its model, data, reward, sizes and layout are the lockstep's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_rl.config.keys import FIELDS, value_of, with_settings
+from mega_rl.config.loader import load
+from mega_rl.config.needs import unmet
+from mega_rl.config.rules import check
+from mega_rl.config.schema import Config
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.errors import UserErrors
+from mega_rl.hub.names import model_name
+from mega_rl.hub.resolve import checkpoint_folder
+from mega_rl.verify.layouts import Layout
+
+REWARD = "python:mega_rl.verify.rl.inputs.reward"
+STAND_IN = "the quickstart's architecture"
+NUM_PROMPTS, LONGEST_PROMPT = 64, 8
+# One character for each token, after the padding, the end of a sequence and the unknown one. With four more tokens
+# that end a response, one in six does: lengths differ.
+SPECIAL, CHARACTERS = ("<pad>", "<eos>", "<unk>"), "0123456789abcdefghijklmnopqrs"
+VOCABULARY = (*SPECIAL, *CHARACTERS)
+EOS, STOP_TOKENS = 1, [3, 4, 5, 6]
+
+# Settings whose values are the recipe's, with those of the sections below.
+KEPT = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "trainer.seed", "trainer.microbatch.packing")
+KEPT_SECTIONS = ("algorithm", "optim")
+# Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element after
+# clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
+# decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
+SIZES: Mapping[str, object] = {
+    "trainer.steps": 5,
+    "trainer.prompts_per_step": 8,
+    "trainer.minibatch_size": 4,
+    "trainer.microbatch.max_tokens": 64,
+    "rollout.n": 4,
+    "rollout.max_new_tokens": 12,
+    "optim.lr": 3e-3,
+    "optim.critic_lr": 3e-3,
+    "optim.eps": 1e-3,
+}
+# The rollout engine's log-probs are shifted on purpose (`mega_rl.verify.rl.record`), so its guards are wide open.
+FIXED: Mapping[str, object] = {
+    "model.dtype": "fp32",
+    "engine.megatron.transformer_impl": "local",
+    "data.max_prompt_tokens": LONGEST_PROMPT,
+    "rollout.stop_token_ids": STOP_TOKENS,
+    "rollout.mismatch.mean_limit": 10.0,
+    "rollout.mismatch.share_limit": 1.0,
+    "rollout.mismatch.max_limit": 100.0,
+    "reward.function": REWARD,
+    "checkpoint.save_final": False,
+    "checkpoint.resume": "never",
+    "metrics.tensorboard": False,
+    "metrics.progress_bar": False,
+    "metrics.rollout_interval": 0,
+    "trainer.device": "cpu",
+    "trainer.timeout_s": 120.0,
+}
+
+
+@dataclass(frozen=True)
+class LockstepRun:
+    """A run without its layout, and the architecture of its model."""
+
+    config: Config
+    source: Path | None  # folder with the model's config.json; None: that of the quickstart
+    description: str  # of the model's origin
+
+
+def read_run(recipe: str | None, overrides: Sequence[str]) -> LockstepRun:
+    """Return the small run that a recipe and settings ask for. Raises UserErrors."""
+    read = load(recipe, overrides)
+    given = {text.lstrip("~+").partition("=")[0] for text in overrides}
+    problems = [
+        f"{key} is the lockstep's own; legal: {', '.join(KEPT_SECTIONS)}, {', '.join((*KEPT, *SIZES))} and model.path, "
+        "and --layouts for the layout"
+        for key in sorted(given)
+        if not (_is_kept(key) or key in SIZES or key == "model.path")
+    ]
+    if problems:
+        raise UserErrors(problems)
+    kept = {key: value_of(read, key) for key in FIELDS if _is_kept(key)}
+    sizes = {key: value_of(read, key) if key in given else value for key, value in SIZES.items()}
+    config = with_settings(Config(), {**FIXED, **kept, **sizes})
+    config = _without_idle(_shortened(config, given), given)
+    source, description = _architecture(read.model.path, is_given="model.path" in given)
+    return LockstepRun(config, source, description)
+
+
+def algorithm_run(settings: Mapping[str, object]) -> LockstepRun:
+    """Return a small run with these settings, on the quickstart's architecture."""
+    config = with_settings(Config(), {**FIXED, **SIZES, **settings})
+    return LockstepRun(_without_idle(config, set(settings)), None, STAND_IN)
+
+
+def _is_kept(key: str) -> bool:
+    return key in KEPT or key.partition(".")[0] in KEPT_SECTIONS
+
+
+def _shortened(config: Config, given: set[str]) -> Config:
+    """Return the config with warm-ups of a long run cut down to a third of this one's steps each."""
+    most = max(1, config.trainer.steps // 3)
+    changes: dict[str, object] = {}
+    for key in ("optim.warmup_steps", "algorithm.critic_warmup_steps"):
+        if key not in given:
+            changes[key] = min(int(value_of(config, key)), most)
+    return with_settings(config, changes)
+
+
+def _without_idle(config: Config, given: set[str]) -> Config:
+    """Return the config with defaults for sizes that have no effect in it; `given` ones are left to the rules."""
+    idle = {entry.key for entry in unmet(config)} & set(SIZES) - given
+    return with_settings(config, {key: value_of(Config(), key) for key in idle})
+
+
+def _architecture(path: str, *, is_given: bool) -> tuple[Path | None, str]:
+    """Return (folder with a config.json, description); of a recipe's model that is not there yet, the stand-in's."""
+    if not path:
+        return None, STAND_IN
+    if model_name(path) is None and not Path(path).exists() and not is_given:
+        return None, f"{STAND_IN}: {path} is not there"
+    return checkpoint_folder(Path(path), label="model.path", weights=False), path
+
+
+def read_architecture(run: LockstepRun) -> HFConfig:
+    """Return the architecture of a run's model before it is shrunk. Raises UserError."""
+    return parse_hf_config(_stand_in(), where=STAND_IN) if run.source is None else read_hf_config(run.source)
+
+
+def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Config, HFConfig]:
+    """Write the shrunk model, with random weights, its tokenizer and the prompts; return the config that names them.
+
+    multiple: its number of layers is one of it, for pipelines. Raises UserError for a model that cannot be shrunk.
+    """
+    from mega_rl.storage.safetensors_writer import write_checkpoint
+    from mega_rl.verify.twin.shrink import random_tensors, shrink
+
+    seed = run.config.trainer.seed
+    hf = read_architecture(run)
+    where = str(run.source or STAND_IN)
+    twin = shrink(hf, where=where, multiple=multiple, narrow=True)
+    raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS}
+    small = parse_hf_config(raw, where=f"{where}, shrunk")
+    model, config_file, rows = folder / "model", folder / "config.json", folder / "prompts.jsonl"
+    config_file.write_text(json.dumps(raw), encoding="utf-8")
+    write_checkpoint(model, random_tensors(small, seed=seed), files={"config.json": config_file})
+    _write_tokenizer(model)
+    rows.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(seed)), "utf-8")
+    named = {"model.path": str(model), "data.train_files": [str(rows)]}
+    return with_settings(run.config, named), small
+
+
+def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
+    """Return the config on a layout, in a folder of its own. Raises UserErrors for settings that do not go with it."""
+    sizes = layout.settings
+    if sizes["etp"] == sizes["tp"] or sizes["ep"] == 1:
+        sizes["etp"] = 0
+    changed: dict[str, object] = {"engine.backend": layout.engine, "trainer.run_dir": str(run_dir)}
+    if layout.engine == "megatron":
+        changed |= {f"engine.megatron.{name}": size for name, size in sizes.items()}
+    else:
+        changed["engine.megatron.transformer_impl"] = "auto"
+    config = with_settings(config, changed)
+    problems = check(config, world_size=layout.ranks)
+    if problems:
+        raise UserErrors([f"{layout.name}: {problem}" for problem in problems])
+    return config
+
+
+def prompts(seed: int) -> list[str]:
+    """Return prompts of different lengths."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices(CHARACTERS, k=rng.randint(2, LONGEST_PROMPT))) for _ in range(NUM_PROMPTS)]
+
+
+def reward(prompt: str, response: str, answer: str) -> float:
+    """Return a number from -1 to 1 that depends on every character, so that few samples of a prompt have the same."""
+    return (7 * len(response) + sum(map(ord, response))) % 11 / 5 - 1
+
+
+def _stand_in() -> dict[str, object]:
+    from mega_rl.quickstart.task import model_config
+
+    raw: dict[str, object] = model_config().to_dict()
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of one token for each character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=SPECIAL[2]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[2]
+    )
+    fast.save_pretrained(folder)
+
+

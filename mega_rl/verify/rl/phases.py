@@ -1,0 +1,37 @@
+"""Phases of an update in the order in which each follows from those before, and how far off each may be.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+UPDATES = "updates"
+# Of float32 sums of some hundred terms in another order; what is wrong somewhere is off by 1e-3 and more.
+TOLERANCES: Mapping[str, float] = {
+    UPDATES: 0.0,  # the same ones were made
+    "log-probs": 1e-5,  # nats; of a critic values; largest of any token
+    "advantages": 1e-5,  # and returns; largest of any token
+    "loss": 1e-5,  # relative to the sum of the tokens' |losses|, which may cancel
+    "gradient norm": 1e-5,  # relative
+    "gradient": 1e-5,  # relative, of the tensor that is furthest off, in the Frobenius norm
+    "weights": 1e-4,  # distance, relative to that travelled since the start
+}
+
+
+@dataclass(frozen=True)
+class UpdateErrors:
+    """Distance of one optimizer step of the real trainer from the independent trainer's."""
+
+    role: str  # actor, critic
+    step: int  # from 0
+    update: int  # number of the mini-batch in its step, from 0
+    errors: Mapping[str, float]  # by phase, in the order of `TOLERANCES`
+    worst: str  # name of the tensor whose gradient is furthest off
+
+    @property
+    def title(self) -> str:
+        """Return the update in words."""
+        return f"step {self.step + 1}, {self.role} update {self.update + 1}"
