@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -44,7 +43,9 @@ def follow(
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
 
 
-def off(errors: Iterable[UpdateErrors], tolerances: Mapping[str, float] = TOLERANCES) -> tuple[UpdateErrors, str] | None:
+def off(
+    errors: Iterable[UpdateErrors], tolerances: Mapping[str, float] = TOLERANCES
+) -> tuple[UpdateErrors, str] | None:
     """Return the first update that is off with the first phase in which it is, None where all is within tolerance."""
     for update in errors:
         for phase, error in update.errors.items():
@@ -108,4 +109,3 @@ def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 def _finite(error: float) -> float:
     """Return the error, infinite if it is not a number, so that it exceeds any tolerance."""
     return error if math.isfinite(error) else math.inf
-

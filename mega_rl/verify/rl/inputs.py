@@ -25,6 +25,7 @@ from mega_rl.verify.layouts import Layout
 
 REWARD = "python:mega_rl.verify.rl.inputs.reward"
 STAND_IN = "the quickstart's architecture"
+STEPS = 5
 NUM_PROMPTS, LONGEST_PROMPT = 64, 8
 # One character for each token, after the padding, the end of a sequence and the unknown one. With four more tokens
 # that end a response, one in six does: lengths differ.
@@ -39,7 +40,6 @@ KEPT_SECTIONS = ("algorithm", "optim")
 # clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
 # decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
 SIZES: Mapping[str, object] = {
-    "trainer.steps": 5,
     "trainer.prompts_per_step": 8,
     "trainer.minibatch_size": 4,
     "trainer.microbatch.max_tokens": 64,
@@ -78,13 +78,13 @@ class LockstepRun:
     description: str  # of the model's origin
 
 
-def read_run(recipe: str | None, overrides: Sequence[str]) -> LockstepRun:
-    """Return the small run that a recipe and settings ask for. Raises UserErrors."""
+def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> LockstepRun:
+    """Return the small run of so many steps that a recipe and settings ask for. Raises UserErrors."""
     read = load(recipe, overrides)
     given = {text.lstrip("~+").partition("=")[0] for text in overrides}
     problems = [
-        f"{key} is the lockstep's own; legal: {', '.join(KEPT_SECTIONS)}, {', '.join((*KEPT, *SIZES))} and model.path, "
-        "and --layouts for the layout"
+        f"{key}: verify rl has its own; leave it out. Legal are settings of {' and '.join(KEPT_SECTIONS)}, model.path, "
+        f"{', '.join((*KEPT, *SIZES))}; --layouts and --steps choose the rest"
         for key in sorted(given)
         if not (_is_kept(key) or key in SIZES or key == "model.path")
     ]
@@ -92,7 +92,7 @@ def read_run(recipe: str | None, overrides: Sequence[str]) -> LockstepRun:
         raise UserErrors(problems)
     kept = {key: value_of(read, key) for key in FIELDS if _is_kept(key)}
     sizes = {key: value_of(read, key) if key in given else value for key, value in SIZES.items()}
-    config = with_settings(Config(), {**FIXED, **kept, **sizes})
+    config = with_settings(Config(), {**FIXED, **kept, **sizes, "trainer.steps": steps})
     config = _without_idle(_shortened(config, given), given)
     source, description = _architecture(read.model.path, is_given="model.path" in given)
     return LockstepRun(config, source, description)
@@ -100,7 +100,7 @@ def read_run(recipe: str | None, overrides: Sequence[str]) -> LockstepRun:
 
 def algorithm_run(settings: Mapping[str, object]) -> LockstepRun:
     """Return a small run with these settings, on the quickstart's architecture."""
-    config = with_settings(Config(), {**FIXED, **SIZES, **settings})
+    config = with_settings(Config(), {**FIXED, **SIZES, "trainer.steps": STEPS, **settings})
     return LockstepRun(_without_idle(config, set(settings)), None, STAND_IN)
 
 
@@ -110,7 +110,7 @@ def _is_kept(key: str) -> bool:
 
 def _shortened(config: Config, given: set[str]) -> Config:
     """Return the config with warm-ups of a long run cut down to a third of this one's steps each."""
-    most = max(1, config.trainer.steps // 3)
+    most = config.trainer.steps // 3
     changes: dict[str, object] = {}
     for key in ("optim.warmup_steps", "algorithm.critic_warmup_steps"):
         if key not in given:
@@ -209,5 +209,3 @@ def _write_tokenizer(folder: Path) -> None:
         tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[2]
     )
     fast.save_pretrained(folder)
-
-
