@@ -61,8 +61,8 @@ def _errors(real: Figures | None, own: Figures, start: Mapping[str, Tensor]) -> 
     if set(real.gradients) != set(own.gradients):
         names = sorted(set(real.gradients) ^ set(own.gradients))
         raise UserError(
-            f"the weights {names[0]} and {len(names) - 1} others have other names in transformers than in checkpoints, "
-            "as experts have; verify rl follows dense models: give the config of one as model.path"
+            f"{names[0]} and {len(names) - 1} other weights have no counterpart in transformers' model; give the "
+            "config of another family as model.path"
         )
     gradient, worst = _gradient_error(real.gradients, own.gradients)
     errors = {

@@ -21,6 +21,7 @@ SHARED: dict[str, object] = {
     "optim.weight_decay": 0.1,
     "optim.schedule": "linear",
     "optim.warmup_steps": 1,
+    "optim.min_lr_ratio": 0.3,
     "trainer.steps": 3,
 }
 

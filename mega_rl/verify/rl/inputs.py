@@ -17,8 +17,9 @@ from mega_rl.config.needs import unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.errors import UserErrors
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.hub.names import model_name
 from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout
@@ -149,6 +150,11 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     seed = run.config.trainer.seed
     hf = read_architecture(run)
     where = str(run.source or STAND_IN)
+    if FAMILIES[hf.family].stand_in:
+        raise UserError(
+            f"model.path={where}: transformers has no model of model_type={hf.family} for the independent trainer; "
+            "give the config of another family"
+        )
     twin = shrink(hf, where=where, multiple=multiple, narrow=True)
     raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS}
     small = parse_hf_config(raw, where=f"{where}, shrunk")

@@ -44,13 +44,14 @@ VARIANTS: dict[str, dict[str, object]] = {
         },
     },
 }
+STEPS = {} if FULL else {"trainer.steps": 2}
 RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
 FEW = (("grpo", "1"), ("ppo", "1"), ("grpo", "dp2"))
 ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS)]
 CASES = ALL if FULL else list(FEW)
 FEW_FAULTS = ("population instead of sample deviation", "temperature 1", "no gradient clipping", "no value clip")
-REAL_FAULTS = {"advantages one token early": "advantages", "rate of the next step": "weights"}
+REAL_FAULTS = {"advantages one token early": "advantages"} | ({"rate of the next step": "weights"} if FULL else {})
 
 Runs = dict[tuple[str, str], tuple[Config, Path]]
 
@@ -63,7 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in dict.fromkeys(name for name, _ in CASES):
         inputs = root / name
         inputs.mkdir()
-        config, _ = write_inputs(algorithm_run({**SHARED, **RUNS[name]}), inputs, multiple=2)
+        config, _ = write_inputs(algorithm_run({**SHARED, **STEPS, **RUNS[name]}), inputs, multiple=2)
         for layout in (layout for one, layout in CASES if one == name):
             trace = root / f"{name}_{layout}"
             recorded[name, layout] = with_layout(config, LAYOUTS[layout], run_dir=trace / "run"), trace

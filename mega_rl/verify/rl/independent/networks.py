@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -26,12 +29,30 @@ def causal_model(path: Path) -> PreTrainedModel:
     return model.eval()
 
 
-class Policy:
-    """A language model."""
+class Network:
+    """A model of transformers with the parameters that train, by its names for them."""
 
     def __init__(self, path: Path) -> None:
         self._model = causal_model(path)
         self.parameters: Mapping[str, nn.Parameter] = dict(self._model.named_parameters())
+        self._on_disk: set[str] = set()
+        for file in path.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as stored:
+                self._on_disk |= set(stored.keys())
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors under the names of the checkpoint, where experts that transformers joins stand alone."""
+        if set(tensors) <= self._on_disk | {VALUE_HEAD}:
+            return tensors
+        with TemporaryDirectory(prefix="names_") as folder:
+            self._model.save_pretrained(folder, state_dict=dict(tensors))
+            return {
+                name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
+            }
+
+
+class Policy(Network):
+    """A language model."""
 
     def logprobs(self, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
         """Return (log-prob, entropy) of each response token, [n] float64: an output predicts the token after it."""
@@ -41,16 +62,16 @@ class Policy:
         return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
 
 
-class Critic:
+class Critic(Network):
     """A language model's backbone, with a head of one value that begins at 0."""
 
     def __init__(self, path: Path) -> None:
-        model = causal_model(path)
-        self._backbone = model.base_model
+        super().__init__(path)
+        self._backbone = self._model.base_model
         kept = {id(parameter) for parameter in self._backbone.parameters()}
-        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in kept}
-        self._head = nn.Parameter(torch.zeros(1, model.config.hidden_size))
-        self.parameters: Mapping[str, nn.Parameter] = {**named, VALUE_HEAD: self._head}
+        named = {name: parameter for name, parameter in self.parameters.items() if id(parameter) in kept}
+        self._head = nn.Parameter(torch.zeros(1, self._model.config.hidden_size))
+        self.parameters = {**named, VALUE_HEAD: self._head}
 
     def values(self, sample: Sample) -> Tensor:
         """Return the value before each response token, [n] float64."""

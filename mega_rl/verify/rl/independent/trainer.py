@@ -29,7 +29,7 @@ class TrainedNetwork:
     """A network with its optimizer."""
 
     def __init__(self, name: str, network: Policy | Critic, settings: LockstepSettings, formulas: Formulas) -> None:
-        self._name, self._parameters = name, network.parameters
+        self._name, self._network, self._parameters = name, network, network.parameters
         self._adam = Adam(network.parameters, settings, formulas)
 
     def update(
@@ -61,8 +61,8 @@ class TrainedNetwork:
             loss=loss,
             loss_scale=scale,
             grad_norm=norm,
-            gradients={name: _gradient(parameter) for name, parameter in self._parameters.items()},
-            weights={name: parameter.detach().clone() for name, parameter in self._parameters.items()},
+            gradients=self._network.on_disk({name: _gradient(p) for name, p in self._parameters.items()}),
+            weights=_weights(self._network),
         )
 
 
@@ -92,11 +92,7 @@ class IndependentTrainer:
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return copies of the weights of now, by role and Hugging Face name."""
         networks = {"actor": self._policy, "critic": self._critic}
-        return {
-            role: {name: parameter.detach().clone() for name, parameter in network.parameters.items()}
-            for role, network in networks.items()
-            if network is not None
-        }
+        return {role: _weights(network) for role, network in networks.items() if network is not None}
 
     def step(self, step: int, batch: StepBatch) -> Iterator[Figures]:
         """Make the updates of a step; yields the figures of each, the critic's first."""
@@ -216,6 +212,11 @@ class IndependentTrainer:
 
 def _row(numbers: Row) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _weights(network: Policy | Critic) -> Mapping[str, Tensor]:
+    """Return copies of the weights of now, by Hugging Face name."""
+    return network.on_disk({name: parameter.detach().clone() for name, parameter in network.parameters.items()})
 
 
 def _gradient(parameter: Tensor) -> Tensor:
