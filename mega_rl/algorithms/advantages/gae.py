@@ -10,47 +10,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import is_one_run, last_response_token
-from mega_rl.algorithms.kl import KLController, KLEstimator
-from mega_rl.algorithms.statistics import SumOverRanks, whiten
-from mega_rl.types import Experience
+from mega_rl.algorithms.advantages.base import AdvantageInputs, is_one_run, last_response_token
+from mega_rl.algorithms.statistics import whiten
+from mega_rl.config.schema.algorithms import GAESettings
 
 
 @dataclass(frozen=True)
-class GAEAdvantages:
-    """Generalized advantage estimation over a critic's values, with the KL penalty in the token rewards if asked."""
+class GAE(GAESettings):
+    """Generalized advantage estimation over a critic's values, of token rewards that may hold a KL penalty."""
 
-    gamma: float
-    gae_lambda: float
-    whiten: bool
-    kl: KLController | None  # KL in the reward; None without
-    kl_estimator: KLEstimator
-
-    def __call__(self, experience: Experience, rewards: Tensor, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
-        mask = experience.loss_mask
-        penalty = None
-        if self.kl is not None:
-            penalty = self.kl_estimator(experience.old_logprobs, experience.ref_logprobs)
-        scores = token_rewards(rewards, mask, penalty, kl_coef=0.0 if self.kl is None else self.kl.value)
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        experience, mask = inputs.experience, inputs.experience.loss_mask
+        scores = token_rewards(inputs.rewards, mask, inputs.kl_penalty)
         advantages, returns = gae(scores, experience.values, mask, gamma=self.gamma, lam=self.gae_lambda)
         if self.whiten:
-            advantages = whiten(advantages, mask, sum_over_ranks=sum_over_ranks)
+            advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)
         return advantages, returns
 
 
-def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0) -> Tensor:
+def token_rewards(rewards: Tensor, mask: Tensor, kl_penalty: Tensor | None = None) -> Tensor:
     """Per-token rewards [B, S] float32: the score on the last response token, minus the KL penalty of each token.
 
-        r_t = score * [t is the last response token] - kl_coef * kl_t
+        r_t = score * [t is the last response token] - kl_penalty_t
 
-    rewards [B] float32; mask [B, S] bool; kl [B, S] float32, any estimate of log(policy / reference). The score of a
-    row without response tokens has no token to stand on and is dropped.
+    rewards [B] float32; mask [B, S] bool; kl_penalty [B, S] float32, the coefficient times log(policy / reference). The
+    score of a row without response tokens has no token to stand on and is dropped.
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; Ouyang et al. 2022, arXiv:2203.02155.
     """
     assert is_one_run(mask), "response tokens must form one contiguous run per row"
     out = torch.where(last_response_token(mask), rewards.to(torch.float32)[:, None], 0.0)
-    if kl is not None:
-        out = out - kl_coef * torch.where(mask, kl, 0.0)
+    if kl_penalty is not None:
+        out = out - torch.where(mask, kl_penalty, 0.0)
     return out
 
 

@@ -10,20 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.statistics import SumOverRanks
-from mega_rl.types import Experience
+from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.config.schema.algorithms import GRPOSettings
 
 
 @dataclass(frozen=True)
-class GRPOAdvantages:
+class GRPO(GRPOSettings):
     """Rewards normalised within the samples of one prompt; needs no critic."""
 
-    std_normalization: bool
-
-    def __call__(self, experience: Experience, rewards: Tensor, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
-        """Return (advantages, zeros), [B, S] each: without a critic there are no value targets."""
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        experience = inputs.experience
         advantages = grpo(
-            rewards, experience.prompt_index, experience.loss_mask, std_normalization=self.std_normalization
+            inputs.rewards,
+            experience.prompt_index,
+            experience.loss_mask,
+            std_normalization=self.std == "group",
         )
         return advantages, torch.zeros_like(advantages)
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae, token_rewards
+from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.advantages.gae import GAE, gae, token_rewards
 from mega_rl.algorithms.advantages.grpo import grpo
-from mega_rl.algorithms.kl import k1
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -106,7 +106,7 @@ def test_token_rewards_by_hand() -> None:
     rewards = torch.tensor([1.0, -2.0, 3.0])
     plain = token_rewards(rewards, mask)
     torch.testing.assert_close(plain, torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, -2.0], [0, 0, 0, 0]]))
-    penalised = token_rewards(rewards, mask, kl, kl_coef=0.1)
+    penalised = token_rewards(rewards, mask, 0.1 * kl)
     expected = torch.tensor([[0.0, -0.05, 0.9, 0.0], [0.0, 0.1, 0.0, -2.2], [0.0, 0.0, 0.0, 0.0]])
     torch.testing.assert_close(penalised, expected)
 
@@ -177,7 +177,7 @@ def test_a_rank_without_rows() -> None:
 
 
 def test_whitening_is_over_the_tokens_of_all_ranks() -> None:
-    estimator = GAEAdvantages(gamma=0.9, gae_lambda=0.8, whiten=True, kl=None, kl_estimator=k1)
+    estimator = GAE(gamma=0.9, gae_lambda=0.8, whiten=True)
 
     def rows(part: slice) -> Any:
         mask = mask_of([".xxx", "..xx"])
@@ -190,7 +190,7 @@ def test_whitening_is_over_the_tokens_of_all_ranks() -> None:
         sums.append(own)
         return own
 
-    whole, _ = estimator(rows(slice(2)), rewards, recorded)
+    whole, _ = estimator(AdvantageInputs(rows(slice(2)), rewards, None, recorded))
     of_all = iter(sums)
-    first, _ = estimator(rows(slice(1)), rewards[:1], lambda own: next(of_all))
+    first, _ = estimator(AdvantageInputs(rows(slice(1)), rewards[:1], None, lambda own: next(of_all)))
     assert torch.equal(first, whole[:1])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages
-from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k1
+from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.advantages.grpo import GRPO
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
@@ -45,9 +45,8 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "actor": policy,
         "critic": AbsentWorker() if grpo else FakeCritic(events),
         "reference": AbsentWorker(),
-        "estimator": GRPOAdvantages(std_normalization=True)
-        if grpo
-        else GAEAdvantages(gamma=1.0, gae_lambda=1.0, whiten=True, kl=None, kl_estimator=k1),
+        "estimator": GRPO() if grpo else GAE(),
+        "reward_kl": None,
         "minibatches": MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=4, seed=0),
         "kl": kl,
         "staleness": lambda rollout: {},
@@ -183,6 +182,18 @@ def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
     coefficients = [trainer.metrics.records[step]["kl/coef"] for step in range(1, 6)]
     assert coefficients[:4] == [0.1] * 4  # the fourth step is the first that updates, with the coefficient before
     assert coefficients[4] == pytest.approx(0.1 * 0.9)  # half the horizon, half the largest step
+
+
+@pytest.mark.parametrize(("skipped", "factor"), [((1.0, 1.0), 1.0), ((1.0, 0.0), 0.9)])
+def test_a_step_that_skips_every_update_leaves_the_kl_coefficient(skipped: tuple[float, ...], factor: float) -> None:
+    kl = AdaptiveKL(0.1, target=0.05, horizon=16)
+    trainer = make_trainer(kl=kl, settings=RunSettings(steps=1), reference=FakeFrozen())
+    counts, update = iter(skipped), trainer.actor.update
+    trainer.actor.update = lambda *args, **kwargs: (  # type: ignore[method-assign]
+        update(*args, **kwargs) | {"kl/ref": 0.0, "actor/skipped_steps": next(counts)}
+    )
+    trainer.fit()
+    assert kl.value == pytest.approx(0.1 * factor)
 
 
 def test_the_kl_of_an_update_goes_before_that_of_stand_ins() -> None:
