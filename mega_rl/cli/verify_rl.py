@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,7 @@ from mega_rl import progress
 from mega_rl.cli.text.lockstep import print_faults, print_json, print_json_faults, print_lockstep
 from mega_rl.cli.verify import EXIT_DIFFERS, refuse_launcher
 from mega_rl.errors import UserError
-from mega_rl.verify.layouts import resolve_runs, stages_of
-from mega_rl.verify.rl.inputs import STEPS, read_architecture, read_run, write_inputs
+from mega_rl.verify.rl.inputs import STEPS, read_run
 from mega_rl.verify.rl.phases import read_tolerances
 
 log = logging.getLogger(__name__)
@@ -49,48 +49,37 @@ def rl(
     """
     progress.show_progress()
     refuse_launcher()
-    if self_check:
-        _self_check(settings or [], timeout_s=timeout_s, as_json=as_json)
-        return
     allowed = read_tolerances(tolerance)
     recipe, overrides = _split(settings or [])
+    if self_check and settings:
+        raise UserError(f"{settings[0]}: --self-check has runs of its own; leave recipe and settings out")
     run = read_run(recipe, overrides, steps=steps)
-    layouts = resolve_runs(names, read_architecture(run))
-    log.info("verifying %s", recipe or "the default algorithm")
     with progress.importing("PyTorch"):
-        from mega_rl.verify.rl.run import follow_layouts
-        from mega_rl.verify.run import working_folder
-
-    results = []
-    with working_folder() as folder:
-        with progress.phase("making the model"):
-            config, small = write_inputs(run, Path(folder), multiple=stages_of(layouts))
-        resolve_runs(names, small)
-        header = {"recipe": recipe or "", "model": run.description, "steps": config.trainer.steps}
+        from mega_rl.verify.rl import run as lockstep
+    with lockstep.working_folder() as folder:
+        if self_check:
+            faults = list(lockstep.self_check(Path(folder), timeout_s=timeout_s))
+            (print_json_faults if as_json else print_faults)(faults)
+            _end(fault.good for fault in faults)
+            return
+        log.info("verifying %s", recipe or "the default algorithm")
+        config, layouts = lockstep.prepare_run(run, names, Path(folder))
+        header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
         for name, value in {} if as_json else header.items():
             typer.echo(f"{name}: {value}")
-        for lockstep in follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
-            results.append(lockstep)
+        results = []
+        for result in lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
+            results.append(result)
             if not as_json:
-                print_lockstep(lockstep, tolerances=allowed)
+                print_lockstep(result, tolerances=allowed)
     if as_json:
         print_json(results, header=header, tolerances=allowed)
-    if not all(lockstep.good for lockstep in results):
-        raise typer.Exit(EXIT_DIFFERS)
+    _end(result.good for result in results)
 
 
-def _self_check(settings: list[str], *, timeout_s: float, as_json: bool) -> None:
-    """Print what a lockstep says of each planted fault; ends with exit code 1 where one is not named."""
-    if settings:
-        raise UserError(f"{settings[0]}: --self-check has runs of its own; leave recipe and settings out")
-    with progress.importing("PyTorch"):
-        from mega_rl.verify.rl.run import self_check
-        from mega_rl.verify.run import working_folder
-
-    with working_folder() as folder:
-        results = list(self_check(Path(folder), timeout_s=timeout_s))
-    (print_json_faults if as_json else print_faults)(results)
-    if not all(result.good for result in results):
+def _end(good: Iterable[bool]) -> None:
+    """End with exit code 1 unless all is good."""
+    if not all(good):
         raise typer.Exit(EXIT_DIFFERS)
 
 

@@ -6,16 +6,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mega_rl import progress
+from mega_rl.accelerator import prepare
 from mega_rl.errors import UserError
-from mega_rl.verify.plan import Plan
-
-if TYPE_CHECKING:
-    from mega_rl.accelerator import Accelerator
+from mega_rl.verify.plan import PHASE
 
 
 class _PhaseFile:
@@ -36,29 +32,17 @@ class _PhaseFile:
 
 
 def main(path: str) -> int:
-    """Measure the layouts of the plan at `path`; returns the exit code, 2 where a model cannot be cut so."""
-    plan = Plan.read(Path(path))
-
-    def work(accelerator: Accelerator) -> None:
-        from mega_rl.verify.measure import measure  # imports Megatron-Core
-
-        measure(plan, accelerator)
-
-    return run_rank(work, phase=plan.phase)
-
-
-def run_rank(work: Callable[[Accelerator], None], *, phase: Path) -> int:
-    """Prepare this rank and do its work; returns the exit code, 2 for a UserError. Rank 0 writes phases to `phase`."""
+    """Run the task of the plan at `path`; returns the exit code, 2 where a model cannot be cut so."""
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
     if os.environ.get("RANK", "0") == "0":
-        progress.listen(_PhaseFile(phase))
+        progress.listen(_PhaseFile(Path(path).with_name(PHASE)))
     try:
         with progress.importing("PyTorch and Megatron-Core"):
-            from mega_rl.accelerator import prepare
-
             accelerator = prepare("auto")
-        work(accelerator)
+            from mega_rl.verify.tasks import run_task  # imports Megatron-Core
+
+        run_task(Path(path), accelerator)
     except UserError as error:
         sys.stderr.write("error: " + " ".join(str(error).split("\n")) + "\n")
         return UserError.exit_code

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -60,7 +60,7 @@ def print_faults(results: Sequence[PlantedFault]) -> None:
     console.print(f"{named} of {len(results)} planted faults are named by their phase", markup=False, highlight=False)
 
 
-def print_json(locksteps: Sequence[Lockstep], *, header: Mapping[str, Any], tolerances: Mapping[str, float]) -> None:
+def print_json(locksteps: Sequence[Lockstep], *, header: Mapping[str, object], tolerances: Mapping[str, float]) -> None:
     """Print all errors as one JSON object; one that is not finite is null."""
     layouts = [
         {

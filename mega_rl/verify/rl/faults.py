@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,12 +32,12 @@ class Fault:
     name: str
     algorithm: str  # of `reading.ALGORITHMS`: the run in which it is looked for
     phase: str  # that it must be named by
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Callable[[LockstepSettings], LockstepSettings] = replace
     formulas: Callable[[], Formulas] = Formulas
 
     def plant(self, settings: LockstepSettings) -> tuple[LockstepSettings, Formulas]:
         """Return settings and formulas with the fault."""
-        return replace(settings, **self.settings), self.formulas()
+        return self.settings(settings), self.formulas()
 
 
 def _population_deviation(values: Sequence[float]) -> float:
@@ -73,33 +72,62 @@ def _clipped_alone(ratio: Tensor, advantages: Tensor, settings: LockstepSettings
 
 
 FAULTS = (
-    Fault("population instead of sample deviation", "grpo", "advantages",
-          formulas=lambda: Formulas(deviation=_population_deviation)),
-    Fault("no division by the deviation", "grpo", "advantages", settings={"normalise_groups": False}),
-    Fault("temperature 1", "grpo", "log-probs", settings={"temperature": 1.0}),
-    Fault("token-mean instead of seq-mean-token-mean", "grpo", "loss", settings={"aggregation": "token-mean"}),
+    Fault(
+        "population instead of sample deviation",
+        "grpo",
+        "advantages",
+        formulas=lambda: Formulas(deviation=_population_deviation),
+    ),
+    Fault(
+        "no division by the deviation", "grpo", "advantages", settings=lambda run: replace(run, normalise_groups=False)
+    ),
+    Fault("temperature 1", "grpo", "log-probs", settings=lambda run: replace(run, temperature=1.0)),
+    Fault(
+        "token-mean instead of seq-mean-token-mean",
+        "grpo",
+        "loss",
+        settings=lambda run: replace(run, aggregation="token-mean"),
+    ),
     Fault("no clip", "grpo", "loss", formulas=lambda: Formulas(clipped_term=_unclipped)),
     Fault("clip without the minimum", "grpo", "loss", formulas=lambda: Formulas(clipped_term=_clipped_alone)),
-    Fault("old log-probs of every update", "grpo", "log-probs",
-          formulas=lambda: Formulas(anchor=lambda before, now: now)),
-    Fault("no gradient clipping", "grpo", "gradient", settings={"clip_grad": 0.0}),
-    Fault("constant learning rate", "grpo", "weights", settings={"schedule": "constant"}),
-    Fault("no bias correction in Adam", "grpo", "weights",
-          formulas=lambda: Formulas(bias_corrections=lambda step, settings: (1.0, 1.0))),
-    Fault("weight decay of norms", "grpo", "weights",
-          formulas=lambda: Formulas(decay=lambda tensor, settings: settings.weight_decay)),
-    Fault("KL in the loss with the wrong sign", "grpo_kl", "loss", settings={"kl_coef": -0.1}),
-    Fault("k2 instead of k3", "grpo_kl", "loss", settings={"kl_estimator": "k2"}),
-    Fault("entropy bonus with the wrong sign", "grpo_kl", "loss", settings={"entropy_coef": -0.01}),
-    Fault("importance weights without a cap", "tis", "loss", settings={"tis_cap": 1e9}),
-    Fault("no importance weights", "tis", "loss", settings={"tis_cap": 0.0}),
+    Fault(
+        "old log-probs of every update", "grpo", "log-probs", formulas=lambda: Formulas(anchor=lambda before, now: now)
+    ),
+    Fault("no gradient clipping", "grpo", "gradient", settings=lambda run: replace(run, clip_grad=0.0)),
+    Fault("constant learning rate", "grpo", "weights", settings=lambda run: replace(run, schedule="constant")),
+    Fault(
+        "no bias correction in Adam",
+        "grpo",
+        "weights",
+        formulas=lambda: Formulas(bias_corrections=lambda step, settings: (1.0, 1.0)),
+    ),
+    Fault(
+        "weight decay of norms",
+        "grpo",
+        "weights",
+        formulas=lambda: Formulas(decay=lambda tensor, settings: settings.weight_decay),
+    ),
+    Fault("KL in the loss with the wrong sign", "grpo_kl", "loss", settings=lambda run: replace(run, kl_coef=-0.1)),
+    Fault("k2 instead of k3", "grpo_kl", "loss", settings=lambda run: replace(run, kl_estimator="k2")),
+    Fault(
+        "entropy bonus with the wrong sign", "grpo_kl", "loss", settings=lambda run: replace(run, entropy_coef=-0.01)
+    ),
+    Fault("importance weights without a cap", "tis", "loss", settings=lambda run: replace(run, tis_cap=1e9)),
+    Fault("no importance weights", "tis", "loss", settings=lambda run: replace(run, tis_cap=0.0)),
     Fault("advantages one token early", "ppo", "advantages", formulas=lambda: Formulas(placed=_shifted)),
-    Fault("KL in the reward with the wrong sign", "ppo", "advantages", settings={"kl_coef": -0.05}),
-    Fault("lambda 1", "ppo", "advantages", settings={"lam": 1.0}),
-    Fault("whitening with the sample deviation", "ppo", "advantages",
-          formulas=lambda: Formulas(whitened=_sample_whitened)),
+    Fault(
+        "KL in the reward with the wrong sign", "ppo", "advantages", settings=lambda run: replace(run, kl_coef=-0.05)
+    ),
+    Fault("lambda 1", "ppo", "advantages", settings=lambda run: replace(run, lam=1.0)),
+    Fault(
+        "whitening with the sample deviation", "ppo", "advantages", formulas=lambda: Formulas(whitened=_sample_whitened)
+    ),
     Fault("a value after the last token", "ppo", "advantages", formulas=lambda: Formulas(gae=_bootstrapped)),
-    Fault("no value clip", "ppo", "loss", settings={"value_clip": 0.0}),
-    Fault("squared error without the half", "ppo", "loss",
-          formulas=lambda: Formulas(value_term=lambda *row: 2 * formulas.value_term(*row))),
-)  # fmt: skip
+    Fault("no value clip", "ppo", "loss", settings=lambda run: replace(run, value_clip=0.0)),
+    Fault(
+        "squared error without the half",
+        "ppo",
+        "loss",
+        formulas=lambda: Formulas(value_term=lambda *row: 2 * formulas.value_term(*row)),
+    ),
+)

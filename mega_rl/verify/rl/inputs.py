@@ -1,11 +1,10 @@
-"""Inputs of a lockstep: the settings of a small run, a small model with a tokenizer, and prompts.
+"""Inputs of a lockstep: the settings of a small run, its prompts and its reward. Imports no torch.
 
 The run keeps what a recipe says of mathematics (`KEPT`). Its model, data, reward, sizes and layout are the lockstep's.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,7 @@ from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
-from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.families import FAMILIES
-from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserErrors
 from mega_rl.hub.names import model_name
 from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout
@@ -28,11 +24,8 @@ REWARD = "python:mega_rl.verify.rl.inputs.reward"
 STAND_IN = "the quickstart's architecture"
 STEPS = 5
 NUM_PROMPTS, LONGEST_PROMPT = 64, 8
-# One character for each token, after the padding, the end of a sequence and the unknown one. With four more tokens
-# that end a response, one in six does: lengths differ.
-SPECIAL, CHARACTERS = ("<pad>", "<eos>", "<unk>"), "0123456789abcdefghijklmnopqrs"
-VOCABULARY = (*SPECIAL, *CHARACTERS)
-EOS, STOP_TOKENS = 1, [3, 4, 5, 6]
+CHARACTERS = "0123456789abcdefghijklmnopqrs"  # a token each
+STOP_TOKENS = [3, 4, 5, 6]  # the first characters: one token in six ends a response, so that lengths differ
 
 # Settings whose values are the recipe's, with those of the sections below.
 KEPT = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "trainer.seed", "trainer.microbatch.packing")
@@ -101,7 +94,7 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
 
 def algorithm_run(settings: Mapping[str, object]) -> LockstepRun:
     """Return a small run with these settings, on the quickstart's architecture."""
-    config = with_settings(Config(), {**FIXED, **SIZES, "trainer.steps": STEPS, **settings})
+    config = load(None, {**FIXED, **SIZES, "trainer.steps": STEPS, **settings})
     return LockstepRun(_without_idle(config, set(settings)), None, STAND_IN)
 
 
@@ -134,39 +127,6 @@ def _architecture(path: str, *, is_given: bool) -> tuple[Path | None, str]:
     return checkpoint_folder(Path(path), label="model.path", weights=False), path
 
 
-def read_architecture(run: LockstepRun) -> HFConfig:
-    """Return the architecture of a run's model before it is shrunk. Raises UserError."""
-    return parse_hf_config(_stand_in(), where=STAND_IN) if run.source is None else read_hf_config(run.source)
-
-
-def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Config, HFConfig]:
-    """Write the shrunk model, with random weights, its tokenizer and the prompts; return the config that names them.
-
-    multiple: its number of layers is one of it, for pipelines. Raises UserError for a model that cannot be shrunk.
-    """
-    from mega_rl.storage.safetensors_writer import write_checkpoint
-    from mega_rl.verify.twin.shrink import random_tensors, shrink
-
-    seed = run.config.trainer.seed
-    hf = read_architecture(run)
-    where = str(run.source or STAND_IN)
-    if FAMILIES[hf.family].stand_in:
-        raise UserError(
-            f"model.path={where}: transformers has no model of model_type={hf.family} for the independent trainer; "
-            "give the config of another family"
-        )
-    twin = shrink(hf, where=where, multiple=multiple, narrow=True)
-    raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS}
-    small = parse_hf_config(raw, where=f"{where}, shrunk")
-    model, config_file, rows = folder / "model", folder / "config.json", folder / "prompts.jsonl"
-    config_file.write_text(json.dumps(raw), encoding="utf-8")
-    write_checkpoint(model, random_tensors(small, seed=seed), files={"config.json": config_file})
-    _write_tokenizer(model)
-    rows.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(seed)), "utf-8")
-    named = {"model.path": str(model), "data.train_files": [str(rows)]}
-    return with_settings(run.config, named), small
-
-
 def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
     """Return the config on a layout, in a folder of its own. Raises UserErrors for settings that do not go with it."""
     sizes = layout.settings
@@ -193,25 +153,3 @@ def prompts(seed: int) -> list[str]:
 def reward(prompt: str, response: str, answer: str) -> float:
     """Return a number from -1 to 1 that depends on every character, so that few samples of a prompt have the same."""
     return (7 * len(response) + sum(map(ord, response))) % 11 / 5 - 1
-
-
-def _stand_in() -> dict[str, object]:
-    from mega_rl.quickstart.task import model_config
-
-    raw: dict[str, object] = model_config().to_dict()
-    return {key: value for key, value in raw.items() if value is not None}
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of one token for each character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=SPECIAL[2]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[2]
-    )
-    fast.save_pretrained(folder)

@@ -30,7 +30,7 @@ from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward
 from mega_rl.verify.rl.trace import Update, by_sample, write_rows, write_update
 from mega_rl.workers.metered import MeteredLearner
-from mega_rl.workers.models import LearningWorker
+from mega_rl.workers.models import AbsentWorker, LearningWorker
 
 SHIFT = 0.3  # nats
 
@@ -47,9 +47,12 @@ def instrument(trainer: PPOTrainer, folder: Path) -> None:
     recorder = Recorder(folder, trainer.ranks, is_writer=_is_first())
     trainer.rollout = ShiftedRollouts(trainer.rollout)
     trainer.reward = RecordedScorer(trainer.reward, recorder)
-    has_old = isinstance(trainer.old_logprobs, RecomputedLogprobs)
-    names = ("old_logprobs", "ref_logprobs", "advantages") if has_old else ("ref_logprobs", "advantages")
-    trainer.actor = RecordedLearner(trainer.actor, recorder, "actor", names)
+    names = ["advantages"]
+    if isinstance(trainer.old_logprobs, RecomputedLogprobs):  # else an update has them from its own forward
+        names.append("old_logprobs")
+    if not isinstance(trainer.reference, AbsentWorker):
+        names.append("ref_logprobs")
+    trainer.actor = RecordedLearner(trainer.actor, recorder, "actor", tuple(names))
     trainer.critic = RecordedLearner(trainer.critic, recorder, "critic", ("values", "returns"))
 
 

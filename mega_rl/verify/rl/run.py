@@ -13,17 +13,19 @@ from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
 from mega_rl.errors import RunError, UserError
 from mega_rl.verify.launcher import RanksFailed, run_ranks
-from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import REFERENCE
+from mega_rl.verify.layouts import Layout, resolve_runs, stages_of
+from mega_rl.verify.plan import REFERENCE, RUNS
 from mega_rl.verify.rl.compare import follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
-from mega_rl.verify.rl.inputs import algorithm_run, with_layout, write_inputs
+from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
+from mega_rl.verify.rl.model import read_architecture, write_inputs
 from mega_rl.verify.rl.phases import TOLERANCES, UpdateErrors
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
+from mega_rl.verify.run import RANK, working_folder
+
+__all__ = ["follow_layouts", "prepare_run", "self_check", "working_folder"]
 
 log = logging.getLogger(__name__)
-
-RANK = "mega_rl.verify.rl.rank"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,18 @@ class PlantedFault:
         return self.phase == self.fault.phase
 
 
+def prepare_run(run: LockstepRun, names: str, folder: Path) -> tuple[Config, list[Layout]]:
+    """Write the inputs of a run to `folder`; return the config that names them, and the layouts of a list of names.
+
+    Raises UserError for a model or algorithm that cannot be followed, and for layouts that the model cannot have.
+    """
+    lockstep_settings(run.config)
+    layouts = resolve_runs(names, read_architecture(run))
+    with progress.phase("making the model"):
+        config, small = write_inputs(run, folder, multiple=stages_of(layouts))
+    return config, resolve_runs(names, small)
+
+
 def follow_layouts(
     config: Config, layouts: Sequence[Layout], folder: Path, *, timeout_s: float, tolerances: Mapping[str, float]
 ) -> Iterator[Lockstep]:
@@ -62,6 +76,7 @@ def follow_layouts(
 
     Raises UserError for a run that the trainer refuses.
     """
+    settings = lockstep_settings(config)
     for layout in layouts:
         target = folder / layout.name
         real = with_layout(config, layout, run_dir=target / "run")
@@ -74,7 +89,7 @@ def follow_layouts(
             yield Lockstep(layout, (), str(failure))
             continue
         with progress.phase(f"following {layout.name}"):
-            updates = tuple(follow(target, Path(config.model.path), lockstep_settings(real)))
+            updates = tuple(follow(target, Path(config.model.path), settings))
         yield Lockstep(layout, updates, problem_of(updates, tolerances))
 
 
@@ -84,7 +99,7 @@ def record_runs(configs: Sequence[Config], folders: Sequence[Path], *, ranks: in
         folder.mkdir(parents=True)
     plan = folders[0] / "plan.json"
     runs = [{"settings": flat(config), "folder": str(to)} for config, to in zip(configs, folders, strict=True)]
-    plan.write_text(json.dumps(runs), encoding="utf-8")
+    plan.write_text(json.dumps({RUNS: runs}), encoding="utf-8")
     with progress.phase(f"the real run on {ranks} rank{'s' * (ranks > 1)}"):
         run_ranks(RANK, [str(plan)], ranks=ranks, logs=folders[0], timeout_s=timeout_s, use_gpus=False)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +25,18 @@ class Update:
     prompts: list[int]  # of its mini-batch
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """Numbers of an update beside its tensors."""
+
+    role: str
+    step: int
+    update: int
+    prompts: list[int]
+    loss: float
+    norm: float
+
+
 def write_rows(folder: Path, step: int, rows: dict[str, Tensor]) -> None:
     """Write the samples of a step: the tensors of `ROWS`, in any order of rows."""
     save_file({name: rows[name].contiguous() for name in ROWS}, folder / f"step{step}.safetensors")
@@ -37,13 +48,12 @@ def write_update(folder: Path, number: int, update: Update) -> None:
     tensors = {WEIGHT + name: tensor for name, tensor in figures.weights.items()}
     tensors |= {GRADIENT + name: tensor for name, tensor in figures.gradients.items()}
     tensors |= {TOKENS + name: tensor for name, tensor in figures.tokens.items()}
-    facts = {
-        **{"role": figures.role, "step": figures.step, "update": figures.update, "prompts": update.prompts},
-        **{"loss": figures.loss, "grad_norm": figures.grad_norm},
-    }
+    facts = _Facts(
+        figures.role, figures.step, figures.update, prompts=update.prompts, loss=figures.loss, norm=figures.grad_norm
+    )
     path = _update_path(folder, figures.role, number)
     save_file(tensors, path.with_suffix(".safetensors"))
-    path.with_suffix(".json").write_text(json.dumps(facts), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
@@ -63,14 +73,14 @@ def read_batch(folder: Path, step: int) -> StepBatch:
         )
     updates: dict[str, list[list[int]]] = {}
     for facts in _facts(folder):
-        if facts["step"] == step:
-            updates.setdefault(facts["role"], []).append(facts["prompts"])
+        if facts.step == step:
+            updates.setdefault(facts.role, []).append(facts.prompts)
     return StepBatch(samples, max(updates.values(), key=len, default=[]))
 
 
 def num_updates(folder: Path) -> dict[str, int]:
     """Return the number of updates of each role."""
-    return dict(Counter(facts["role"] for facts in _facts(folder)))
+    return dict(Counter(facts.role for facts in _facts(folder)))
 
 
 def read_figures(folder: Path, role: str, number: int) -> Figures | None:
@@ -78,19 +88,19 @@ def read_figures(folder: Path, role: str, number: int) -> Figures | None:
     path = _update_path(folder, role, number).with_suffix(".json")
     if not path.exists():
         return None
-    facts, tensors = json.loads(path.read_text("utf-8")), load_file(path.with_suffix(".safetensors"))
+    facts, tensors = _Facts(**json.loads(path.read_text("utf-8"))), load_file(path.with_suffix(".safetensors"))
 
     def below(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
     return Figures(
-        role=facts["role"],
-        step=facts["step"],
-        update=facts["update"],
+        facts.role,
+        facts.step,
+        facts.update,
         tokens=below(TOKENS),
-        loss=facts["loss"],
+        loss=facts.loss,
         loss_scale=0.0,
-        grad_norm=facts["grad_norm"],
+        grad_norm=facts.norm,
         gradients=below(GRADIENT),
         weights=below(WEIGHT),
     )
@@ -105,6 +115,6 @@ def _update_path(folder: Path, role: str, number: int) -> Path:
     return folder / f"{role}_{number:04d}"
 
 
-def _facts(folder: Path) -> list[dict[str, Any]]:
+def _facts(folder: Path) -> list[_Facts]:
     """Return the facts of all updates, in the order of those of each role."""
-    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*_*.json"))]
+    return [_Facts(**json.loads(path.read_text("utf-8"))) for path in sorted(folder.glob("*_*.json"))]

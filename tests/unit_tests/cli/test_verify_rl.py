@@ -16,7 +16,8 @@ from mega_rl.config.keys import value_of
 from mega_rl.errors import UserError
 from mega_rl.verify.rl import run as lockstep
 from mega_rl.verify.rl.faults import FAULTS
-from mega_rl.verify.rl.inputs import SIZES, read_architecture, read_run
+from mega_rl.verify.rl.inputs import SIZES, read_run
+from mega_rl.verify.rl.model import read_architecture
 from mega_rl.verify.rl.phases import TOLERANCES, UPDATES, UpdateErrors
 
 RIGHT = UpdateErrors(

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mega_rl.config.keys import with_settings
-from mega_rl.config.schema import Config
-
 
 def record_plan(rank: int, path: str, fault: str = "") -> None:
-    """Record the runs of a plan as `mega_rl.verify.rl.rank` does, with a fault of `faults()`."""
+    """Record the runs of a plan as `mega_rl.verify.rank` does, with a fault of `faults()`."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.rl.record import record
+    from mega_rl.verify.tasks import run_task
 
-    for run in json.loads(Path(path).read_text("utf-8")):
-        with faults()[fault] if fault else nullcontext():
-            record(with_settings(Config(), run["settings"]), Path(run["folder"]), accelerator)
+    with faults()[fault] if fault else nullcontext():
+        run_task(Path(path), accelerator)
 
 
 def faults() -> dict[str, Any]:

@@ -12,11 +12,12 @@ import pytest
 from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
 from mega_rl.verify.layouts import Layout, fsdp, parse
-from mega_rl.verify.plan import REFERENCE
+from mega_rl.verify.plan import REFERENCE, RUNS
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
-from mega_rl.verify.rl.inputs import algorithm_run, with_layout, write_inputs
+from mega_rl.verify.rl.inputs import algorithm_run, with_layout
+from mega_rl.verify.rl.model import write_inputs
 from mega_rl.verify.rl.phases import TOLERANCES
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
 from mega_rl.verify.rl.run import find, problem_of
@@ -45,7 +46,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
 }
 STEPS = {} if FULL else {"trainer.steps": 2}
-RUNS = ALGORITHMS | VARIANTS
+ALL_RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
 FEW = (("grpo", "1"), ("ppo", "1"), ("grpo", "dp2"))
 ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS)]
@@ -64,7 +65,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in dict.fromkeys(name for name, _ in CASES):
         inputs = root / name
         inputs.mkdir()
-        config, _ = write_inputs(algorithm_run({**SHARED, **STEPS, **RUNS[name]}), inputs, multiple=2)
+        config, _ = write_inputs(algorithm_run({**SHARED, **STEPS, **ALL_RUNS[name]}), inputs, multiple=2)
         for layout in (layout for one, layout in CASES if one == name):
             trace = root / f"{name}_{layout}"
             recorded[name, layout] = with_layout(config, LAYOUTS[layout], run_dir=trace / "run"), trace
@@ -78,7 +79,9 @@ def launch(runs: Sequence[tuple[Config, Path]], layout: Layout, *, fault: str = 
     for _, trace in runs:
         trace.mkdir()
     plan = runs[0][1] / "plan.json"
-    plan.write_text(json.dumps([{"settings": flat(config), "folder": str(trace)} for config, trace in runs]), "utf-8")
+    plan.write_text(
+        json.dumps({"runs": [{"settings": flat(config), "folder": str(trace)} for config, trace in runs]}), "utf-8"
+    )
     run_ranks(layout.ranks, record_plan, str(plan), fault, timeout_s=300.0)
 
 
