@@ -12,7 +12,7 @@ import pytest
 from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
 from mega_rl.verify.layouts import Layout, fsdp, parse
-from mega_rl.verify.plan import REFERENCE, RUNS
+from mega_rl.verify.plan import REFERENCE
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
