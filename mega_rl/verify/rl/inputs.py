@@ -92,10 +92,10 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
     return LockstepRun(config, source, description)
 
 
-def algorithm_run(settings: Mapping[str, object]) -> LockstepRun:
-    """Return a small run with these settings, on the quickstart's architecture."""
+def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
+    """Return a small run with these settings, on the architecture of a folder's config.json or the quickstart's."""
     config = load(None, {**FIXED, **SIZES, "trainer.steps": STEPS, **settings})
-    return LockstepRun(_without_idle(config, set(settings)), None, STAND_IN)
+    return LockstepRun(_without_idle(config, set(settings)), source, str(source or STAND_IN))
 
 
 def _is_kept(key: str) -> bool:

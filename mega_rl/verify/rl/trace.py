@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mega_rl.verify.rl.independent.records import Figures, Sample, StepBatch
+from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBatch
 
 GRADIENT, WEIGHT, TOKENS = "gradient/", "weight/", "tokens/"
 ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
@@ -63,7 +63,7 @@ def read_batch(folder: Path, step: int) -> StepBatch:
     for i in by_sample(rows["prompt_index"], rows["sample_index"]).tolist():
         start, end = int(rows["prompt_lengths"][i]), int(rows["lengths"][i])
         samples.append(
-            Sample(
+            ScoredSample(
                 tokens=rows["tokens"][i, :end].tolist(),
                 prompt_length=start,
                 prompt=int(rows["prompt_index"][i]),

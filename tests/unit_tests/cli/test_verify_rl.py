@@ -129,7 +129,8 @@ def test_a_recipe_gives_its_algorithm_and_optimizer_and_the_command_the_rest() -
     assert read_run("quickstart", settings[:1], steps=3).config.optim.lr == 1e-4
 
 
-def test_a_model_of_a_recipe_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_model_of_a_recipe_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert "runs/quickstart/model is not there" in read_run("quickstart", [], steps=3).description
     given = read_run("quickstart", [f"model.path={tmp_path / 'none'}"], steps=3)
     with pytest.raises(UserError, match="org/name"):

@@ -23,6 +23,8 @@ from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
 from mega_rl.verify.rl.run import find, problem_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
+from tests.unit_tests.converters.tiny_configs import TINY
+from tests.unit_tests.verify.cases import ROUTED, bare_config
 from tests.unit_tests.verify.lockstep_on_ranks import record_plan
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
@@ -65,7 +67,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in dict.fromkeys(name for name, _ in CASES):
         inputs = root / name
         inputs.mkdir()
-        config, _ = write_inputs(algorithm_run({**SHARED, **STEPS, **ALL_RUNS[name]}), inputs, multiple=2)
+        source = bare_config(inputs / "bare", TINY[ROUTED]) if name == "mixture" else None
+        run = algorithm_run({**SHARED, **STEPS, **ALL_RUNS[name]}, source=source)
+        config, _ = write_inputs(run, inputs, multiple=2)
         for layout in (layout for one, layout in CASES if one == name):
             trace = root / f"{name}_{layout}"
             recorded[name, layout] = with_layout(config, LAYOUTS[layout], run_dir=trace / "run"), trace

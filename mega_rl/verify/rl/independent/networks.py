@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from mega_rl.verify.rl.independent.formulas import Formulas, clip_factor
-from mega_rl.verify.rl.independent.records import LockstepSettings, Sample
+from mega_rl.verify.rl.independent.records import LockstepSettings, ScoredSample
 
 VALUE_HEAD = "score.weight"
 
@@ -51,10 +51,10 @@ class Network:
             }
 
 
-class Policy(Network):
+class PolicyNetwork(Network):
     """A language model."""
 
-    def logprobs(self, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(self, sample: ScoredSample, temperature: float) -> tuple[Tensor, Tensor]:
         """Return (log-prob, entropy) of each response token, [n] float64: an output predicts the token after it."""
         logits = self._model(torch.tensor([sample.tokens[:-1]]), use_cache=False).logits[0, sample.prompt_length - 1 :]
         logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
@@ -62,7 +62,7 @@ class Policy(Network):
         return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
 
 
-class Critic(Network):
+class CriticNetwork(Network):
     """A language model's backbone, with a head of one value that begins at 0."""
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class Critic(Network):
         self._head = nn.Parameter(torch.zeros(1, self._model.config.hidden_size))
         self.parameters = {**named, VALUE_HEAD: self._head}
 
-    def values(self, sample: Sample) -> Tensor:
+    def values(self, sample: ScoredSample) -> Tensor:
         """Return the value before each response token, [n] float64."""
         outputs = self._backbone(torch.tensor([sample.tokens[:-1]]), use_cache=False).last_hidden_state
         return (outputs[0, sample.prompt_length - 1 :].double() @ self._head[0].double()).flatten()

@@ -46,7 +46,7 @@ class LockstepSettings:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ScoredSample:
     """A prompt with one of its responses."""
 
     tokens: Sequence[int]  # prompt, then response
@@ -65,7 +65,7 @@ class Sample:
 class StepBatch:
     """The samples of a step, and the prompts of each of its mini-batches, in the order of the updates."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[ScoredSample]
     minibatches: Sequence[Sequence[int]]
 
 

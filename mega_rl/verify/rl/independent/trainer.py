@@ -21,20 +21,20 @@ from mega_rl.verify.rl.independent.formulas import (
     learning_rate,
     token_rewards,
 )
-from mega_rl.verify.rl.independent.networks import Adam, Critic, Policy
-from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, Sample, StepBatch
+from mega_rl.verify.rl.independent.networks import Adam, CriticNetwork, Network, PolicyNetwork
+from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
 
 
 class TrainedNetwork:
     """A network with its optimizer."""
 
-    def __init__(self, name: str, network: Policy | Critic, settings: LockstepSettings, formulas: Formulas) -> None:
+    def __init__(self, name: str, network: Network, settings: LockstepSettings, formulas: Formulas) -> None:
         self._name, self._network, self._parameters = name, network, network.parameters
         self._adam = Adam(network.parameters, settings, formulas)
 
     def update(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[ScoredSample],
         terms: Callable[[int], Tensor],
         *,
         lr: float,
@@ -70,7 +70,7 @@ class TrainedNetwork:
 class Evaluated:
     """A sample with what a step knows of its tokens before the first update; [n] float64 each."""
 
-    sample: Sample
+    sample: ScoredSample
     old: Tensor
     ref: Tensor
     values: Tensor
@@ -83,10 +83,10 @@ class IndependentTrainer:
 
     def __init__(self, path: Path, settings: LockstepSettings, formulas: Formulas) -> None:
         self._settings, self._formulas, self._kl_coef = settings, formulas, settings.kl_coef
-        self._policy = Policy(path)
+        self._policy = PolicyNetwork(path)
         self._actor_role = TrainedNetwork("actor", self._policy, settings, formulas)
-        self._reference = Policy(path) if settings.kl_placement != "none" else None
-        self._critic = Critic(path) if settings.advantage == "gae" else None
+        self._reference = PolicyNetwork(path) if settings.kl_placement != "none" else None
+        self._critic = CriticNetwork(path) if settings.advantage == "gae" else None
         self._critic_role = None if self._critic is None else TrainedNetwork("critic", self._critic, settings, formulas)
 
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
@@ -109,7 +109,7 @@ class IndependentTrainer:
                 kl = float(kl_estimate("k3", old, ref).mean())
                 self._kl_coef = adapted_coefficient(self._kl_coef, kl, len(rows), self._settings)
 
-    def _evaluate(self, samples: Sequence[Sample]) -> list[Evaluated]:
+    def _evaluate(self, samples: Sequence[ScoredSample]) -> list[Evaluated]:
         """Return the samples with log-probs, values, advantages and returns by the weights of now."""
         temperature = self._settings.temperature
         with torch.no_grad():
@@ -128,7 +128,7 @@ class IndependentTrainer:
         every = zip(samples, old, ref, values, placed, map(_row, returns), strict=True)
         return [Evaluated(*row) for row in every]
 
-    def _group_relative(self, samples: Sequence[Sample]) -> list[Row]:
+    def _group_relative(self, samples: Sequence[ScoredSample]) -> list[Row]:
         """Return the same advantage for all tokens of a sample, by the rewards of its prompt's samples."""
         rows: list[Row] = [[] for _ in samples]
         for prompt in {sample.prompt for sample in samples}:
@@ -143,7 +143,7 @@ class IndependentTrainer:
         return rows
 
     def _generalized(
-        self, samples: Sequence[Sample], old: list[Tensor], ref: list[Tensor], values: list[Tensor]
+        self, samples: Sequence[ScoredSample], old: list[Tensor], ref: list[Tensor], values: list[Tensor]
     ) -> tuple[list[Row], list[Row]]:
         """Return (advantages, returns) by the critic's values, with the KL in the rewards where it has its place."""
         settings = self._settings
@@ -214,7 +214,7 @@ def _row(numbers: Row) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _weights(network: Policy | Critic) -> Mapping[str, Tensor]:
+def _weights(network: Network) -> Mapping[str, Tensor]:
     """Return copies of the weights of now, by Hugging Face name."""
     return network.on_disk({name: parameter.detach().clone() for name, parameter in network.parameters.items()})
 
