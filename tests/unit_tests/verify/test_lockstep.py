@@ -12,7 +12,7 @@ import pytest
 from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
 from mega_rl.verify.layouts import Layout, fsdp, parse
-from mega_rl.verify.plan import REFERENCE
+from mega_rl.verify.plan import REFERENCE, RUNS
 from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
@@ -83,9 +83,8 @@ def launch(runs: Sequence[tuple[Config, Path]], layout: Layout, *, fault: str = 
     for _, trace in runs:
         trace.mkdir()
     plan = runs[0][1] / "plan.json"
-    plan.write_text(
-        json.dumps({"runs": [{"settings": flat(config), "folder": str(trace)} for config, trace in runs]}), "utf-8"
-    )
+    tasks = [{"settings": flat(config), "folder": str(trace)} for config, trace in runs]
+    plan.write_text(json.dumps({RUNS: tasks}), "utf-8")
     run_ranks(layout.ranks, record_plan, str(plan), fault, timeout_s=300.0)
 
 
