@@ -153,15 +153,20 @@ _NEEDS = (
     ),
     Need(
         ("engine.megatron.moe.routing_replay",),
-        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, several updates a step, or a KL in the "
-        "reward",
-        lambda config: not is_on_policy(config),
+        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step or "
+        "a KL in the reward",
+        lambda config: has_pass_for_old_logprobs(config),
     ),
     _within(
         "engine.megatron.optimizer",
         "moment_dtype",
         "engine.megatron.optimizer.precision_aware=true",
         lambda optimizer: optimizer.precision_aware,
+    ),
+    Need(
+        ("algorithm.correction",),
+        "algorithm.old_logprobs=auto or recompute: with rollout the ratio itself is to what sampled",
+        lambda config: config.algorithm.old_logprobs != "rollout",
     ),
     Need(
         ("optim.min_lr_ratio",),
@@ -281,6 +286,11 @@ def models_take_turns(config: Config, *, colocated: bool) -> bool:
     wanted = config.engine.resident_roles
     movable = not (config.engine.backend == "fsdp" and config.engine.fsdp.cpu_offload)
     return has_several_models(config) and movable and (wanted == "one" or (wanted == "auto" and colocated))
+
+
+def has_pass_for_old_logprobs(config: Config) -> bool:
+    """Return whether a step has a forward of the actor of its own for the log-probs before the update."""
+    return config.algorithm.old_logprobs != "rollout" and not is_on_policy(config)
 
 
 def is_on_policy(config: Config) -> bool:

@@ -151,7 +151,10 @@ class PPOTrainer:
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):
             inspect = self.old_logprobs.inspect
-            updates = [self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches]
+            updates = [
+                self.actor.update(batch, step=step, inspect=None if number else inspect)
+                for number, batch in enumerate(minibatches)
+            ]
             metrics |= mean_metrics(updates)
             metrics["kl/coef"] = self.kl.value
             # A policy that stands still says nothing about the coefficient, and a run may have no reference.

@@ -74,6 +74,13 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.kl.placement=reward with advantage={algorithm.advantage}: it has one reward for a whole "
             "response, a KL per token has no place in it; legal: none, loss"
         )
+    in_reward, adaptive = algorithm.kl.placement == "reward", algorithm.kl.control == "adaptive"
+    if algorithm.old_logprobs == "rollout" and algorithm.kl.placement != "none" and (in_reward or adaptive):
+        setting = "placement=reward" if in_reward else "control=adaptive"
+        yield (
+            f"algorithm.kl.{setting} with algorithm.old_logprobs=rollout: the difference of engine and trainer would "
+            "count as KL; legal: placement=loss with control=fixed, or old_logprobs=auto or recompute"
+        )
     yield from _kl_estimator(algorithm.kl)
     for choice in CHOICES:
         yield from choice.problems(config)

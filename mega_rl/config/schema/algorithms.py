@@ -90,7 +90,56 @@ class CorrectionSettings(Settings):
 class TISSettings(CorrectionSettings):
     """Truncated importance sampling."""
 
-    cap: float = setting(2.0, "Each token's policy loss times min(pi_old / pi_rollout, cap).", above=0.0)
+    level: str = setting(
+        "token", "Ratio of each token, or of a response's probabilities.", choices=("token", "sequence")
+    )
+    cap: float = setting(2.0, "Each token's policy loss times min(ratio of pi_old to pi_rollout, cap).", above=0.0)
+
+
+@dataclass(frozen=True)
+class Band(CorrectionSettings):
+    """Settings of corrections by a band of ratios."""
+
+    low: float
+    high: float
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with a band that leaves out tokens on which both policies agree."""
+        if not self.low <= 1.0 <= self.high:
+            yield f"low={self.low:g}, high={self.high:g}: legal: low at most 1, high at least 1"
+
+
+@dataclass(frozen=True)
+class IcePopSettings(Band):
+    """Importance weights of tokens inside a band; tokens outside do not train."""
+
+    low: float = setting(0.5, "Tokens of a smaller ratio of pi_old to pi_rollout do not train.", min=0.0)
+    high: float = setting(5.0, "Tokens of a larger ratio do not train.", min=0.0)
+
+
+@dataclass(frozen=True)
+class GeometricRejectionSettings(Band):
+    """Responses whose mean ratio of a token is outside a band do not train."""
+
+    low: float = setting(0.99, "Responses of a smaller geometric mean of pi_old over pi_rollout are rejected.", min=0.0)
+    high: float = setting(1.01, "Responses of a larger geometric mean are rejected.", min=0.0)
+
+
+@dataclass(frozen=True)
+class SequenceRejectionSettings(Band):
+    """Responses whose ratio of probabilities is outside a band do not train."""
+
+    low: float = setting(0.5, "Responses of a smaller ratio of pi_old to pi_rollout are rejected.", min=0.0)
+    high: float = setting(2.0, "Responses of a larger ratio are rejected.", min=0.0)
+
+
+@dataclass(frozen=True)
+class OPSMSettings(CorrectionSettings):
+    """Responses of negative advantage that the policy has moved away from do not train."""
+
+    delta: float = setting(
+        0.1, "Largest mean of log(pi_rollout / pi) of a response that trains.", unit="nats per token", above=0.0
+    )
 
 
 def defaults(area: type) -> dict[str, object]:
@@ -100,4 +149,11 @@ def defaults(area: type) -> dict[str, object]:
 
 ADVANTAGES: dict[str, type[AdvantageSettings]] = {"gae": GAESettings, "grpo": GRPOSettings}
 LOSSES: dict[str, type[LossSettings]] = {"ppo": PPOSettings}
-CORRECTIONS: dict[str, type[CorrectionSettings]] = {"none": CorrectionSettings, "tis": TISSettings}
+CORRECTIONS: dict[str, type[CorrectionSettings]] = {
+    "none": CorrectionSettings,
+    "tis": TISSettings,
+    "icepop": IcePopSettings,
+    "geometric_rejection": GeometricRejectionSettings,
+    "sequence_rejection": SequenceRejectionSettings,
+    "opsm": OPSMSettings,
+}

@@ -120,8 +120,8 @@ class AlgorithmConfig:
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
     correction: str = setting(
         "none",
-        "Weights of token losses for what sampled the tokens, other weights or another engine: none, tis (truncated "
-        "importance sampling), or path/to/file.py:class.",
+        "Weights of token losses for what sampled the tokens, other weights or another engine: a built-in one, as tis "
+        "(truncated importance sampling), none, or path/to/file.py:class.",
     )
     correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
@@ -136,9 +136,10 @@ class AlgorithmConfig:
     )
     old_logprobs: str = setting(
         "auto",
-        "Log-probs before the update: from a forward of their own (recompute), or, where a step makes one optimizer "
-        "step and they enter nothing before it, from that step's forward (auto).",
-        choices=("auto", "recompute"),
+        "Log-probs before the update: from a forward of their own (recompute); where a step makes one optimizer step "
+        "and they enter nothing before it, from that step's forward (auto); or the sampler's own (rollout), so that "
+        "ratios are to what sampled, whatever its age and engine, and no forward is needed.",
+        choices=("auto", "recompute", "rollout"),
     )
     value_clip: float = setting(
         0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
