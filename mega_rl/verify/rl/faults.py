@@ -16,6 +16,7 @@ from mega_rl.verify.rl.independent.records import LockstepSettings
 # Settings of the runs that faults are looked for in: every one of them has an effect.
 SHARED: dict[str, object] = {
     "rollout.temperature": 0.7,
+    "optim.lr": 3e-3,
     "optim.clip_grad": 0.5,
     "optim.weight_decay": 0.1,
     "optim.schedule": "linear",

@@ -39,7 +39,7 @@ SIZES: Mapping[str, object] = {
     "trainer.microbatch.max_tokens": 64,
     "rollout.n": 4,
     "rollout.max_new_tokens": 12,
-    "optim.lr": 3e-3,
+    "optim.lr": 1e-3,
     "optim.critic_lr": 3e-3,
     "optim.eps": 1e-3,
 }

@@ -86,6 +86,8 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         aggregation=algorithm.loss_aggregation,
         max_response_tokens=config.rollout.max_new_tokens,
         tis_cap=correction.cap if isinstance(correction, TISSettings) else 0.0,
+        tis_by_sequence=isinstance(correction, TISSettings) and correction.level == "sequence",
+        old_is_rollout=algorithm.old_logprobs == "rollout",
         kl_placement=kl.placement,
         kl_estimator=usual_estimator if kl.estimator == "auto" else kl.estimator,
         kl_coef=kl.coef,

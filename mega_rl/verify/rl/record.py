@@ -23,14 +23,13 @@ from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import PPOTrainer
 from mega_rl.trainer.experience import gather_column
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward
 from mega_rl.verify.rl.trace import Update, by_sample, write_rows, write_update
 from mega_rl.workers.metered import MeteredLearner
-from mega_rl.workers.models import AbsentWorker, LearningWorker
+from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss
 
 SHIFT = 0.3  # nats
 
@@ -48,7 +47,8 @@ def instrument(trainer: PPOTrainer, folder: Path) -> None:
     trainer.rollout = ShiftedRollouts(trainer.rollout)
     trainer.reward = RecordedScorer(trainer.reward, recorder)
     names = ["advantages"]
-    if isinstance(trainer.old_logprobs, RecomputedLogprobs):  # else an update has them from its own forward
+    loss = _worker_of(trainer.actor).loss
+    if not (isinstance(loss, PolicyLoss) and loss.on_policy):  # then an update has them from its own forward
         names.append("old_logprobs")
     if not isinstance(trainer.reference, AbsentWorker):
         names.append("ref_logprobs")
@@ -167,11 +167,16 @@ def gather_gradients(engine: ModelEngine) -> None:
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
 
 
-def _engine_of(learner: Learner) -> ModelEngine:
+def _worker_of(learner: Learner) -> LearningWorker:
     inner = learner.model if isinstance(learner, MeteredLearner) else learner
     assert isinstance(inner, LearningWorker), f"no engine is known behind {type(inner).__name__}"
-    assert isinstance(inner.engine, MegatronEngine | FSDPEngine)
-    return inner.engine
+    return inner
+
+
+def _engine_of(learner: Learner) -> ModelEngine:
+    engine = _worker_of(learner).engine
+    assert isinstance(engine, MegatronEngine | FSDPEngine)
+    return engine
 
 
 def _is_first() -> bool:

@@ -82,9 +82,12 @@ def clipped_term(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) 
     return -objective
 
 
-def importance_weights(old: Tensor, rollout: Tensor, cap: float) -> Tensor:
-    """Return min(p_old / p_rollout, cap): truncated importance sampling (Yao et al. 2025)."""
-    return torch.exp(old - rollout).clamp(max=cap)
+def importance_weights(old: Tensor, rollout: Tensor, settings: LockstepSettings) -> Tensor:
+    """Return min(p_old / p_rollout, cap) of each token, or of the whole response (Yao et al. 2025)."""
+    log_ratio = old - rollout
+    if settings.tis_by_sequence:
+        log_ratio = log_ratio.sum().expand(len(log_ratio))
+    return torch.exp(log_ratio).clamp(max=settings.tis_cap)
 
 
 def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

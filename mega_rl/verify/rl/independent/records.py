@@ -26,6 +26,8 @@ class LockstepSettings:
     aggregation: str  # token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm
     max_response_tokens: int
     tis_cap: float  # 0: no importance sampling
+    tis_by_sequence: bool  # by the ratio of whole responses; else of each token
+    old_is_rollout: bool  # the ratio is to what sampled; else to the policy before the updates
     kl_placement: str  # none, reward, loss
     kl_estimator: str  # k1, k2, k3
     kl_coef: float

@@ -113,7 +113,10 @@ class IndependentTrainer:
         """Return the samples with log-probs, values, advantages and returns by the weights of now."""
         temperature = self._settings.temperature
         with torch.no_grad():
-            old = [self._policy.logprobs(sample, temperature)[0] for sample in samples]
+            if self._settings.old_is_rollout:
+                old = [_row(sample.rollout_logprobs) for sample in samples]
+            else:
+                old = [self._policy.logprobs(sample, temperature)[0] for sample in samples]
             ref = old
             if self._reference is not None:
                 ref = [self._reference.logprobs(sample, temperature)[0] for sample in samples]
@@ -189,8 +192,7 @@ class IndependentTrainer:
             ratio = torch.exp(logprobs - anchors[i])
             loss = formulas.clipped_term(ratio, row.advantages, settings)
             if settings.tis_cap > 0:
-                rollout = torch.tensor(row.sample.rollout_logprobs, dtype=torch.float64)
-                loss = loss * importance_weights(anchors[i], rollout, settings.tis_cap)
+                loss = loss * importance_weights(anchors[i], _row(row.sample.rollout_logprobs), settings)
             loss = loss - settings.entropy_coef * entropy
             if settings.kl_placement == "loss":
                 loss = loss + self._kl_coef * kl_term(settings.kl_estimator, logprobs, row.ref, ratio)
@@ -210,7 +212,7 @@ class IndependentTrainer:
         )
 
 
-def _row(numbers: Row) -> Tensor:
+def _row(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
