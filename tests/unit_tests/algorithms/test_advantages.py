@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae, token_rewards
-from mega_rl.algorithms.advantages.grpo import grpo
+from mega_rl.algorithms.advantages.grpo import Deviation, grpo
 from mega_rl.algorithms.kl import k1
 
 
@@ -116,22 +116,20 @@ def test_grpo_by_hand() -> None:
     rewards = torch.tensor([0.0, 3.0, 1.0, 7.0, 2.0])
     groups = torch.tensor([5, 2, 5, 2, 5])
     mask = mask_of([".x.", ".xx", ".x.", ".x.", ".xx"])
-    normalised = grpo(rewards, groups, mask, std_normalization=True, eps=0.0)[:, 1]
+    normalised = grpo(rewards, groups, mask, std="group", eps=0.0)[:, 1]
     torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]))
-    centred = grpo(rewards, groups, mask, std_normalization=False)
+    centred = grpo(rewards, groups, mask, std="none")
     torch.testing.assert_close(centred[:, 1], torch.tensor([-1.0, -2.0, 0.0, 2.0, 1.0]))
     torch.testing.assert_close(centred[:, 2], torch.tensor([0.0, -2.0, 0.0, 0.0, 1.0]))
     assert not centred[:, 0].any()
 
 
-@pytest.mark.parametrize("std_normalization", [True, False])
-def test_grpo_gives_exact_zeros_where_nothing_distinguishes(std_normalization: bool) -> None:
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_grpo_gives_exact_zeros_where_nothing_distinguishes(std: Deviation) -> None:
     # Thirds: the mean of equal numbers is rounded, and the rounding over a tiny std would be a large advantage.
     rewards = torch.tensor([1 / 3] * 7 + [0.1] + [1e6])
     groups = torch.tensor([0] * 7 + [1] + [2])
-    advantages = grpo(
-        rewards, groups, torch.ones(9, 2, dtype=torch.bool), std_normalization=std_normalization, eps=1e-12
-    )
+    advantages = grpo(rewards, groups, torch.ones(9, 2, dtype=torch.bool), std=std, eps=1e-12)
     assert torch.equal(advantages, torch.zeros(9, 2))
 
 
@@ -150,20 +148,18 @@ def test_grpo_does_not_depend_on_row_order_or_company() -> None:
 @given(
     rewards=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0, -2.5]), min_size=1, max_size=10),
     absent=st.integers(0, 2**10),
-    std_normalization=st.booleans(),
+    std=st.sampled_from(["group", "batch", "none"]),
 )
-def test_a_row_without_response_is_as_if_it_were_not_there(
-    rewards: list[float], absent: int, std_normalization: bool
-) -> None:
+def test_a_row_without_response_is_as_if_it_were_not_there(rewards: list[float], absent: int, std: Deviation) -> None:
     """Whatever reward it carries: to the bit for the others, 0 for itself. Three groups; some lose all their rows."""
     rows = len(rewards)
     missing = torch.tensor([bool(absent >> row & 1) for row in range(rows)])
     scores, groups = torch.tensor(rewards), torch.arange(rows) % 3
     mask = torch.ones(rows, 4, dtype=torch.bool) & ~missing[:, None]
     scores[missing] = 1e6
-    actual = grpo(scores, groups, mask, std_normalization=std_normalization)
+    actual = grpo(scores, groups, mask, std=std)
     kept = ~missing
-    alone = grpo(scores[kept], groups[kept], mask[kept], std_normalization=std_normalization)
+    alone = grpo(scores[kept], groups[kept], mask[kept], std=std)
     assert torch.equal(actual[kept], alone)
     assert not actual[missing].any()
 
