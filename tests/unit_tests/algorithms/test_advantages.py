@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae, token_rewards
+from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae
 from mega_rl.algorithms.advantages.grpo import Deviation, grpo
+from mega_rl.algorithms.advantages.tokens import last_response_token, response_order, token_rewards
 from mega_rl.algorithms.kl import k1
 
 
@@ -92,22 +93,72 @@ def test_gae_does_not_depend_on_padding() -> None:
         assert not b[:, 11:].any()
 
 
-def test_a_split_run_is_our_own_bug() -> None:
-    zeros, split_mask = torch.zeros(1, 3), mask_of(["x.x"])
-    with pytest.raises(AssertionError, match="contiguous"):
-        gae(zeros, zeros, split_mask, gamma=1.0, lam=1.0)
-    with pytest.raises(AssertionError, match="contiguous"):
-        token_rewards(zeros[:, 0], split_mask)
+def test_gae_of_two_turns_by_hand() -> None:
+    # Two response tokens, two of a tool's answer, one response token: the tool's are no steps and have no value.
+    mask = mask_of([".xx..x."])
+    rewards = torch.tensor([[9.0, 0.0, 0.0, 9.0, 9.0, 1.0, 9.0]])
+    values = torch.tensor([[7.0, 0.5, 0.25, 7.0, 7.0, 0.75, 7.0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    # The numbers of test_gae_by_hand.
+    torch.testing.assert_close(advantages, torch.tensor([[0, -0.328125, 0.1875, 0, 0, 0.25, 0]]), rtol=0, atol=0)
+    torch.testing.assert_close(returns, torch.tensor([[0, 0.171875, 0.4375, 0, 0, 1.0, 0]]), rtol=0, atol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    length=st.integers(1, 37),
+    density=st.sampled_from([0.2, 0.6, 0.95]),
+    gamma=st.sampled_from([0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.7, 1.0]),
+)
+def test_gae_of_masks_with_holes(seed: int, length: int, density: float, gamma: float, lam: float) -> None:
+    """Equal to the definition, and to the bit to the rows without what is between their response tokens."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(4, length, generator=g) < density
+    rewards, values = torch.randn(2, 4, length, generator=g)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    expected = gae_by_definition(rewards, values, mask, gamma, lam)
+    # As above: up to 37 float32 terms of size about 1.
+    torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(returns.double(), torch.where(mask, expected + values, 0.0), rtol=1e-5, atol=1e-5)
+    for row in range(4):
+        kept = mask[row]
+        run = torch.ones(1, int(kept.sum()), dtype=torch.bool)
+        own = gae(rewards[row, kept][None], values[row, kept][None], run, gamma=gamma, lam=lam)
+        assert torch.equal(own[0][0], advantages[row, kept])
+        assert torch.equal(own[1][0], returns[row, kept])
+        assert not advantages[row, ~kept].any()
+        assert not returns[row, ~kept].any()
+
+
+def test_gae_of_one_run_is_to_the_bit_a_scan_in_place() -> None:
+    """The doubling scan over columns where they are, which needs response tokens next to each other."""
+    g = torch.Generator().manual_seed(3)
+    mask = mask_of(["..xxxxxx...", "xxxxxxxxxxx", "x..........", "..........."])
+    rewards, values = torch.where(mask, torch.randn(2, 4, 11, generator=g), 0.0)
+    expected = torch.where(mask, rewards + 0.9 * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values, 0.0)
+    for span in (1, 2, 4, 8):
+        expected = expected + (0.9 * 0.8) ** span * torch.nn.functional.pad(expected[:, span:], (0, span))
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    assert torch.equal(advantages, torch.where(mask, expected, 0.0))
+    assert torch.equal(returns, torch.where(mask, expected + values, 0.0))
+
+
+def test_the_last_response_token_is_that_of_the_row() -> None:
+    mask = mask_of([".xx.x.", "x.....", ".....x", "......"])
+    assert torch.equal(last_response_token(mask), mask_of(["....x.", "x.....", ".....x", "......"]))
+    assert response_order(mask)[0].tolist() == [1, 2, 4, 0, 3, 5]
 
 
 def test_token_rewards_by_hand() -> None:
-    mask = mask_of([".xx.", ".xxx", "...."])
-    kl = torch.tensor([[5.0, 0.5, 1.0, 5.0], [5.0, -1.0, 0.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
-    rewards = torch.tensor([1.0, -2.0, 3.0])
+    mask = mask_of([".xx.", ".xxx", "....", "x.x."])
+    kl = torch.tensor([[5.0, 0.5, 1.0, 5.0], [5.0, -1.0, 0.0, 2.0], [5.0, 5.0, 5.0, 5.0], [1.0, 5.0, 2.0, 5.0]])
+    rewards = torch.tensor([1.0, -2.0, 3.0, 4.0])
     plain = token_rewards(rewards, mask)
-    torch.testing.assert_close(plain, torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, -2.0], [0, 0, 0, 0]]))
+    torch.testing.assert_close(plain, torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, -2.0], [0, 0, 0, 0], [0, 0, 4.0, 0]]))
     penalised = token_rewards(rewards, mask, kl, kl_coef=0.1)
-    expected = torch.tensor([[0.0, -0.05, 0.9, 0.0], [0.0, 0.1, 0.0, -2.2], [0.0, 0.0, 0.0, 0.0]])
+    expected = torch.tensor([[0, -0.05, 0.9, 0], [0, 0.1, 0, -2.2], [0, 0, 0, 0], [-0.1, 0, 3.8, 0]])
     torch.testing.assert_close(penalised, expected)
 
 

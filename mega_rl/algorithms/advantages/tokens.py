@@ -1,0 +1,42 @@
+"""Response tokens of rows: their order, the last of each row, and the rewards that stand on them.
+
+The response tokens of a row need not be adjacent: between two turns of a conversation stand tokens that the policy did
+not sample, such as a tool's answer. They are off the mask and no steps of the policy, so the successor of a response
+token is the next response token of its row. Alignment and masks of all tensors: `mega_rl.algorithms.advantages.base`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def response_order(mask: Tensor) -> Tensor:
+    """[B, S] int64, the columns of each row with response tokens first, otherwise in their order.
+
+    `x.gather(1, order)` puts the response tokens of a row next to each other, `zeros.scatter(1, order, y)` puts them
+    back.
+    """
+    assert mask.dtype == torch.bool, f"the loss mask is {mask.dtype}, not bool"
+    return torch.argsort(~mask, dim=1, stable=True)
+
+
+def last_response_token(mask: Tensor) -> Tensor:
+    """[B, S] bool, True on the last response token of each row; a row without a response has none."""
+    assert mask.dtype == torch.bool, f"the loss mask is {mask.dtype}, not bool"
+    return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+
+
+def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0) -> Tensor:
+    """Per-token rewards [B, S] float32: the score on the last response token, minus the KL penalty of each token.
+
+        r_t = score * [t is the last response token] - kl_coef * kl_t
+
+    rewards [B] float32; mask [B, S] bool; kl [B, S] float32, any estimate of log(policy / reference). The score of a
+    row without response tokens has no token to stand on and is dropped.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; Ouyang et al. 2022, arXiv:2203.02155.
+    """
+    out = torch.where(last_response_token(mask), rewards.to(torch.float32)[:, None], 0.0)
+    if kl is not None:
+        out = out - kl_coef * torch.where(mask, kl, 0.0)
+    return out
