@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae
+from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae, length_adaptive_lambda
 from mega_rl.algorithms.advantages.grpo import Deviation, grpo
 from mega_rl.algorithms.advantages.tokens import last_response_token, response_order, token_rewards
 from mega_rl.algorithms.kl import k1
@@ -143,6 +143,27 @@ def test_gae_of_one_run_is_to_the_bit_a_scan_in_place() -> None:
     advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     assert torch.equal(advantages, torch.where(mask, expected, 0.0))
     assert torch.equal(returns, torch.where(mask, expected + values, 0.0))
+
+
+def test_length_adaptive_lambda_by_hand() -> None:
+    # alpha * l = 0.5 * 4 = 2: 1 - 1/2. 0.5 * 1 < 1, where the formula is negative: 0. Without a response: 0, not -inf.
+    mask = mask_of(["xx.xx", "..x..", "....."])
+    assert length_adaptive_lambda(mask, alpha=0.5).tolist() == [[0.5], [0.0], [0.0]]
+    lam = length_adaptive_lambda(torch.ones(1, 1000, dtype=torch.bool), alpha=0.05)
+    assert float((lam ** torch.arange(100_000)).sum()) == pytest.approx(0.05 * 1000)
+
+
+def test_every_row_has_its_own_lambda() -> None:
+    g = torch.Generator().manual_seed(4)
+    mask = mask_of([".xx.x.xxxx", "xxxxxxxxxx", "....xx...."])
+    rewards, values = torch.randn(2, 3, 10, generator=g)
+    lam = length_adaptive_lambda(mask, alpha=0.3)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=lam)
+    for row in range(3):
+        own = slice(row, row + 1)
+        alone = gae(rewards[own], values[own], mask[own], gamma=0.9, lam=float(lam[row]))
+        # Powers of a tensor's number and of a Python number may differ in their last bit.
+        torch.testing.assert_close((advantages[own], returns[own]), alone, rtol=1e-6, atol=1e-6)
 
 
 def test_the_last_response_token_is_that_of_the_row() -> None:
