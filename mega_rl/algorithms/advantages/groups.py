@@ -41,20 +41,13 @@ class Groups:
     def centred(self, rewards: Tensor, weights: Tensor | None = None) -> Tensor:
         """[B] float64, each row's reward minus the mean of its group; 0 for a row that is in none.
 
-        rewards [B]; weights [B] of the mean, above 0; None: equal ones. A group whose rewards are all equal, hence also
-        a group of one, gives exactly 0: rounding of the mean must not be blown up by a later division.
+        rewards [B] float32; weights [B] of the mean, integers above 0; None: equal ones. A group whose rewards are all
+        equal, hence also a group of one, gives exactly 0, which no later division can blow up: float64 holds sums of
+        equal float32 numbers without rounding, as far as the group's weights sum to less than 2^29.
         """
         rewards, weights = rewards.double(), torch.ones_like(rewards) if weights is None else weights
         mean = self.sum(weights * rewards) / self.sum(weights)
-        differ = self._extreme(rewards, "amax") != self._extreme(rewards, "amin")
-        return torch.where(self.answered & differ, rewards - mean, 0.0)
-
-    def _extreme(self, x: Tensor, how: str) -> Tensor:
-        """[B] float64, the highest ("amax") or lowest ("amin") x of each row's group."""
-        absent = -torch.inf if how == "amax" else torch.inf
-        out = torch.zeros(self.num_groups, dtype=torch.float64, device=x.device)
-        present = torch.where(self.answered, x, absent)
-        return out.scatter_reduce(0, self.index, present, reduce=how, include_self=False)[self.index]
+        return torch.where(self.answered, rewards - mean, 0.0)
 
 
 def spread(advantages: Tensor, mask: Tensor) -> Tensor:
