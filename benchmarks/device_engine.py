@@ -125,10 +125,10 @@ def training_flops(shape: Shape, lengths: list[int]) -> float:
 
 def step(*, tiny: bool) -> Iterator[Record]:
     """Training steps and log-prob passes against the peak of bf16, and the turns of a real engine."""
-    from mega_rl.algorithms.losses.policy import PolicyLossSettings
+    from mega_rl.algorithms.losses.ppo import PPO
     from mega_rl.workers.models import PolicyLoss
 
-    loss = PolicyLoss(PolicyLossSettings(clip_low=0.2, clip_high=0.28), kl=None, kl_estimator="k3", on_policy=True)
+    loss = PolicyLoss(PPO(clip_high=0.28, dual_clip=0.0), kl=None, kl_estimator="k3", on_policy=True)
     for name, tokens, recompute in (("tiny", 128, "none"),) if tiny else STEPS:
         with running_actor(name, tokens=tokens, recompute=recompute) as (engine, _):
             batch = experience(tokens, SHAPES[name].vocab)

@@ -66,7 +66,7 @@ ALGORITHMS = (
     _fault(
         "algorithms",
         "whitening over the local batch",
-        "advantages = whiten(advantages, mask, sum_over_ranks=sum_over_ranks)",
+        "advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)",
         "advantages = whiten(advantages, mask)",
         "algorithms/test_advantages.py",
     ),

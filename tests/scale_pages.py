@@ -105,7 +105,7 @@ RUNS = {
             f"{MEGATRON}.overlap_p2p": "false",
             f"{MEGATRON}.ep": 32,
             f"{MEGATRON}.etp": 1,
-            "algorithm.tis_cap": 2.0,
+            "algorithm.correction": "tis",
             "rollout.sglang.server.tp": "null",
             "rollout.sglang.keys_file": "keys.json",
             "trainer.async_steps": 1,

@@ -75,6 +75,18 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, est
     return weight * (value + pull * (logprobs - logprobs.detach()))
 
 
+@dataclass(frozen=True)
+class RewardKL:
+    """The KL penalty as a part of token rewards."""
+
+    controller: KLController
+    estimator: KLEstimator
+
+    def penalty(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Return coefficient times estimate for each token, in the shape of the log-probs; to be taken off rewards."""
+        return self.controller.value * self.estimator(logprobs, ref_logprobs)
+
+
 def kl_metrics(logprobs: Tensor, ref_logprobs: Tensor, *, token_weights: Tensor) -> dict[str, Tensor]:
     """Return the token means kl/ref (estimate k3) and kl/ref_k1, nats, as shares of this micro-batch; no gradient.
 

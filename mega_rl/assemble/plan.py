@@ -11,6 +11,7 @@ import torch
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role, requested_attention
+from mega_rl.config.plugins.choices import needs_critic
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
@@ -98,7 +99,7 @@ def roles_of(config: Config) -> list[Role]:
     algorithm = config.algorithm
     there: dict[Role, bool] = {
         "actor": True,
-        "critic": algorithm.advantage == "gae",
+        "critic": needs_critic(config),
         "reference": algorithm.kl.placement != "none",
         "reward": config.reward.source == "model",
     }

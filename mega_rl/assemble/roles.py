@@ -8,16 +8,13 @@ from functools import partial
 from math import prod
 
 from mega_rl.accelerator import Accelerator
-from mega_rl.algorithms.advantages.base import AdvantageEstimator
-from mega_rl.algorithms.advantages.gae import GAEAdvantages
-from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
 from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController
-from mega_rl.algorithms.losses.policy import PolicyLossSettings
+from mega_rl.assemble.algorithms import build_correction, build_objective
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, checkpoint_of
 from mega_rl.config.attention import Role
 from mega_rl.config.needs import is_on_policy, kl_estimator, models_take_turns
 from mega_rl.config.origins import recorded, short_commit
-from mega_rl.config.schema import AlgorithmConfig, Config, KlConfig
+from mega_rl.config.schema import Config, KlConfig
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.ddp.optimizer import learning_rate
@@ -84,15 +81,11 @@ def build_actor_role(config: Config, engine: ModelPasses, kl: KLController) -> L
     """Return the role of the policy on its engine: it learns when the critic's warm-up is over."""
     algorithm = config.algorithm
     loss = PolicyLoss(
-        PolicyLossSettings(
-            clip_low=algorithm.clip.low,
-            clip_high=algorithm.clip.high,
-            dual_clip=algorithm.clip.dual,
-            entropy_coef=algorithm.entropy_coef,
-        ),
+        build_objective(config),
         kl=kl if algorithm.kl.placement == "loss" else None,
         kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
-        tis_cap=algorithm.tis_cap,
+        entropy_coef=algorithm.entropy_coef,
+        correction=build_correction(config),
         on_policy=is_on_policy(config),
     )
     first_step = algorithm.critic_warmup_steps
@@ -103,7 +96,7 @@ def build_actor_role(config: Config, engine: ModelPasses, kl: KLController) -> L
 
 def build_critic_role(config: Config, engine: ModelPasses) -> Learner:
     """Return the role of the critic on its engine."""
-    loss = ValueLoss(value_clip=config.algorithm.clip.value)
+    loss = ValueLoss(value_clip=config.algorithm.value_clip)
     rate = _learning_rate(config, config.optim.critic_lr, steps=config.trainer.steps)
     skipped = config.optim.max_skipped_steps
     return LearningWorker("critic", engine, loss, learning_rate=rate, max_skipped_steps=skipped)
@@ -150,16 +143,3 @@ def build_kl(kl: KlConfig) -> KLController:
     if kl.control == "adaptive":
         return AdaptiveKL(kl.coef, target=kl.target, horizon=kl.horizon)
     return FixedKL(kl.coef if kl.placement != "none" else 0.0)
-
-
-def build_estimator(algorithm: AlgorithmConfig, kl: KLController) -> AdvantageEstimator:
-    """Return the advantage estimator that the recipe names."""
-    if algorithm.advantage == "grpo":
-        return GRPOAdvantages(std_normalization=algorithm.grpo_std_normalization)
-    return GAEAdvantages(
-        gamma=algorithm.gamma,
-        gae_lambda=algorithm.gae_lambda,
-        whiten=algorithm.whiten_advantages,
-        kl=kl if algorithm.kl.placement == "reward" else None,
-        kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
-    )

@@ -12,11 +12,12 @@ from pathlib import Path
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
 from mega_rl.assemble.data import Tokens, load_data, read_tokens, warn_of_date, warn_of_few
 from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
-from mega_rl.assemble.roles import Roles, build_estimator, build_roles, role_facts
+from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.checkpoint.export import HfExports
@@ -217,7 +218,8 @@ def _connect(
         actor=roles.actor,
         critic=roles.critic,
         reference=roles.reference,
-        estimator=build_estimator(config.algorithm, roles.kl),
+        estimator=build_estimator(config),
+        reward_kl=build_reward_kl(config, roles.kl),
         minibatches=minibatch_plan(config),
         kl=roles.kl,
         staleness=StalenessGuard(

@@ -52,7 +52,7 @@ def keys_below(section: str) -> tuple[str, ...]:
 
 def is_mapping(key: str) -> bool:
     """Return whether a setting's value is a mapping, whose entries may be given one by one: key.name=value."""
-    return getattr(TYPES[key], "__origin__", None) is dict
+    return getattr(TYPES.get(key), "__origin__", None) is dict
 
 
 def value_of(config: Config, key: str) -> Any:

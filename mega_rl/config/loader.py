@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.keys import FIELDS, SECTIONS, TYPES, flat
+from mega_rl.config.keys import FIELDS, SECTIONS, TYPES, flat, value_of
 from mega_rl.config.needs import Unmet, unmet
 from mega_rl.config.overrides import UNSET, Entry, given_settings, recipe_settings
+from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.recipe import read_recipe
 from mega_rl.config.references import resolve
 from mega_rl.config.schema import Config
@@ -37,14 +38,32 @@ def load(recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
             inherited = _without_unset(dict(recipe_settings(read_recipe(Path(recipe)), problems)))
         except UserError as error:
             problems.append(str(error))
+    arguments = list(given_settings(overrides, problems))
+    _drop_settings_of_others(inherited, dict(arguments))
     given: dict[str, Any] = {}
-    for key, value in given_settings(overrides, problems):
+    for key, value in arguments:
         given[key] = value.put_into(given.get(key, inherited.get(key))) if isinstance(value, Entry) else value
     kept = {key: value for key, value in inherited.items() if key not in given}
     config = _config({**kept, **_without_unset(given)}, problems)
     if problems:
         raise UserErrors(problems)
     return _set_aside(config, inherited, given) if kept and given else config
+
+
+def _drop_settings_of_others(inherited: dict[str, object], arguments: Mapping[str, object]) -> None:
+    """Drop the recipe's settings of an algorithm in whose place the arguments choose another; the log names them.
+
+    A setting may mean something else to another algorithm: a clip of 0.2 suits the ratio of a token and clips next to
+    nothing of a sequence's.
+    """
+    for choice in CHOICES:
+        before = inherited.get(choice.key, value_of(Config(), choice.key))
+        if arguments.get(choice.key, before) != before and choice.settings_key in inherited:
+            logger.info(
+                "the arguments leave these settings of the recipe without effect, which take their defaults: %s=%s "
+                "(needs %s=%s)",
+                choice.settings_key, shown(inherited.pop(choice.settings_key)), choice.key, before,
+            )  # fmt: skip
 
 
 def _without_unset(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +81,9 @@ def _config(settings: Mapping[str, Any], problems: list[str]) -> Config:
         except BadValue as error:
             problems.append(f"{key}={shown(merged[key])}: {error}")
             values[key] = defaults[key]
+    for choice in CHOICES:
+        given = values[choice.settings_key] if choice.settings_key in settings else {}
+        values[choice.settings_key] = choice.completed(values[choice.key], given, problems)
     # sections inside others come after them, so that going backwards each finds those in it
     for section in reversed(SECTIONS):
         values[section] = SECTIONS[section](**_entries(values, f"{section}."))

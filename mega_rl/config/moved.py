@@ -19,10 +19,16 @@ KEYS = {
     "optim.cpu_offload": "engine.megatron.optimizer.cpu_offload",
     "optim.precision_aware": "engine.megatron.optimizer.precision_aware",
     "optim.moment_dtype": "engine.megatron.optimizer.moment_dtype",
-    "algorithm.clip_low": "algorithm.clip.low",
-    "algorithm.clip_high": "algorithm.clip.high",
-    "algorithm.dual_clip": "algorithm.clip.dual",
-    "algorithm.value_clip": "algorithm.clip.value",
+    "algorithm.gamma": "algorithm.advantage_settings.gamma",
+    "algorithm.gae_lambda": "algorithm.advantage_settings.gae_lambda",
+    "algorithm.whiten_advantages": "algorithm.advantage_settings.whiten",
+    "algorithm.clip_low": "algorithm.loss_settings.clip_low",
+    "algorithm.clip_high": "algorithm.loss_settings.clip_high",
+    "algorithm.dual_clip": "algorithm.loss_settings.dual_clip",
+    "algorithm.clip.low": "algorithm.loss_settings.clip_low",
+    "algorithm.clip.high": "algorithm.loss_settings.clip_high",
+    "algorithm.clip.dual": "algorithm.loss_settings.dual_clip",
+    "algorithm.clip.value": "algorithm.value_clip",
     "algorithm.kl_placement": "algorithm.kl.placement",
     "algorithm.kl_estimator": "algorithm.kl.estimator",
     "algorithm.kl_coef": "algorithm.kl.coef",
@@ -57,6 +63,10 @@ KEYS = {
     "trainer.micro_batch_size": "trainer.microbatch.size",
 }
 REMOVED = {
+    "algorithm.clip": "low, high and dual are clip_low, clip_high and dual_clip of algorithm.loss_settings, value is "
+    "algorithm.value_clip",
+    "algorithm.grpo_std_normalization": "write algorithm.advantage_settings.std=none for false, group for true",
+    "algorithm.tis_cap": "write algorithm.correction=tis and algorithm.correction_settings.cap",
     "parallel.first_stage_layers": "write the layers of every stage into engine.megatron.pipeline, as Et|ttt|tttL",
     "parallel.last_stage_layers": "write the layers of every stage into engine.megatron.pipeline, as Ettt|ttt|tL",
 }

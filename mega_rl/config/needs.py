@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mega_rl.config.keys import flat, keys_below, keys_in
+from mega_rl.config.plugins.choices import ADVANTAGE, corrects, needs_critic
 from mega_rl.config.schema import Config, KlConfig
 
 # Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
@@ -72,19 +73,11 @@ _NEEDS = (
             "model.critic_path",
             "model.critic_attn_implementation",
             "optim.critic_lr",
-            "algorithm.gamma",
-            "algorithm.gae_lambda",
-            "algorithm.whiten_advantages",
-            "algorithm.clip.value",
+            "algorithm.value_clip",
             "algorithm.critic_warmup_steps",
         ),
-        "algorithm.advantage=gae",
-        lambda config: config.algorithm.advantage == "gae",
-    ),
-    Need(
-        ("algorithm.grpo_std_normalization",),
-        "algorithm.advantage=grpo",
-        lambda config: config.algorithm.advantage == "grpo",
+        ADVANTAGE.with_need("needs_critic"),
+        needs_critic,
     ),
     Need(
         (
@@ -104,7 +97,8 @@ _NEEDS = (
     ),
     Need(
         ("engine.resident_roles",),
-        "a second model: algorithm.advantage=gae, algorithm.kl.placement=reward or loss, or reward.source=model",
+        f"a second model: {ADVANTAGE.with_need('needs_critic')}, algorithm.kl.placement=reward or loss, or "
+        "reward.source=model",
         lambda config: has_several_models(config),
     ),
     Need(
@@ -279,8 +273,7 @@ def _warms_up_too_late(config: Config) -> bool:
 
 def has_several_models(config: Config) -> bool:
     """Return whether a run has a model besides the actor."""
-    algorithm = config.algorithm
-    return algorithm.advantage == "gae" or algorithm.kl.placement != "none" or config.reward.source == "model"
+    return needs_critic(config) or config.algorithm.kl.placement != "none" or config.reward.source == "model"
 
 
 def models_take_turns(config: Config, *, colocated: bool) -> bool:
@@ -294,7 +287,7 @@ def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
-    needed_before = algorithm.kl.placement == "reward" or algorithm.critic_warmup_steps > 0 or algorithm.tis_cap > 0
+    needed_before = algorithm.kl.placement == "reward" or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import yaml
 
 from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, TYPES, flat, keys_in
 from mega_rl.config.origins import recorded
+from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.recipe import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range
@@ -61,7 +63,24 @@ def config_markdown() -> str:
     lines = [_INTRO]
     for section, area in SECTIONS.items():
         lines += [f"## {section}", "", (area.__doc__ or "").strip(), "", *_table(keys_in(section))]
+    for choice in CHOICES:
+        lines += [f"## Choices of {choice.key}", "", "When to take which: [algorithms](algorithms.md).", ""]
+        lines += ["| choice | setting | default | legal | meaning |", "|---|---|---|---|---|"]
+        lines += [row for name, area in choice.builtin.items() for row in _choice_rows(name, area)] + [""]
     return "\n".join(lines)
+
+
+def _choice_rows(name: str, area: type) -> list[str]:
+    """Return the rows of a built-in choice: one for each of its settings, or one without."""
+    summary = (area.__doc__ or "").strip().partition("\n")[0]
+    rows = [
+        (f"`{field.name}`", f"`{_scalar(field.default)}`", describe_range(field), field.metadata["doc"])
+        for field in dataclasses.fields(area)
+    ]
+    return [
+        f"| **{name}** | | | | {summary} |",
+        *("| | " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
+    ]
 
 
 def _table(keys: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 
+from mega_rl.config.plugins.choices import needs_critic
 from mega_rl.config.rules.servers import KEY
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
@@ -127,7 +128,7 @@ def _bytes_of_a_save(config: Config, checkpoints: Mapping[str, HFConfig]) -> int
         if not config.model.frozen:
             # Weights, FP32 main parameters where they are not FP32 themselves, and two moments.
             weight = 12 if weight == 4 or config.engine.backend == "fsdp" else 14
-        if config.algorithm.advantage == "gae":
+        if needs_critic(config):
             trained.append("model.critic_path" if config.model.critic_path else "model.path")
     elif not (settings.hf_final or settings.hf_interval):
         return 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from mega_rl.config.plugins.files import missing_name
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.errors import UserError, no_such
+from mega_rl.errors import UserError
 from mega_rl.preflight.checkpoints import tensor_shape
 from mega_rl.workers.reward_service import RewardService
 
@@ -70,43 +70,6 @@ def _room(config: Config) -> Iterator[str]:
 
 
 def _function(function: str) -> Iterator[str]:
-    """Yield the problems of the reward function; a user's file is parsed, not run."""
-    if function in REWARD_FUNCTIONS:
-        return
-    path_text, _, name = function.rpartition(":") if ".py:" in function else (function, "", "")
-    if not path_text.endswith(".py"):
-        yield f"reward.function={function!r}: legal: {', '.join(REWARD_FUNCTIONS)} or path/to/file.py:function"
-        return
-    path = Path(path_text)
-    if not path.is_file():
-        yield f"reward.function={function!r}: {path}: {no_such('file', path)}"
-        return
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        where = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        yield f"reward.function={function!r}: {path} is not valid Python{where}"
-        return
-    names = {name for statement in tree.body for name in _defined(statement)}
-    if name in names:
-        return
-    functions = [entry.name for entry in tree.body if isinstance(entry, ast.FunctionDef) and entry.name[0] != "_"]
-    if name:
-        has = ", ".join(functions or sorted(names)) or "nothing"
-        yield f"reward.function={function!r}: {path} defines no {name!r}; it has {has}"
-    else:
-        example = functions[0] if functions else "function"
-        has = ", ".join(functions) or "no function"
-        yield f"reward.function={function!r}: name the function too, as {path}:{example}; {path} has {has}"
-
-
-def _defined(statement: ast.stmt) -> set[str]:
-    """Return the names that a top-level statement of a module binds to something callable."""
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return {statement.name}
-    if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
-    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return {target.id for target in targets if isinstance(target, ast.Name)}
-    return set()
+    """Yield the problem of the reward function; a user's file is parsed, not run."""
+    if problem := missing_name(function, builtin=REWARD_FUNCTIONS, kind="function"):
+        yield f"reward.function={function!r}: {problem}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from mega_rl import versions
 from mega_rl.config.loader import load
+from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
@@ -51,6 +52,7 @@ def check_run(config: Config, *, world_size: int | None = None, reward_given: bo
     problems = [*versions.problems(), *_of_models(config, checkpoints, world_size), *problems]
     problems += weight_files(config, checkpoints)
     problems += check_data(config.data)
+    problems += [problem for choice in CHOICES for problem in choice.file_problems(config)]
     problems += [] if reward_given else [*check_rewards(config, checkpoints)]
     if problems:
         raise UserErrors(problems)

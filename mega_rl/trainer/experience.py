@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageEstimator
+from mega_rl.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs
+from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
@@ -25,8 +26,11 @@ def build_experience(
     critic: TokenOutputs,
     estimator: AdvantageEstimator,
     sum_over_ranks: SumOverRanks,
+    reward_kl: RewardKL | None = None,
 ) -> Experience:
     """Return the rollout with advantages and returns; `rewards` is [B]. A role that the run lacks has empty outputs.
+
+    reward_kl: the KL penalty in token rewards; None without.
 
     Failed samples have no response token. So none of them trains, their rewards have no token to stand on, and every
     statistic (of a group, of the batch, of a mini-batch) is one of the samples that have an answer.
@@ -48,7 +52,8 @@ def build_experience(
         values=torch.zeros_like(old.logprobs) if critic.values is None else critic.values,
         routing=rollout.routing if old.routing is None else old.routing,
     )
-    experience.advantages, experience.returns = estimator(experience, rewards, sum_over_ranks)
+    penalty = None if reward_kl is None else reward_kl.penalty(experience.old_logprobs, experience.ref_logprobs)
+    experience.advantages, experience.returns = estimator(AdvantageInputs(experience, rewards, penalty, sum_over_ranks))
     return experience
 
 

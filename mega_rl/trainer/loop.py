@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
-from mega_rl.algorithms.kl import KLController
+from mega_rl.algorithms.kl import KLController, RewardKL
 from mega_rl.protocols import (
     CheckpointStore,
     Learner,
@@ -73,6 +73,7 @@ class PPOTrainer:
     critic: Learner
     reference: TokenModel
     estimator: AdvantageEstimator
+    reward_kl: RewardKL | None  # the KL penalty in token rewards
     minibatches: MinibatchPlan
     kl: KLController
     staleness: Callable[[Rollout], Metrics]  # raises for samples that are older than the run allows
@@ -139,7 +140,7 @@ class PPOTrainer:
         with phase("advantages"):
             experience = build_experience(
                 rollout, rewards, old=old, ref=ref, critic=values,
-                estimator=self.estimator, sum_over_ranks=self.ranks.sum,
+                estimator=self.estimator, reward_kl=self.reward_kl, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
             metrics |= mismatch | experience_metrics(
                 experience, self.ranks,

@@ -24,7 +24,7 @@ from torch import Tensor
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import FixedKL, k3
-from mega_rl.algorithms.losses.policy import PolicyLossSettings
+from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.config.attention import RequestedAttention
 from mega_rl.config.schema import (
     EngineConfig,
@@ -210,8 +210,8 @@ def step_settings(facts: dict[str, Any]) -> OptimConfig:
 
 def policy_loss() -> PolicyLoss:
     """Return the clipped policy objective with all of its terms."""
-    settings = PolicyLossSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0, entropy_coef=0.01)
-    return PolicyLoss(settings, kl=FixedKL(0.1), kl_estimator=k3)
+    objective = PPO(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    return PolicyLoss(objective, kl=FixedKL(0.1), kl_estimator=k3, entropy_coef=0.01)
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:

@@ -10,9 +10,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mega_rl.algorithms.corrections.tis import importance_metrics, truncated_importance_weights
+from mega_rl.algorithms.corrections.base import Correction, SampledTokens
 from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
-from mega_rl.algorithms.losses.policy import KLTerm, PolicyLossSettings, ppo_policy_loss
+from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
@@ -26,55 +27,45 @@ LearningRate = Callable[[int], float]  # trainer steps since the role began to l
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The clipped policy objective with its numbers (see `algorithms.losses.policy`).
+    """A policy's loss with its numbers (see `algorithms.losses.policy`).
 
     `on_policy`: a step updates once, so the forward at hand gives the log-probs before the update, and with a reference
     kl/ref and kl/ref_k1 too: the step had only the rollout engine's log-probs for them, whose rounding is no KL.
-    `tis_cap`: truncated importance sampling (`algorithms.corrections.tis`) corrects for what sampled the tokens; 0 off.
+    `correction`: weights of token losses for what sampled the tokens; None without.
     """
 
-    settings: PolicyLossSettings
+    objective: PolicyObjective
     kl: KLController | None  # KL in the loss; None without
     kl_estimator: KLEstimator
+    entropy_coef: float = 0.0
+    correction: Correction | None = None
     on_policy: bool = False
-    tis_cap: float = 0.0
 
     @property
     def needs_entropy(self) -> bool:
-        return self.settings.entropy_coef > 0.0
+        return self.entropy_coef > 0.0
 
     def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
         assert outputs.logprobs is not None
         old_logprobs = outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"]
-        advantages, metrics = self._correct(old_logprobs, fields)
-        loss = ppo_policy_loss(
-            outputs.logprobs,
+        own = {name: fields[name] for name in ("advantages", "token_weights", "loss_weights")}
+        correction, metrics = None, dict[str, Tensor]()
+        if self.correction is not None:
+            sampled = SampledTokens(
+                old_logprobs, fields["rollout_logprobs"], fields["advantages"], fields["token_weights"]
+            )
+            correction, metrics = self.correction(sampled)
+        loss = policy_loss(
+            PolicyTokens.of(outputs.logprobs, old_logprobs=old_logprobs, **own),
             outputs.entropy,
-            old_logprobs=old_logprobs,
-            advantages=advantages,
-            loss_weights=fields["loss_weights"],
-            token_weights=fields["token_weights"],
-            settings=self.settings,
+            objective=self.objective,
+            correction=correction,
+            entropy_coef=self.entropy_coef,
             kl=None if self.kl is None else KLTerm(fields["ref_logprobs"], self.kl.value, self.kl_estimator),
         )
         if self.on_policy and self.kl is not None:
             metrics |= kl_metrics(old_logprobs, fields["ref_logprobs"], token_weights=fields["token_weights"])
         return replace(loss, sums=loss.sums | metrics)
-
-    def _correct(self, old_logprobs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (advantages times importance weights, metrics of these).
-
-        The clipped objective is linear in the advantage for a fixed sign, and weights are positive: weighting the
-        advantage is weighting the token's policy loss, while entropy and KL terms keep their own weights.
-        """
-        if self.tis_cap == 0.0:
-            return fields["advantages"], {}
-        rollout_logprobs = fields["rollout_logprobs"]
-        weights = truncated_importance_weights(old_logprobs, rollout_logprobs, cap=self.tis_cap)
-        metrics = importance_metrics(
-            old_logprobs, rollout_logprobs, token_weights=fields["token_weights"], cap=self.tis_cap
-        )
-        return fields["advantages"] * weights, metrics
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import re
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from mega_rl.errors import UserError
 from mega_rl.workers.reward_calls import plan_call
+from mega_rl.workers.user_files import load_from_file
 
 RewardFunction = Callable[..., float]
 
@@ -94,20 +91,10 @@ def resolve(spec: str, given: RewardFunction | None = None) -> RewardFunction:
         return given
     if spec in BUILTINS:
         return BUILTINS[spec]
-    path, colon, name = spec.rpartition(":")
-    if not colon:
+    if ":" not in spec:
         raise UserError(_unknown(spec))
-    file = Path(path)
-    if file.suffix != ".py" or not name:
-        raise UserError(f"reward.function={spec!r}: must be path/to/file.py:function")
-    if not file.is_file():
-        raise UserError(f"reward.function={spec!r}: there is no file {path}")
-    names = vars(_load(file, spec))
-    if name not in names:
-        functions = sorted(key for key, value in names.items() if inspect.isfunction(value) and key[0] != "_")
-        raise UserError(f"reward.function={spec!r}: {path} has no {name!r}; its functions are {_listed(functions)}")
-    _check_signature(names[name], spec)
-    function: RewardFunction = names[name]
+    function: RewardFunction = load_from_file(spec, key="reward.function", kind="function")
+    _check_signature(function, spec)
     return function
 
 
@@ -119,47 +106,7 @@ def _unknown(spec: str) -> str:
         hint = f"did you mean {nearest[0]}?"
     else:
         hint = "or give path/to/file.py:function"
-    return f"reward.function={spec!r}: is not among the built-in functions {_listed(sorted(BUILTINS))}; {hint}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "none"
-
-
-# Modules that reward files imported from their own folders: the next file may have others of the same names.
-_neighbours: set[str] = set()
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Let imports find the modules of a folder, after everything installed and until the block ends."""
-    for name in _neighbours:
-        sys.modules.pop(name, None)
-    _neighbours.clear()
-    before, entry = set(sys.modules), str(folder.resolve())
-    sys.path.append(entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)
-        files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
-        _neighbours.update(name for name, file in files.items() if folder.resolve() in Path(file).parents)
-
-
-def _load(file: Path, spec: str) -> Any:
-    """Return the module in `file`, as a new module of its own name. It is the user's own code and runs as such."""
-    module_spec = importlib.util.spec_from_file_location(f"mega_rl_reward_{file.stem}", file)
-    assert module_spec is not None, f"{file} ends in .py"
-    assert module_spec.loader is not None, f"{file} ends in .py"
-    module = importlib.util.module_from_spec(module_spec)
-    try:
-        with _importable(file.parent):
-            sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up
-            module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
-        del sys.modules[module_spec.name]
-        raise UserError(f"reward.function={spec!r}: {file} fails to import: {type(error).__name__}: {error}") from error
-    return module
+    return f"reward.function={spec!r}: is not among the built-in functions {', '.join(sorted(BUILTINS))}; {hint}"
 
 
 def _check_signature(function: Any, spec: str) -> None:

@@ -63,13 +63,18 @@ class Run:
     def loss(self) -> Any:
         """Return the loss of the actor, as a run has it, or of the critic."""
         from mega_rl.algorithms.kl import k3
-        from mega_rl.algorithms.losses.policy import PolicyLossSettings
+        from mega_rl.algorithms.losses.ppo import PPO
         from mega_rl.workers.models import PolicyLoss, ValueLoss
 
         if self.case.head == "value":
             return ValueLoss(value_clip=0.2)
-        settings = PolicyLossSettings(clip_low=0.2, clip_high=0.28, entropy_coef=self.case.entropy_coef)
-        return PolicyLoss(settings, kl=None, kl_estimator=k3, on_policy=True)
+        return PolicyLoss(
+            PPO(clip_high=0.28, dual_clip=0.0),
+            kl=None,
+            kl_estimator=k3,
+            entropy_coef=self.case.entropy_coef,
+            on_policy=True,
+        )
 
 
 @contextlib.contextmanager

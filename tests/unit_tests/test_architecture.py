@@ -86,7 +86,7 @@ CHANGE_FOREIGN_MODULES = [
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/launcher.py",
     "rollout/sglang/server/private_files.py",
-    "workers/reward_functions.py",
+    "workers/user_files.py",
 ]
 
 # Ceilings of counts. Lower one when the count falls.

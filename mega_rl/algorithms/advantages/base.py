@@ -6,13 +6,28 @@ response tokens, in one run per row or in several. Everything off the mask is ig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.types import Experience
 
-# (experience whose advantages and returns are blank, rewards [B] float32, sum over data-parallel ranks)
-# -> (advantages, returns), [B, S] float32 each, 0 off the mask
-AdvantageEstimator = Callable[[Experience, Tensor, SumOverRanks], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Inputs of an estimator. Rows of one prompt, which share a `prompt_index`, are all on this rank."""
+
+    experience: Experience  # whose advantages and returns are blank
+    rewards: Tensor  # [B] float32
+    kl_penalty: Tensor | None  # [B, S] float32, coefficient times KL, to be taken off token rewards; None: without
+    sum_over_ranks: SumOverRanks  # over data parallelism
+
+
+class AdvantageEstimator(Protocol):
+    """An estimator of advantages; class variables as of `config.schema.algorithms.AdvantageSettings`."""
+
+    def __call__(self, inputs: AdvantageInputs, /) -> tuple[Tensor, Tensor]:
+        """Return (advantages, value targets), [B, S] float32 each, 0 off the loss mask; zeros without a critic."""
+        ...

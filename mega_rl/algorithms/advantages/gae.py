@@ -10,31 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.tokens import response_order, token_rewards
-from mega_rl.algorithms.kl import KLController, KLEstimator
-from mega_rl.algorithms.statistics import SumOverRanks, whiten
-from mega_rl.types import Experience
+from mega_rl.algorithms.statistics import whiten
+from mega_rl.config.schema.algorithms import GAESettings
 
 
 @dataclass(frozen=True)
-class GAEAdvantages:
-    """Generalized advantage estimation over a critic's values, with the KL penalty in the token rewards if asked."""
+class GAE(GAESettings):
+    """Generalized advantage estimation over a critic's values, of token rewards that may hold a KL penalty."""
 
-    gamma: float
-    gae_lambda: float
-    whiten: bool
-    kl: KLController | None  # KL in the reward; None without
-    kl_estimator: KLEstimator
-
-    def __call__(self, experience: Experience, rewards: Tensor, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
-        mask = experience.loss_mask
-        penalty = None
-        if self.kl is not None:
-            penalty = self.kl_estimator(experience.old_logprobs, experience.ref_logprobs)
-        scores = token_rewards(rewards, mask, penalty, kl_coef=0.0 if self.kl is None else self.kl.value)
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        experience, mask = inputs.experience, inputs.experience.loss_mask
+        scores = token_rewards(inputs.rewards, mask, inputs.kl_penalty)
         advantages, returns = gae(scores, experience.values, mask, gamma=self.gamma, lam=self.gae_lambda)
         if self.whiten:
-            advantages = whiten(advantages, mask, sum_over_ranks=sum_over_ranks)
+            advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)
         return advantages, returns
 
 

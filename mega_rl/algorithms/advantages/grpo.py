@@ -6,28 +6,28 @@ Alignment and masks of all tensors: `mega_rl.algorithms.advantages.base`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.groups import Groups, spread
 from mega_rl.algorithms.statistics import SumOverRanks, identity
-from mega_rl.types import Experience
-
-Deviation = Literal["group", "batch", "none"]
+from mega_rl.config.schema.algorithms import GRPOSettings
 
 
 @dataclass(frozen=True)
-class GRPOAdvantages:
+class GRPO(GRPOSettings):
     """Rewards normalised within the samples of one prompt; needs no critic."""
 
-    std_normalization: bool
-
-    def __call__(self, experience: Experience, rewards: Tensor, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
-        """Return (advantages, zeros), [B, S] each: without a critic there are no value targets."""
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        experience = inputs.experience
         advantages = grpo(
-            rewards, experience.prompt_index, experience.loss_mask, std="group" if self.std_normalization else "none"
+            inputs.rewards,
+            experience.prompt_index,
+            experience.loss_mask,
+            std=self.std,
+            sum_over_ranks=inputs.sum_over_ranks,
         )
         return advantages, torch.zeros_like(advantages)
 
@@ -37,7 +37,7 @@ def grpo(
     group_ids: Tensor,
     mask: Tensor,
     *,
-    std: Deviation = "group",
+    std: str = "group",
     sum_over_ranks: SumOverRanks = identity,
     eps: float = 1e-6,
 ) -> Tensor:

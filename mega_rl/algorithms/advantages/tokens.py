@@ -27,16 +27,16 @@ def last_response_token(mask: Tensor) -> Tensor:
     return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
 
 
-def token_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0) -> Tensor:
+def token_rewards(rewards: Tensor, mask: Tensor, kl_penalty: Tensor | None = None) -> Tensor:
     """Per-token rewards [B, S] float32: the score on the last response token, minus the KL penalty of each token.
 
-        r_t = score * [t is the last response token] - kl_coef * kl_t
+        r_t = score * [t is the last response token] - kl_penalty_t
 
-    rewards [B] float32; mask [B, S] bool; kl [B, S] float32, any estimate of log(policy / reference). The score of a
-    row without response tokens has no token to stand on and is dropped.
+    rewards [B] float32; mask [B, S] bool; kl_penalty [B, S] float32, the coefficient times log(policy / reference). The
+    score of a row without response tokens has no token to stand on and is dropped.
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2; Ouyang et al. 2022, arXiv:2203.02155.
     """
     out = torch.where(last_response_token(mask), rewards.to(torch.float32)[:, None], 0.0)
-    if kl is not None:
-        out = out - kl_coef * torch.where(mask, kl, 0.0)
+    if kl_penalty is not None:
+        out = out - torch.where(mask, kl_penalty, 0.0)
     return out

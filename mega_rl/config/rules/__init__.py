@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, unmet
+from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import rollout as rollout_rules
 from mega_rl.config.schema import Config, KlConfig
@@ -63,16 +64,19 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.advantage == "grpo" and config.rollout.n < 2:
-        yield f"rollout.n={config.rollout.n}: algorithm.advantage=grpo compares samples of a prompt; legal: at least 2"
-    if algorithm.advantage == "grpo" and algorithm.kl.placement == "reward":
+    if ADVANTAGE.needs(config, "needs_groups") and config.rollout.n < 2:
         yield (
-            "algorithm.kl.placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per "
-            "token has no place in it; legal: none, loss"
+            f"rollout.n={config.rollout.n}: algorithm.advantage={algorithm.advantage} compares samples of a prompt; "
+            "legal: at least 2"
+        )
+    if algorithm.kl.placement == "reward" and not ADVANTAGE.needs(config, "takes_kl"):
+        yield (
+            f"algorithm.kl.placement=reward with advantage={algorithm.advantage}: it has one reward for a whole "
+            "response, a KL per token has no place in it; legal: none, loss"
         )
     yield from _kl_estimator(algorithm.kl)
-    if 0 < algorithm.clip.dual <= 1:
-        yield f"algorithm.clip.dual={algorithm.clip.dual:g}: legal: 0 (off) or above 1"
+    for choice in CHOICES:
+        yield from choice.problems(config)
 
 
 def _kl_estimator(kl: KlConfig) -> Iterator[str]:

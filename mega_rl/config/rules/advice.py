@@ -11,17 +11,18 @@ def advice(config: Config) -> Iterator[str]:
     """Yield a line for each such combination: the settings, what they do to the run, and what to set."""
     algorithm, trainer, rollout = config.algorithm, config.trainer, config.rollout
     updates = algorithm.epochs * trainer.prompts_per_step // trainer.minibatch_size
-    if updates > 1 and algorithm.clip.dual == 0:
+    if updates > 1 and algorithm.loss == "ppo" and algorithm.loss_settings.get("dual_clip") == 0:
         yield (
-            f"algorithm.clip.dual=0 with {updates} optimizer steps for each batch: where the advantage is negative the "
-            "gradient of a token grows with its ratio, up to e^20, and is lost beyond; set algorithm.clip.dual=3"
+            f"algorithm.loss_settings.dual_clip=0 with {updates} optimizer steps for each batch: where the advantage "
+            "is negative the gradient of a token grows with its ratio, up to e^20, and is lost beyond; set "
+            "algorithm.loss_settings.dual_clip=3"
         )
     cut = [f"rollout.top_p={rollout.top_p:g}"] if rollout.top_p < 1 else []
     cut += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k > 0 else []
     if cut:
         yield (
             f"{' and '.join(cut)}: training does not see what sampling cuts off. Log-probs on both sides are those of "
-            "the whole distribution, so ratios, algorithm.tis_cap and rollout.mismatch leave it out, and tokens that "
-            "are never sampled may lose their probability; set rollout.top_p=1 and rollout.top_k=0, and lower "
+            "the whole distribution, so ratios, algorithm.correction and rollout.mismatch leave it out, and tokens "
+            "that are never sampled may lose their probability; set rollout.top_p=1 and rollout.top_k=0, and lower "
             "rollout.temperature for fewer unlikely tokens"
         )

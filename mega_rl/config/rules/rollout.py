@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from mega_rl.config.facts import ModelFacts, divisors, listed
+from mega_rl.config.plugins.choices import corrects
 from mega_rl.config.rules.servers import is_loopback, server_arguments
 from mega_rl.config.schema import Config
 
@@ -13,10 +14,10 @@ from mega_rl.config.schema import Config
 def rollouts(config: Config) -> Iterator[str]:
     """List conflicts between settings, whatever the model."""
     sglang, trainer = config.rollout.sglang, config.trainer
-    if trainer.async_steps and not config.algorithm.tis_cap:
+    if trainer.async_steps and not corrects(config):
         yield (
-            f"trainer.async_steps={trainer.async_steps} with algorithm.tis_cap=0: samples of old weights would pass "
-            "for the policy's own; set algorithm.tis_cap, to 2 for instance"
+            f"trainer.async_steps={trainer.async_steps} with algorithm.correction=none: samples of old weights would "
+            "pass for the policy's own; set algorithm.correction=tis"
         )
     if config.rollout.backend != "sglang":
         return

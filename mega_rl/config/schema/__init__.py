@@ -37,7 +37,6 @@ from mega_rl.config.schema.rollout import (
 from mega_rl.config.schema.setting import ATTENTION
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
-    ClipConfig,
     KlConfig,
     MicrobatchConfig,
     ModelConfig,
@@ -51,7 +50,6 @@ __all__ = [
     "AlgorithmConfig",
     "ChatConfig",
     "CheckpointConfig",
-    "ClipConfig",
     "Config",
     "DataConfig",
     "DdpConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from mega_rl.config.schema.algorithms import GAESettings, PPOSettings, defaults
 from mega_rl.config.schema.setting import ATTENTION, setting
 
 
@@ -101,33 +102,23 @@ class KlConfig:
 
 
 @dataclass(frozen=True)
-class ClipConfig:
-    """Limits on how far one update moves the policy and the values."""
-
-    low: float = setting(0.2, "Policy ratio is clipped at 1 - low.", above=0.0, max=1.0)
-    high: float = setting(0.2, "Policy ratio is clipped at 1 + high.", above=0.0)
-    dual: float = setting(
-        3.0,
-        "Lower bound of the objective for negative advantages, as a ratio: beyond it a token gives no gradient, which "
-        "would grow with the ratio; 0 turns it off.",
-        min=0.0,
-    )
-    value: float = setting(
-        0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
-    )
-
-
-@dataclass(frozen=True)
 class AlgorithmConfig:
-    """Advantages and losses."""
+    """Advantages and losses; docs/algorithms.md has the settings of each choice."""
 
-    advantage: str = setting("gae", "Advantage estimator: GAE (needs a critic) or GRPO.", choices=("gae", "grpo"))
-    gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
-    gae_lambda: float = setting(1.0, "GAE lambda.", min=0.0, max=1.0)
-    grpo_std_normalization: bool = setting(
-        True, "Divide group-centred rewards by their standard deviation (false: Dr. GRPO)."
+    advantage: str = setting(
+        "gae", "Advantage estimator: a built-in one, gae (needs a critic) or grpo, or path/to/file.py:class."
     )
-    whiten_advantages: bool = setting(True, "Whiten GAE advantages over the global batch.")
+    advantage_settings: dict[str, object] = setting(
+        defaults(GAESettings), "Settings of the estimator by name, as gamma or std."
+    )
+    loss: str = setting("ppo", "Policy loss: ppo, or path/to/file.py:class.")
+    loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
+    correction: str = setting(
+        "none",
+        "Weights of token losses for what sampled the tokens, other weights or another engine: none, tis (truncated "
+        "importance sampling), or path/to/file.py:class.",
+    )
+    correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
         0.0,
         "Weight of the entropy bonus; at 0 no entropy is computed, and its metric is the sampled tokens' mean -log p.",
@@ -144,14 +135,11 @@ class AlgorithmConfig:
         "step and they enter nothing before it, from that step's forward (auto).",
         choices=("auto", "recompute"),
     )
-    tis_cap: float = setting(
-        0.0,
-        "Truncated importance sampling: each token's policy loss times min(pi_old / pi_rollout, cap); 0 is off.",
-        min=0.0,
+    value_clip: float = setting(
+        0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
     )
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
-    clip: ClipConfig = dataclasses.field(default_factory=ClipConfig)
     kl: KlConfig = dataclasses.field(default_factory=KlConfig)
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages, gae, length_adaptive_lambda
-from mega_rl.algorithms.advantages.grpo import Deviation, grpo
+from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.advantages.gae import GAE, gae, length_adaptive_lambda
+from mega_rl.algorithms.advantages.grpo import grpo
 from mega_rl.algorithms.advantages.tokens import last_response_token, response_order, token_rewards
-from mega_rl.algorithms.kl import k1
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -178,7 +178,7 @@ def test_token_rewards_by_hand() -> None:
     rewards = torch.tensor([1.0, -2.0, 3.0, 4.0])
     plain = token_rewards(rewards, mask)
     torch.testing.assert_close(plain, torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, -2.0], [0, 0, 0, 0], [0, 0, 4.0, 0]]))
-    penalised = token_rewards(rewards, mask, kl, kl_coef=0.1)
+    penalised = token_rewards(rewards, mask, 0.1 * kl)
     expected = torch.tensor([[0, -0.05, 0.9, 0], [0, 0.1, 0, -2.2], [0, 0, 0, 0], [-0.1, 0, 3.8, 0]])
     torch.testing.assert_close(penalised, expected)
 
@@ -197,7 +197,7 @@ def test_grpo_by_hand() -> None:
 
 
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
-def test_grpo_gives_exact_zeros_where_nothing_distinguishes(std: Deviation) -> None:
+def test_grpo_gives_exact_zeros_where_nothing_distinguishes(std: str) -> None:
     # Thirds: the mean of equal numbers is rounded, and the rounding over a tiny std would be a large advantage.
     rewards = torch.tensor([1 / 3] * 7 + [0.1] + [1e6])
     groups = torch.tensor([0] * 7 + [1] + [2])
@@ -222,7 +222,7 @@ def test_grpo_does_not_depend_on_row_order_or_company() -> None:
     absent=st.integers(0, 2**10),
     std=st.sampled_from(["group", "batch", "none"]),
 )
-def test_a_row_without_response_is_as_if_it_were_not_there(rewards: list[float], absent: int, std: Deviation) -> None:
+def test_a_row_without_response_is_as_if_it_were_not_there(rewards: list[float], absent: int, std: str) -> None:
     """Whatever reward it carries: to the bit for the others, 0 for itself. Three groups; some lose all their rows."""
     rows = len(rewards)
     missing = torch.tensor([bool(absent >> row & 1) for row in range(rows)])
@@ -245,7 +245,7 @@ def test_a_rank_without_rows() -> None:
 
 
 def test_whitening_is_over_the_tokens_of_all_ranks() -> None:
-    estimator = GAEAdvantages(gamma=0.9, gae_lambda=0.8, whiten=True, kl=None, kl_estimator=k1)
+    estimator = GAE(gamma=0.9, gae_lambda=0.8, whiten=True)
 
     def rows(part: slice) -> Any:
         mask = mask_of([".xxx", "..xx"])
@@ -258,7 +258,7 @@ def test_whitening_is_over_the_tokens_of_all_ranks() -> None:
         sums.append(own)
         return own
 
-    whole, _ = estimator(rows(slice(2)), rewards, recorded)
+    whole, _ = estimator(AdvantageInputs(rows(slice(2)), rewards, None, recorded))
     of_all = iter(sums)
-    first, _ = estimator(rows(slice(1)), rewards[:1], lambda own: next(of_all))
+    first, _ = estimator(AdvantageInputs(rows(slice(1)), rewards[:1], None, lambda own: next(of_all)))
     assert torch.equal(first, whole[:1])

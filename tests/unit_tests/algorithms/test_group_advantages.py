@@ -18,7 +18,7 @@ from torch import Tensor
 from mega_rl.algorithms.advantages.grpo import grpo
 from mega_rl.algorithms.advantages.opo import opo
 from mega_rl.algorithms.advantages.pass_at_k import pass_at_k
-from mega_rl.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from mega_rl.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from mega_rl.algorithms.advantages.rloo import rloo
 from mega_rl.algorithms.statistics import SumOverRanks, identity
 from tests.helpers.simulated_ranks import on_simulated_ranks
@@ -172,11 +172,11 @@ ESTIMATORS: Mapping[str, tuple[Estimate, Callable[[Sequence[Group]], Sequence[Se
     "pass@2": (of_rewards(pass_at_k, k=2), partial(mean_of_sets, k=2, normalize=True)),
     "pass@3": (of_rewards(pass_at_k, k=3, normalize=False), partial(mean_of_sets, k=3, normalize=False)),
     "reinforce++": (
-        lambda b, sums: reinforce_pp(b.rewards, b.mask, b.kl_penalty, gamma=GAMMA, sum_over_ranks=sums),
+        lambda b, sums: reinforce_plus_plus(b.rewards, b.mask, b.kl_penalty, gamma=GAMMA, sum_over_ranks=sums),
         lambda gs: whitened_returns(gs, scores=[[s.reward for s in g] for g in gs], gamma=GAMMA),
     ),
     "reinforce++ baseline": (
-        lambda b, sums: reinforce_pp_baseline(b.rewards, b.group_ids, b.mask, b.kl_penalty, sum_over_ranks=sums),
+        lambda b, sums: reinforce_plus_plus_baseline(b.rewards, b.group_ids, b.mask, b.kl_penalty, sum_over_ranks=sums),
         lambda gs: whitened_returns(gs, scores=centred(gs), gamma=1.0),
     ),
 }

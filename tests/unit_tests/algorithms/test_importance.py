@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.corrections.tis import importance_metrics, truncated_importance_weights
+from mega_rl.algorithms.corrections.base import SampledTokens
+from mega_rl.algorithms.corrections.tis import TIS
 from mega_rl.algorithms.kl import FixedKL, k2
-from mega_rl.algorithms.losses.policy import PolicyLossSettings
+from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.protocols import LossOutput
 from mega_rl.types import TokenOutputs
 from mega_rl.workers.models import PolicyLoss
@@ -44,9 +45,17 @@ def tokens_of(seed: int, *, spread: float = 0.7) -> dict[str, Tensor]:
     return fields
 
 
-def loss_of(fields: dict[str, Tensor], logprobs: Tensor, **settings: float) -> LossOutput:
-    bounds = PolicyLossSettings(CLIP_LOW, CLIP_HIGH, dual_clip=DUAL_CLIP, entropy_coef=ENTROPY_COEF)
-    loss = PolicyLoss(bounds, kl=FixedKL(KL_COEF), kl_estimator=k2, **settings)
+def loss_of(
+    fields: dict[str, Tensor], logprobs: Tensor, *, cap: float | None = None, on_policy: bool = False
+) -> LossOutput:
+    loss = PolicyLoss(
+        PPO(CLIP_LOW, CLIP_HIGH, dual_clip=DUAL_CLIP),
+        kl=FixedKL(KL_COEF),
+        kl_estimator=k2,
+        entropy_coef=ENTROPY_COEF,
+        correction=None if cap is None else TIS(cap=cap),
+        on_policy=on_policy,
+    )
     return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields)
 
 
@@ -70,13 +79,20 @@ def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Te
     return total
 
 
+def weights_of(old: Tensor, sampler: Tensor, *, cap: float) -> Tensor:
+    """The weights of tokens that all count."""
+    every = torch.ones_like(old)
+    weights, _ = TIS(cap=cap)(SampledTokens(old, sampler, advantages=every, token_weights=every))
+    return weights
+
+
 @pytest.mark.parametrize("cap", [0.5, 1.0, 2.0, 1e9])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_loss_and_gradient_are_those_of_the_definition(seed: int, cap: float) -> None:
     """Only the policy loss is weighted, and no gradient goes through the weights. float64: 1e-12 is its rounding."""
     fields = tokens_of(seed)
     actual, expected = (fields["logprobs"].clone().requires_grad_() for _ in range(2))
-    loss = loss_of(fields, actual, tis_cap=cap).loss
+    loss = loss_of(fields, actual, cap=cap).loss
     reference = definition(fields, expected, cap=cap)
     (gradient,) = torch.autograd.grad(loss, actual)
     (expected_gradient,) = torch.autograd.grad(reference, expected)
@@ -91,7 +107,7 @@ def test_float32_is_as_near_as_float32_is() -> None:
     fields = tokens_of(3)
     old, sampler = (fields[name][:, 1:] for name in ("old_logprobs", "rollout_logprobs"))
     expected = torch.minimum((old - sampler).exp(), torch.tensor(2.0, dtype=torch.float64))
-    actual = truncated_importance_weights(old.float(), sampler.float(), cap=2.0)
+    actual = weights_of(old.float(), sampler.float(), cap=2.0)
     assert actual.dtype == torch.float32
     assert float(((actual - expected) / expected).abs().max()) < 2e-6
 
@@ -103,9 +119,9 @@ def test_where_the_policies_agree_nothing_changes(cap: float, on_policy: bool) -
     fields = {name: field.float() for name, field in tokens_of(4).items()}
     fields["rollout_logprobs"] = fields["logprobs"].clone() if on_policy else fields["old_logprobs"].clone()
     outputs = []
-    for settings in ({}, {"tis_cap": cap}):
+    for bound in (None, cap):
         logprobs = fields["logprobs"].clone().requires_grad_()
-        out = loss_of(fields, logprobs, on_policy=on_policy, **settings)
+        out = loss_of(fields, logprobs, on_policy=on_policy, cap=bound)
         (gradient,) = torch.autograd.grad(out.loss, logprobs)
         outputs.append((out, gradient))
     (plain, plain_gradient), (corrected, gradient) = outputs
@@ -120,9 +136,9 @@ def test_where_the_policies_agree_nothing_changes(cap: float, on_policy: bool) -
 def test_on_policy_corrects_from_the_forward_at_hand() -> None:
     """The old log-probs of the fields are the rollout's stand-ins then, and say nothing."""
     fields = tokens_of(5)
-    right = loss_of({**fields, "old_logprobs": fields["logprobs"]}, fields["logprobs"], tis_cap=2.0).loss
+    right = loss_of({**fields, "old_logprobs": fields["logprobs"]}, fields["logprobs"], cap=2.0).loss
     fields["old_logprobs"] = fields["rollout_logprobs"]
-    assert torch.equal(loss_of(fields, fields["logprobs"], tis_cap=2.0, on_policy=True).loss, right)
+    assert torch.equal(loss_of(fields, fields["logprobs"], cap=2.0, on_policy=True).loss, right)
 
 
 def test_expectations_under_the_sampler_become_those_under_the_old_policy() -> None:
@@ -130,27 +146,36 @@ def test_expectations_under_the_sampler_become_those_under_the_old_policy() -> N
     generator = torch.Generator().manual_seed(0)
     old, sampler = (torch.randn(50, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
     anything = torch.randn(50, generator=generator, dtype=torch.float64)
-    weights = truncated_importance_weights(old, sampler, cap=1e9)
+    weights = weights_of(old, sampler, cap=1e9)
     assert float((sampler.exp() * weights * anything).sum()) == pytest.approx(
         float((old.exp() * anything).sum()), rel=1e-12
     )
-    capped = truncated_importance_weights(old, sampler, cap=2.0)
+    capped = weights_of(old, sampler, cap=2.0)
     assert 0.5 < float((sampler.exp() * capped).sum()) < 1.0
     assert float(capped.max()) == 2.0
 
 
 def test_weights_and_metrics_carry_no_gradient() -> None:
     """Nor do they when the old log-probs are the forward's own."""
-    old, sampler = (torch.zeros(3, requires_grad=True) for _ in range(2))
-    weights = truncated_importance_weights(old, sampler, cap=2.0)
-    metrics = importance_metrics(old, sampler, token_weights=torch.ones(3) / 3, cap=2.0)
-    assert not any(tensor.requires_grad for tensor in (weights, *metrics.values()))
+    fields = tokens_of(6)
+    seen = []
+
+    class Recorded(TIS):
+        def __call__(self, tokens: SampledTokens) -> tuple[Tensor, dict[str, Tensor]]:
+            weights, metrics = super().__call__(tokens)
+            seen.extend([weights, *metrics.values()])
+            return weights, metrics
+
+    loss = PolicyLoss(PPO(), kl=None, kl_estimator=k2, correction=Recorded(), on_policy=True)
+    loss(TokenOutputs(logprobs=fields["logprobs"].requires_grad_()), fields)
+    assert len(seen) == 3
+    assert not any(tensor.requires_grad for tensor in seen)
 
 
 def test_extreme_ratios_stay_finite() -> None:
     """A token that the sampler thought impossible, or that the old policy does."""
     old, sampler = torch.tensor([0.0, -500.0, -torch.inf]), torch.tensor([-500.0, 0.0, 0.0])
-    weights = truncated_importance_weights(old, sampler, cap=2.0)
+    weights = weights_of(old, sampler, cap=2.0)
     assert weights.tolist() == pytest.approx([2.0, 0.0, 0.0], abs=1e-8)
 
 
@@ -161,15 +186,10 @@ def test_metrics_are_token_means() -> None:
     sampler = torch.full((4,), -3.0)
 
     def metrics(part: slice) -> list[float]:
-        actual = importance_metrics(old[part], sampler[part], token_weights=weights[part], cap=2.0)
+        _, actual = TIS(cap=2.0)(SampledTokens(old[part], sampler[part], old[part], token_weights=weights[part]))
         assert list(actual) == ["actor/tis_weight_mean", "actor/tis_truncated_fraction"]
         return [float(value) for value in actual.values()]
 
     assert metrics(slice(4)) == pytest.approx([3.5 / 3, 1 / 3])
     halves = [a + b for a, b in zip(metrics(slice(0, 2)), metrics(slice(2, 4)), strict=True)]
     assert halves == pytest.approx(metrics(slice(4)))
-
-
-def test_a_cap_of_nothing_is_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="cap=0"):
-        truncated_importance_weights(torch.zeros(1), torch.zeros(1), cap=0.0)

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages
-from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, kl_penalty
-from mega_rl.algorithms.losses.policy import PolicyLossSettings
+from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, RewardKL, kl_penalty
+from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.types import Experience, TokenOutputs
 from mega_rl.workers.models import PolicyLoss
 
 VOCAB = 12
-UNCLIPPED = PolicyLossSettings(clip_low=1.0, clip_high=1e9)
+UNCLIPPED = PPO(clip_low=1.0, clip_high=1e9, dual_clip=0.0)
 DISTANCES = [0.05, 0.2, 0.5, 2.0]  # standard deviation of the difference of policy and reference, in logits
 
 
@@ -47,8 +48,9 @@ def expected(placement: str, name: str, logits: Tensor, old: Tensor, ref: Tensor
         experience = Experience.from_rows(
             tokens, prompt_lengths=lengths - 1, lengths=lengths, old_logprobs=column(old), ref_logprobs=column(ref)
         )
-        estimate = GAEAdvantages(gamma=1.0, gae_lambda=1.0, whiten=False, kl=kl, kl_estimator=estimator)
-        advantages = estimate(experience, torch.zeros(VOCAB), lambda x: x)[0].double()
+        penalty = RewardKL(kl, estimator).penalty(experience.old_logprobs, experience.ref_logprobs)
+        inputs = AdvantageInputs(experience, torch.zeros(VOCAB), penalty, lambda x: x)
+        advantages = GAE(whiten=False)(inputs)[0].double()
     loss = PolicyLoss(UNCLIPPED, kl=kl if placement == "loss" else None, kl_estimator=estimator, on_policy=on_policy)
     fields = {
         "old_logprobs": old,

@@ -10,11 +10,34 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import k1, k3
-from mega_rl.algorithms.losses.policy import KLTerm, PolicyLossSettings, ppo_policy_loss
-from mega_rl.config.schema import ClipConfig
+from mega_rl.algorithms.losses import policy
+from mega_rl.algorithms.losses.base import PolicyTokens
+from mega_rl.algorithms.losses.policy import KLTerm
+from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.protocols import LossOutput
 
 QUARTER = torch.full((4,), 0.25)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    *,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    token_weights: Tensor,
+    **rest: Any,
+) -> LossOutput:
+    """The loss of tokens by their fields."""
+    tokens = PolicyTokens.of(
+        logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        loss_weights=loss_weights,
+        token_weights=token_weights,
+    )
+    return policy.policy_loss(tokens, entropy, **rest)
 
 
 def loss_of(ratios: list[float], advantages: list[float], **changed: Any) -> LossOutput:
@@ -28,9 +51,8 @@ def loss_of(ratios: list[float], advantages: list[float], **changed: Any) -> Los
         "token_weights": weights,
         "entropy": None,
     } | changed
-    bounds = {name: arguments.pop(name, 0.0) for name in ("dual_clip", "entropy_coef")}
-    settings = PolicyLossSettings(clip_low=0.2, clip_high=0.3, **bounds)
-    return ppo_policy_loss(logprobs, arguments.pop("entropy"), settings=settings, **arguments)
+    objective = PPO(clip_low=0.2, clip_high=0.3, dual_clip=arguments.pop("dual_clip", 0.0))
+    return policy_loss(logprobs, arguments.pop("entropy"), objective=objective, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +84,7 @@ def test_dual_clip_by_hand() -> None:
     both = loss_of([5.0, 2.0], [-2.0, -2.0], dual_clip=3.0)
     assert both.sums["actor/clip_fraction_dual"].item() == 0.5
     assert "actor/clip_fraction_dual" not in loss_of([5.0], [-2.0]).sums
-    with pytest.raises(AssertionError, match="dual_clip"):
-        loss_of([1.0], [1.0], dual_clip=0.5)
+    assert list(PPO(dual_clip=0.5).problems()) == ["dual_clip=0.5: legal: 0 (off) or above 1"]
 
 
 def test_entropy_and_reference_terms_by_hand() -> None:
@@ -101,14 +122,14 @@ def test_loss_weights_weigh_the_loss_and_token_weights_the_metrics() -> None:
 def test_gradient_by_hand() -> None:
     # d(-A ratio)/d logprob = -A ratio where nothing is cut, 0 where it is.
     logprobs = torch.tensor([0.0, math.log(1.1), math.log(1.5), math.log(0.5)], requires_grad=True)
-    out = ppo_policy_loss(
+    out = policy_loss(
         logprobs,
         None,
         old_logprobs=torch.zeros(4),
         advantages=torch.tensor([1.0, -2.0, 1.0, 1.0]),
         loss_weights=QUARTER,
         token_weights=QUARTER,
-        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2),
+        objective=PPO(dual_clip=0.0),
     )
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
     torch.testing.assert_close(gradient, torch.tensor([-0.25, 0.55, 0.0, -0.125]))
@@ -121,14 +142,15 @@ def test_gradient_equals_finite_differences() -> None:
     weights = torch.rand(3, 5, generator=g, dtype=torch.float64)
 
     def loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
-        return ppo_policy_loss(
+        return policy_loss(
             logprobs,
             entropy,
             old_logprobs=old,
             advantages=advantages,
             loss_weights=weights,
             token_weights=torch.full_like(weights, 1 / 15),
-            settings=PolicyLossSettings(clip_low=0.2, clip_high=0.3, dual_clip=2.0, entropy_coef=0.3),
+            objective=PPO(clip_low=0.2, clip_high=0.3, dual_clip=2.0),
+            entropy_coef=0.3,
             kl=KLTerm(ref, 0.2, k3),
         ).loss
 
@@ -141,14 +163,15 @@ def test_what_is_off_the_mask_touches_nothing() -> None:
     logprobs = torch.tensor([-1.0, nan, -inf, 500.0], requires_grad=True)
     entropy = torch.tensor([0.5, nan, inf, 1.0], requires_grad=True)
     weights = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    out = ppo_policy_loss(
+    out = policy_loss(
         logprobs,
         entropy,
         old_logprobs=torch.tensor([-1.0, 0.0, nan, 0.0]),
         advantages=torch.tensor([2.0, 1.0, nan, inf]),
         loss_weights=weights,
         token_weights=weights,
-        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2, dual_clip=3.0, entropy_coef=0.1),
+        objective=PPO(clip_low=0.2, clip_high=0.2, dual_clip=3.0),
+        entropy_coef=0.1,
         kl=KLTerm(torch.tensor([-1.0, nan, 0.0, -inf]), 0.1, k3),
     )
     out.loss.backward()
@@ -161,9 +184,9 @@ def test_what_is_off_the_mask_touches_nothing() -> None:
 def test_an_exploding_ratio_stays_finite() -> None:
     logprobs = torch.tensor([0.0], requires_grad=True)
     one = torch.ones(1)
-    out = ppo_policy_loss(
+    out = policy_loss(
         logprobs, None, old_logprobs=torch.tensor([-200.0]), advantages=-one, loss_weights=one, token_weights=one,
-        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2),
+        objective=PPO(dual_clip=0.0),
     )  # fmt: skip
     out.loss.backward()
     assert out.loss.item() == pytest.approx(math.exp(20), rel=1e-6)
@@ -175,11 +198,10 @@ def test_an_exploding_ratio_stays_finite() -> None:
 @pytest.mark.parametrize("nats", [-1e4, -20.1, -19.9, -0.3, -0.1, 0.1, 0.3, 1.0, 1.2, 19.9, 20.1, 1e4])
 def test_gradients_at_any_ratio_are_bounded_by_default(nats: float, advantage: float, sign: int) -> None:
     """By the settings' bounds: -A ratio where nothing is cut; a gain is cut above 1.2, a loss below 0.8 and above 3."""
-    clip = ClipConfig()
     logprobs, one = torch.tensor([nats], requires_grad=True), torch.ones(1)
-    out = ppo_policy_loss(
+    out = policy_loss(
         logprobs, None, old_logprobs=torch.zeros(1), advantages=advantage * one, loss_weights=one, token_weights=one,
-        settings=PolicyLossSettings(clip_low=clip.low, clip_high=clip.high, dual_clip=clip.dual),
+        objective=PPO(),
     )  # fmt: skip
     (gradient,) = torch.autograd.grad(out.loss, logprobs)
     counts = -20 < nats < math.log(1.2) if sign > 0 else math.log(0.8) < nats < math.log(3.0)
@@ -193,9 +215,9 @@ def test_gradients_at_any_ratio_are_bounded_by_default(nats: float, advantage: f
 def test_without_the_dual_clip_a_token_outweighs_the_batch(nats: float, gradient: float) -> None:
     """A negative advantage: the gradient grows with the ratio up to e^20, and is lost beyond."""
     logprobs, one = torch.tensor([nats], requires_grad=True), torch.ones(1)
-    out = ppo_policy_loss(
+    out = policy_loss(
         logprobs, None, old_logprobs=torch.zeros(1), advantages=-one, loss_weights=one, token_weights=one,
-        settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2),
+        objective=PPO(dual_clip=0.0),
     )  # fmt: skip
     assert torch.autograd.grad(out.loss, logprobs)[0].item() == pytest.approx(gradient, rel=1e-5)
 
@@ -207,14 +229,15 @@ def test_shares_add_up() -> None:
     weights = torch.where(torch.rand(20, generator=g) < 0.7, 0.1, 0.0)
 
     def part(chosen: slice) -> LossOutput:
-        return ppo_policy_loss(
+        return policy_loss(
             logprobs[chosen],
             entropy[chosen],
             old_logprobs=old[chosen],
             advantages=advantages[chosen],
             loss_weights=weights[chosen],
             token_weights=weights[chosen],
-            settings=PolicyLossSettings(clip_low=0.2, clip_high=0.2, entropy_coef=0.1),
+            objective=PPO(dual_clip=0.0),
+            entropy_coef=0.1,
             kl=KLTerm(old[chosen] - 0.3, 0.1, k3),
         )
 

@@ -110,7 +110,7 @@ BAD_CONFIGS: list[tuple[str, str]] = [
         "algorithm.kl.control=adaptive has no effect: it needs algorithm.kl.placement=reward or loss; "
         "set that or leave it out (on a command line: algorithm.kl.control=null)",
     ),
-    ("algorithm.clip.dual=0.5", "algorithm.clip.dual=0.5: legal: 0 (off) or above 1"),
+    ("algorithm.loss_settings.dual_clip=0.5", "algorithm.loss_settings.dual_clip=0.5: legal: 0 (off) or above 1"),
     (
         "optim.warmup_steps=500",
         "optim.warmup_steps=500 does not end within the run: it needs trainer.steps above it; set that or leave it "
@@ -168,7 +168,7 @@ def test_bad_configs_of_a_whole_process(program: Sequence[str], case: int) -> No
 
 
 def test_mistakes_are_shown_together(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.clip.dual=1"]) == 2
+    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.loss_settings.dual_clip=1"]) == 2
     lines = capfd.readouterr().err.splitlines()
     lines = [line for line in lines if not LOGGED.match(line)]
     assert len(lines) == 4

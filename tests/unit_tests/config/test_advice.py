@@ -16,9 +16,9 @@ SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorith
     ("overrides", "beginning", "fix"),
     [
         (
-            (*SEVERAL, "algorithm.clip.dual=0"),
-            "algorithm.clip.dual=0 with 8 optimizer steps for each batch: ",
-            "set algorithm.clip.dual=3",
+            (*SEVERAL, "algorithm.loss_settings.dual_clip=0"),
+            "algorithm.loss_settings.dual_clip=0 with 8 optimizer steps for each batch: ",
+            "set algorithm.loss_settings.dual_clip=3",
         ),
         (("rollout.top_p=0.9",), "rollout.top_p=0.9: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
         (("rollout.top_k=50",), "rollout.top_k=50: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
@@ -37,7 +37,9 @@ def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...
     assert check(config, world_size=1) == []
 
 
-@pytest.mark.parametrize("overrides", [(), SEVERAL, ("algorithm.clip.dual=0",), ("rollout.temperature=0.7",)])
+@pytest.mark.parametrize(
+    "overrides", [(), SEVERAL, ("algorithm.loss_settings.dual_clip=0",), ("rollout.temperature=0.7",)]
+)
 def test_the_usual_is_not(overrides: tuple[str, ...]) -> None:
     assert list(advice(load(None, overrides))) == []
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli import app
-from mega_rl.config.keys import FIELDS, SECTIONS, keys_in
+from mega_rl.config.keys import FIELDS, SECTIONS, is_mapping, keys_in
 from mega_rl.config.loader import load
 from mega_rl.config.moved import EARLIER, REMOVED
 from mega_rl.config.moved import SECTIONS as EARLIER_SECTIONS
+from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.schema import Config
+from mega_rl.config.schema.algorithms import defaults
 from mega_rl.errors import UserErrors
 from tests.release.sources import ROOT
 
@@ -53,7 +55,11 @@ def texts(path: Path) -> Iterator[str]:
 
 def test_every_earlier_name_leads_to_a_setting() -> None:
     assert not EARLIER.keys() & FIELDS.keys()
-    assert set(EARLIER.values()) <= FIELDS.keys()
+    now = {key for key in EARLIER.values() if not is_mapping(key.rpartition(".")[0])}
+    assert now <= FIELDS.keys()
+    areas = {choice.settings_key: choice.builtin.values() for choice in CHOICES}
+    entries = {f"{key}.{name}" for key, builtin in areas.items() for area in builtin for name in defaults(area)}
+    assert set(EARLIER.values()) - now <= entries
     assert set(EARLIER_SECTIONS.values()) <= SECTIONS.keys()
     assert not (EARLIER_SECTIONS.keys() | REMOVED.keys()) & (SECTIONS.keys() | FIELDS.keys())
 

@@ -28,13 +28,13 @@ def broken(*overrides: str) -> list[str]:
     [
         (SGLANG,),
         (SGLANG, "rollout.sglang.server.tp=6", "rollout.sglang.server.count=2"),
-        (SGLANG, "trainer.async_steps=1", "rollout.sglang.partial_rollout=true", "algorithm.tis_cap=2"),
+        (SGLANG, "trainer.async_steps=1", "rollout.sglang.partial_rollout=true", "algorithm.correction=tis"),
         (SGLANG, "rollout.sglang.placement=colocated"),
         (SGLANG, "rollout.sglang.failed_samples=mask", "rollout.sglang.max_failed_share=0.5"),
         (SGLANG, *JOINED),
         (SGLANG, *JOINED, "rollout.sglang.sync.transport=shared_memory"),
         (SGLANG, "rollout.sglang.urls=[http://node1:30000,https://node2:30000]", "rollout.sglang.keys_file=keys.json"),
-        ("algorithm.tis_cap=2",),  # the embedded engine's log-probs differ from the trainer's too
+        ("algorithm.correction=tis",),  # the embedded engine's log-probs differ from the trainer's too
     ],
 )
 def test_runs(overrides: tuple[str, ...]) -> None:
@@ -47,10 +47,10 @@ def test_runs(overrides: tuple[str, ...]) -> None:
         (("rollout.sglang.server.tp=2",), "rollout.sglang.server.tp=2 has no effect: it needs rollout.backend=sglang"),
         ((SGLANG, "rollout.hf.batch_size=8"), "rollout.hf.batch_size=8 has no effect: it needs rollout.backend=hf"),
         (
-            ("trainer.async_steps=1", "algorithm.tis_cap=2"),
+            ("trainer.async_steps=1", "algorithm.correction=tis"),
             "cannot run ahead: it needs rollout.backend=sglang",
         ),
-        ((SGLANG, "trainer.async_steps=1"), "with algorithm.tis_cap=0: samples of old weights would pass for"),
+        ((SGLANG, "trainer.async_steps=1"), "with algorithm.correction=none: samples of old weights would pass for"),
         (
             (SGLANG, "rollout.sglang.server.tp=5"),
             "rollout.sglang.server.tp=5 does not divide the 12 attention heads of model.path; legal: 1, 2, 3",
@@ -81,7 +81,7 @@ def test_runs(overrides: tuple[str, ...]) -> None:
             ),
         ),
         (
-            (SGLANG, "rollout.sglang.placement=colocated", "trainer.async_steps=1", "algorithm.tis_cap=2"),
+            (SGLANG, "rollout.sglang.placement=colocated", "trainer.async_steps=1", "algorithm.correction=tis"),
             (
                 "rollout.sglang.placement=colocated with trainer.async_steps=1: servers that share the trainer's "
                 "devices cannot"
@@ -128,5 +128,5 @@ def test_no_server_listens_on_all_interfaces(host: str) -> None:
 def test_off_policy_samples_need_old_logprobs() -> None:
     single = ("trainer.prompts_per_step=8", "trainer.minibatch_size=8", "algorithm.kl.placement=none")
     assert is_on_policy(load(None, single))
-    assert not is_on_policy(load(None, [*single, "algorithm.tis_cap=2"]))
+    assert not is_on_policy(load(None, [*single, "algorithm.correction=tis"]))
     assert not is_on_policy(load(None, [*single, SGLANG, "trainer.async_steps=1"]))

@@ -56,7 +56,7 @@ def broken(*overrides: str, world_size: int = 1, facts: ModelFacts = FACTS) -> l
         (64, ("trainer.minibatch_size=16", "rollout.n=4")),  # one sequence for each rank
         (1, ("algorithm.advantage=grpo", "rollout.n=2", "algorithm.kl.placement=loss", "algorithm.kl.coef=0.1")),
         (1, ("algorithm.kl.placement=reward", "algorithm.kl.control=adaptive", "algorithm.kl.target=0.2")),
-        (1, ("algorithm.clip.dual=3",)),
+        (1, ("algorithm.loss_settings.dual_clip=4",)),
         (1, ("optim.schedule=cosine", "optim.min_lr_ratio=0.1", "optim.warmup_steps=99")),
         (1, ("optim.warmup_steps=59", "algorithm.critic_warmup_steps=40")),
         (1, ("trainer.microbatch.packing=false", "trainer.microbatch.size=2")),
@@ -211,10 +211,10 @@ RULES = [
     (
         1,
         "algorithm.advantage=grpo rollout.n=4 algorithm.kl.placement=reward",
-        "algorithm.kl.placement=reward with advantage=grpo: GRPO has one reward for a whole response, a KL per token "
+        "algorithm.kl.placement=reward with advantage=grpo: it has one reward for a whole response, a KL per token "
         "has no place in it; legal: none, loss",
     ),
-    (1, "algorithm.clip.dual=1", "algorithm.clip.dual=1: legal: 0 (off) or above 1"),
+    (1, "algorithm.loss_settings.dual_clip=1", "algorithm.loss_settings.dual_clip=1: legal: 0 (off) or above 1"),
     (
         3,
         "engine.megatron.tp=3 trainer.prompts_per_step=66 trainer.minibatch_size=66",
@@ -260,14 +260,9 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "algorithm.advantage=gae",
         ),
         (
-            "algorithm.advantage=grpo rollout.n=2 algorithm.whiten_advantages=false",
-            "algorithm.whiten_advantages",
+            "algorithm.advantage=grpo rollout.n=2 algorithm.value_clip=0",
+            "algorithm.value_clip",
             "algorithm.advantage=gae",
-        ),
-        (
-            "algorithm.grpo_std_normalization=false",
-            "algorithm.grpo_std_normalization",
-            "algorithm.advantage=grpo",
         ),
         ("algorithm.kl.coef=0.1", "algorithm.kl.coef", "algorithm.kl.placement=reward or loss"),
         ("model.ref_path=x", "model.ref_path", "algorithm.kl.placement=reward or loss"),
@@ -541,7 +536,8 @@ def test_every_model_is_checked_and_named() -> None:
 
 def test_rules_without_a_model_and_all_at_once() -> None:
     config = load(
-        None, ["engine.megatron.tp=3", "algorithm.clip.dual=0.5", "optim.warmup_steps=200", "data.val_size=1"]
+        None,
+        ["engine.megatron.tp=3", "algorithm.loss_settings.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"],
     )
     assert len(check(config, world_size=4)) == 4
 

@@ -59,13 +59,16 @@ RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
     "ppo": AlgorithmConfig(
         advantage="gae",
-        gae_lambda=0.95,
+        advantage_settings={"gae_lambda": 0.95},
         kl=KlConfig(placement="reward", coef=0.05, control="adaptive"),
         entropy_coef=0.01,
         epochs=2,
     ),
     "grpo": AlgorithmConfig(
-        advantage="grpo", kl=KlConfig(placement="loss", coef=0.05), loss_aggregation="seq-mean-token-mean"
+        advantage="grpo",
+        advantage_settings={},
+        kl=KlConfig(placement="loss", coef=0.05),
+        loss_aggregation="seq-mean-token-mean",
     ),
 }
 ALONE = ("1", "experts 1")  # what the other layouts are compared with

@@ -85,7 +85,7 @@ def verified_by_engines(engine: str, measured: Measured) -> bool:
 
 experts = partial(setting, facts=MIXTURE)
 ROUTED = ("engine.megatron.moe.routing_replay=true", "algorithm.old_logprobs=recompute")
-SERVED = ("rollout.backend=sglang", "trainer.async_steps=1", "algorithm.tis_cap=2")
+SERVED = ("rollout.backend=sglang", "trainer.async_steps=1", "algorithm.correction=tis")
 CHECKS: dict[str, Check] = {
     "tensor parallel": setting("engine.megatron.tp=2"),
     "sequence parallel": setting("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),

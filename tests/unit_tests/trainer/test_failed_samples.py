@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
-from mega_rl.algorithms.advantages.gae import GAEAdvantages
-from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
-from mega_rl.algorithms.kl import k1
+from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
@@ -24,8 +23,8 @@ from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.rollouts import make_rollout
 
-GRPO: list[AdvantageEstimator] = [GRPOAdvantages(std_normalization=True), GRPOAdvantages(std_normalization=False)]
-GAE = GAEAdvantages(gamma=0.99, gae_lambda=0.9, whiten=True, kl=None, kl_estimator=k1)
+OVER_GROUPS: list[AdvantageEstimator] = [GRPO(), GRPO(std="none")]
+WITH_CRITIC = GAE(gamma=0.99, gae_lambda=0.9)
 PROMPTS = [Prompt(index=i, token_ids=(2, 3), text=f"p{i}", answer="a") for i in range(8)]
 lengths_and_failures = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=2, max_size=12).filter(
     lambda rows: not all(failed for _, failed in rows)
@@ -63,7 +62,7 @@ def experience_of(rollout: Rollout, rewards: torch.Tensor, estimator: AdvantageE
 
 @settings(max_examples=60, deadline=None)
 @given(rows=lengths_and_failures)
-@pytest.mark.parametrize("estimator", [*GRPO, GAE])
+@pytest.mark.parametrize("estimator", [*OVER_GROUPS, WITH_CRITIC])
 def test_the_others_learn_as_if_it_were_not_there(estimator: AdvantageEstimator, rows: list[tuple[int, bool]]) -> None:
     """Advantages of all other rows, and all metrics; the failed rows have none.
 
@@ -92,7 +91,7 @@ def test_it_has_no_share_in_a_mini_batch(aggregation: Aggregation) -> None:
     plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation=aggregation, max_response_tokens=5, seed=0)
 
     def weights(rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
-        experience = experience_of(rollout, rewards, GRPO[0])
+        experience = experience_of(rollout, rewards, OVER_GROUPS[0])
         (batch,) = plan.cut(experience, num_prompts=2, step=0, ranks=FakeRanks())
         return batch.loss_weights[batch.loss_mask.any(dim=1)]
 
@@ -103,7 +102,7 @@ def test_tokens_of_a_failed_sample_are_our_own_bug() -> None:
     rollout, rewards = with_failures([(3, False), (2, False)])
     rollout.failed = torch.tensor([False, True])
     with pytest.raises(AssertionError, match="a failed sample has tokens"):
-        experience_of(rollout, rewards, GAE)
+        experience_of(rollout, rewards, WITH_CRITIC)
 
 
 def test_a_dump_says_which_samples_failed() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages
-from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k1
+from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.advantages.grpo import GRPO
+from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
@@ -45,9 +45,8 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "actor": policy,
         "critic": AbsentWorker() if grpo else FakeCritic(events),
         "reference": AbsentWorker(),
-        "estimator": GRPOAdvantages(std_normalization=True)
-        if grpo
-        else GAEAdvantages(gamma=1.0, gae_lambda=1.0, whiten=True, kl=None, kl_estimator=k1),
+        "estimator": GRPO() if grpo else GAE(),
+        "reward_kl": None,
         "minibatches": MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=4, seed=0),
         "kl": kl,
         "staleness": lambda rollout: {},

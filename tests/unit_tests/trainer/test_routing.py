@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.grpo import GRPOAdvantages
+from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
@@ -32,7 +32,7 @@ def experience_from(old: TokenOutputs, routing: torch.Tensor | None) -> Any:
         old=dataclasses.replace(old, logprobs=batch.old_logprobs),
         ref=TokenOutputs(),
         critic=TokenOutputs(),
-        estimator=GRPOAdvantages(std_normalization=True),
+        estimator=GRPO(),
         sum_over_ranks=SingleRank().sum,
     )
 

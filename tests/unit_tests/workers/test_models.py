@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
+from mega_rl.algorithms.losses import policy as losses
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.algorithms.losses.policy import KLTerm, PolicyLossSettings, ppo_policy_loss
+from mega_rl.algorithms.losses.base import PolicyTokens
+from mega_rl.algorithms.losses.policy import KLTerm
+from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
@@ -24,7 +27,8 @@ from tests.helpers.models import random_experience
 
 BATCH = random_experience()
 FIELDS: dict[str, Tensor] = {name: value for name, value in BATCH.items() if value.dim() == 2}
-SETTINGS = PolicyLossSettings(clip_low=0.1, clip_high=0.4, dual_clip=3.0, entropy_coef=0.02)
+OBJECTIVE = PPO(clip_low=0.1, clip_high=0.4, dual_clip=3.0)
+ENTROPY_COEF = 0.02
 GENERATOR = torch.Generator().manual_seed(3)
 LOGPROBS = FIELDS["old_logprobs"] + 0.5 * torch.randn(BATCH.tokens.shape, generator=GENERATOR)
 ENTROPY = torch.rand(BATCH.tokens.shape, generator=GENERATOR)
@@ -64,18 +68,22 @@ def same(actual: LossOutput, expected: LossOutput) -> bool:
 
 
 def policy_loss(kl: FixedKL | AdaptiveKL | None) -> PolicyLoss:
-    return PolicyLoss(SETTINGS, kl=kl, kl_estimator=k2)
+    return PolicyLoss(OBJECTIVE, kl=kl, kl_estimator=k2, entropy_coef=ENTROPY_COEF)
 
 
 def direct_policy_loss(kl_coef: float | None) -> LossOutput:
-    return ppo_policy_loss(
+    tokens = PolicyTokens.of(
         LOGPROBS,
-        ENTROPY,
         old_logprobs=BATCH.old_logprobs,
         advantages=BATCH.advantages,
         loss_weights=BATCH.loss_weights,
         token_weights=BATCH.token_weights,
-        settings=SETTINGS,
+    )
+    return losses.policy_loss(
+        tokens,
+        ENTROPY,
+        objective=OBJECTIVE,
+        entropy_coef=ENTROPY_COEF,
         kl=None if kl_coef is None else KLTerm(BATCH.ref_logprobs, kl_coef, k2),
     )
 
@@ -116,7 +124,7 @@ def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
     loss = policy_loss(None)
     assert loss.needs_entropy
     assert not ValueLoss(value_clip=0.2).needs_entropy
-    free = replace(loss, settings=replace(SETTINGS, entropy_coef=0.0))
+    free = replace(loss, entropy_coef=0.0)
     assert not free.needs_entropy
     actual = free(TokenOutputs(logprobs=LOGPROBS), FIELDS)
     assert float(actual.sums["actor/entropy"]) == pytest.approx(-float((BATCH.token_weights * LOGPROBS).sum()))

@@ -168,7 +168,7 @@ def test_files_that_fail_to_import(tmp_path: Path, content: str, expected: str) 
     with pytest.raises(UserError, match="fails to import") as error:
         resolve(f"{file}:f")
     assert expected in str(error.value)
-    assert "mega_rl_reward_broken_reward" not in sys.modules
+    assert "mega_rl_user_broken_reward" not in sys.modules
 
 
 def test_a_file_imports_its_neighbours_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.gae import GAEAdvantages
-from mega_rl.algorithms.kl import FixedKL, k1
+from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.kl import FixedKL, RewardKL, k1
 from mega_rl.config.attention import Role
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
@@ -64,9 +64,7 @@ class Run:
             settings=RunSettings(steps=3, save_interval=2), rollout=rollouts, sync=rollouts, reward=self, actor=actor,
             critic=critic, reference=ReferenceWorker(cast(Any, self.models.in_turn("reference"))), checkpoints=self,
             old_logprobs=RecomputedLogprobs(actor, guard), kl=FixedKL(0.1),
-            estimator=GAEAdvantages(
-                gamma=1.0, gae_lambda=1.0, whiten=True, kl=FixedKL(0.1), kl_estimator=k1,
-            ),
+            estimator=GAE(), reward_kl=RewardKL(FixedKL(0.1), k1),
         )  # fmt: skip
 
     def note(self, event: str) -> None:

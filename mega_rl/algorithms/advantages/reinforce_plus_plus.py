@@ -15,7 +15,7 @@ from mega_rl.algorithms.advantages.tokens import token_rewards
 from mega_rl.algorithms.statistics import SumOverRanks, identity, whiten
 
 
-def reinforce_pp(
+def reinforce_plus_plus(
     scores: Tensor,
     mask: Tensor,
     kl_penalty: Tensor | None = None,
@@ -31,12 +31,12 @@ def reinforce_pp(
 
     scores [B] float32; mask [B, S] bool; kl_penalty [B, S] float32, coefficient times log(policy / reference).
     """
-    rewards = token_rewards(scores, mask, kl_penalty, kl_coef=1.0)
+    rewards = token_rewards(scores, mask, kl_penalty)
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
     return whiten(returns, mask, sum_over_ranks=sum_over_ranks)
 
 
-def reinforce_pp_baseline(
+def reinforce_plus_plus_baseline(
     rewards: Tensor,
     group_ids: Tensor,
     mask: Tensor,
@@ -49,4 +49,4 @@ def reinforce_pp_baseline(
     rewards [B] float32; group_ids [B] int64, rows of one prompt share an id and are all on this rank. No discount.
     """
     scores = Groups.of(group_ids, mask).centred(rewards).float()
-    return reinforce_pp(scores, mask, kl_penalty, sum_over_ranks=sum_over_ranks)
+    return reinforce_plus_plus(scores, mask, kl_penalty, sum_over_ranks=sum_over_ranks)

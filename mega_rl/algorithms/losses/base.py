@@ -1,0 +1,48 @@
+"""Policy losses: from the log-probs and advantages of a micro-batch's tokens to the loss of each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.kl import clamped_log_ratio
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """Tokens of a micro-batch, packed or padded; all tensors of one shape, float32, 0 where `token_weights` is 0."""
+
+    logprobs: Tensor  # of the policy, with gradient
+    log_ratio: Tensor  # to the policy before the update, clamped to +-20 nats, with gradient
+    advantages: Tensor
+    token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
+    loss_weights: Tensor  # share of the token's loss in the mini-batch's; algorithms.losses.aggregation
+
+    @classmethod
+    def of(
+        cls, logprobs: Tensor, *, old_logprobs: Tensor, advantages: Tensor, token_weights: Tensor, loss_weights: Tensor
+    ) -> PolicyTokens:
+        """Return the tokens of these fields; whatever stands where they do not count, even a NaN, is 0."""
+        active = token_weights > 0
+        logprobs, old_logprobs, advantages = (torch.where(active, x, 0.0) for x in (logprobs, old_logprobs, advantages))
+        return cls(logprobs, clamped_log_ratio(logprobs, old_logprobs), advantages, token_weights, loss_weights)
+
+    @property
+    def active(self) -> Tensor:
+        """Return which tokens count; bool."""
+        return self.token_weights > 0
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return this micro-batch's share of the mean of x over the mini-batch's tokens; without gradient."""
+        return (self.token_weights * x).sum().detach()
+
+
+class PolicyObjective(Protocol):
+    """A policy loss; its settings as of `config.schema.algorithms.LossSettings`."""
+
+    def __call__(self, tokens: PolicyTokens, /) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (loss of each token, to be minimised, before `loss_weights`; token means by name: "actor/...")."""
+        ...

@@ -1,0 +1,75 @@
+"""The advantage estimator, policy loss and correction of a run: built-in ones, or a user's own from a file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mega_rl.algorithms.advantages.base import AdvantageEstimator
+from mega_rl.algorithms.advantages.registry import ESTIMATORS
+from mega_rl.algorithms.corrections.base import Correction
+from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
+from mega_rl.algorithms.losses.base import PolicyObjective
+from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.config.needs import kl_estimator
+from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects, settings_of
+from mega_rl.config.schema import Config
+from mega_rl.config.schema.algorithms import AdvantageSettings
+from mega_rl.config.values import shown
+from mega_rl.errors import UserError
+from mega_rl.workers.user_files import load_from_file
+
+NEEDS = tuple(name for name in vars(AdvantageSettings) if name.startswith(("needs_", "takes_")))
+
+
+def build_estimator(config: Config) -> AdvantageEstimator:
+    """Return the advantage estimator that the recipe chooses. Raises UserError: see `_build`."""
+    estimator: AdvantageEstimator = _build(config, ADVANTAGE, ESTIMATORS)
+    for need in NEEDS:
+        if getattr(estimator, need, False) != ADVANTAGE.needs(config, need):
+            raise UserError(
+                f"algorithm.advantage={config.algorithm.advantage!r}: its {need} is not what the text of its class "
+                f"says; write {need} = {bool(getattr(estimator, need))} into the body of the class, where it is read "
+                "before anything runs"
+            )
+    return estimator
+
+
+def build_objective(config: Config) -> PolicyObjective:
+    """Return the policy loss that the recipe chooses. Raises UserError: see `_build`."""
+    objective: PolicyObjective = _build(config, LOSS, OBJECTIVES)
+    return objective
+
+
+def build_correction(config: Config) -> Correction | None:
+    """Return the correction that the recipe chooses, None for none. Raises UserError: see `_build`."""
+    return _build(config, CORRECTION, CORRECTIONS) if corrects(config) else None
+
+
+def build_reward_kl(config: Config, controller: KLController) -> RewardKL | None:
+    """Return the KL penalty in token rewards; None where the KL is a term of the loss, or there is none."""
+    kl = config.algorithm.kl
+    return RewardKL(controller, KL_ESTIMATORS[kl_estimator(kl)]) if kl.placement == "reward" else None
+
+
+def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return the chosen one with its settings.
+
+    Raises UserError for a user's class that refuses its settings, and for one that is not called with one argument.
+    """
+    name, settings = chosen(config, choice), settings_of(config, choice)
+    if name in registry:
+        return registry[name](**settings)
+    made = load_from_file(name, key=choice.key, kind="class")
+    if isinstance(made, type):
+        try:
+            made = made(**settings)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise UserError(f"{choice.settings_key}={shown(settings)}: {name} refuses it: {error}") from error
+    try:
+        inspect.signature(made).bind(None)
+    except TypeError as error:
+        raise UserError(f"{choice.key}={name!r}: it is called with one {choice.argument}, but {error}") from error
+    return made

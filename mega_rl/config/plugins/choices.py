@@ -1,0 +1,157 @@
+"""Choices of algorithm.advantage, .loss and .correction: their settings, and what each needs of a run."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import get_type_hints
+
+from mega_rl.config.plugins.files import definition, missing_name
+from mega_rl.config.schema import Config
+from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Settings
+from mega_rl.config.values import BadValue, coerce, shown
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kind of algorithm that a recipe chooses: a built-in one by name, or a class in a user's file."""
+
+    key: str  # "algorithm.advantage"; its settings are in "algorithm.advantage_settings"
+    builtin: Mapping[str, type[Settings]]  # name -> dataclass of its settings
+    argument: str  # type that it is called with
+
+    @property
+    def settings_key(self) -> str:
+        """Return the key of the mapping that holds the chosen one's settings."""
+        return f"{self.key}_settings"
+
+    def completed(self, name: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:
+        """Return every setting of a built-in choice, defaults for those not given; mistakes go to `problems`.
+
+        The settings of a user's own class are as given: `file_problems` checks their names.
+        """
+        if name not in self.builtin:
+            if ".py" not in name:
+                problems.append(f"{self.key}={shown(name)}: {self._legal(name)}")
+            return dict(given)
+        area = self.builtin[name]
+        fields, hints = {field.name: field for field in dataclasses.fields(area)}, get_type_hints(area)
+        problems += [self._unknown(name, setting, fields) for setting in given if setting not in fields]
+        settings = {}
+        for setting, field in fields.items():
+            settings[setting] = field.default
+            try:
+                settings[setting] = coerce(given.get(setting, field.default), hints[setting], field)
+            except BadValue as error:
+                problems.append(f"{self.settings_key}.{setting}={shown(given[setting])}: {error}")
+        return settings
+
+    def needs(self, config: Config, need: str) -> bool:
+        """Return a class variable of the chosen class; False where a user's class does not set it to True."""
+        name = chosen(config, self)
+        if name in self.builtin:
+            return bool(getattr(self.builtin[name], need))
+        return need in _true_variables(name)
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """Yield what is wrong with the settings of a built-in choice together."""
+        name = chosen(config, self)
+        if name in self.builtin:
+            settings = self.builtin[name](**settings_of(config, self))
+            yield from (f"{self.settings_key}.{line}" for line in settings.problems())
+
+    def with_need(self, need: str) -> str:
+        """Return the built-in choices that have a need, as one writes them: "algorithm.advantage=gae"."""
+        return f"{self.key}=" + " or ".join(name for name, area in self.builtin.items() if getattr(area, need))
+
+    def file_problems(self, config: Config) -> Iterator[str]:
+        """Yield the mistakes in the choice of a user's own class, which is parsed and not run."""
+        name, given = chosen(config, self), settings_of(config, self)
+        if problem := missing_name(name, builtin=tuple(self.builtin), kind="class"):
+            yield f"{self.key}={name!r}: {problem}"
+        elif name not in self.builtin and (node := definition(name)):
+            yield from self._unfit(name, node, given)
+
+    def _unfit(self, name: str, node: ast.FunctionDef | ast.ClassDef, given: Mapping[str, object]) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef):
+            if given:
+                yield (
+                    f"{self.settings_key}={shown(dict(given))}: {name} is a function, which has no settings; make it a "
+                    "dataclass with __call__, whose fields are settings"
+                )
+            return
+        if node.bases:  # fields may be inherited; the class itself refuses unknown ones when it is made
+            return
+        fields = dict(_fields(node))
+        yield from (self._unknown(name, setting, fields) for setting in given if setting not in fields)
+        missing = [setting for setting, has_default in fields.items() if not has_default and setting not in given]
+        if missing:
+            yield f"{self.key}={name!r} needs {' and '.join(f'{self.settings_key}.{setting}' for setting in missing)}"
+
+    def _unknown(self, name: str, setting: str, fields: Mapping[str, object]) -> str:
+        near = difflib.get_close_matches(setting, fields, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(fields) or 'none'}"
+        return f"{self.settings_key}.{setting} has no effect: {self.key}={name} has no such setting; {hint}"
+
+    def _legal(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self.builtin, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"legal: {', '.join(self.builtin)} or path/to/file.py:class{hint}"
+
+
+ADVANTAGE = Choice("algorithm.advantage", ADVANTAGES, "AdvantageInputs")
+LOSS = Choice("algorithm.loss", LOSSES, "PolicyTokens")
+CORRECTION = Choice("algorithm.correction", CORRECTIONS, "SampledTokens")
+CHOICES = (ADVANTAGE, LOSS, CORRECTION)
+
+
+def chosen(config: Config, choice: Choice) -> str:
+    """Return the name that a recipe chooses."""
+    name: str = getattr(config.algorithm, choice.key.rpartition(".")[2])
+    return name
+
+
+def settings_of(config: Config, choice: Choice) -> dict[str, object]:
+    """Return the settings of the chosen one as the config has them.
+
+    `load` writes every setting of the chosen one. In a config of which only the name was changed stand the defaults of
+    the default choice, which are not its own: none are returned.
+    """
+    name, key = choice.settings_key.rpartition(".")[2], choice.key.rpartition(".")[2]
+    settings: dict[str, object] = getattr(config.algorithm, name)
+    default = Config().algorithm
+    is_default = chosen(config, choice) == getattr(default, key)
+    return {} if settings == getattr(default, name) and not is_default else settings
+
+
+def needs_critic(config: Config) -> bool:
+    """Return whether the advantage estimator reads the values of a critic."""
+    return ADVANTAGE.needs(config, "needs_critic")
+
+
+def corrects(config: Config) -> bool:
+    """Return whether token losses are weighted for what sampled the tokens."""
+    return config.algorithm.correction != "none"
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, bool]]:
+    """Yield name of each field of a dataclass, and whether it has a default."""
+    for entry in node.body:
+        if isinstance(entry, ast.AnnAssign) and "ClassVar" not in ast.unparse(entry.annotation):
+            yield ast.unparse(entry.target), entry.value is not None
+
+
+def _true_variables(spec: str) -> set[str]:
+    """Return the names that the body of a user's class sets to True."""
+    node = definition(spec)
+    if not isinstance(node, ast.ClassDef):
+        return set()
+    names: set[str] = set()
+    for entry in node.body:
+        targets = entry.targets if isinstance(entry, ast.Assign) else [getattr(entry, "target", None)]
+        if isinstance(value := getattr(entry, "value", None), ast.Constant) and value.value is True:
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names

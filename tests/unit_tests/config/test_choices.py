@@ -1,0 +1,210 @@
+"""Choices of advantage estimator, policy loss and correction: built-in names, settings, and a user's own class."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from mega_rl.algorithms.advantages.registry import ESTIMATORS
+from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.assemble.algorithms import build_correction, build_estimator, build_objective
+from mega_rl.config.loader import load
+from mega_rl.config.needs import has_several_models
+from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, needs_critic
+from mega_rl.config.render import resolved_yaml
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserError, UserErrors
+
+MINE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch  # what is in a file is read from its text: this would fail the check below
+
+assert torch.never_run_by_a_check
+
+
+@dataclass(frozen=True)
+class Estimator:
+    needs_critic: ClassVar[bool] = True
+    needs_groups = True
+
+    alpha: float
+    beta: float = 1.0
+
+    def __call__(self, inputs):
+        return inputs
+
+
+class Heir(Estimator):
+    gamma: float = 0.5
+
+
+def plain(inputs):
+    return inputs
+
+
+number = 3
+"""
+RUNS = MINE.replace("assert torch.never_run_by_a_check", "")
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "runs.py").write_text(RUNS)
+    return tmp_path
+
+
+def problems(*overrides: str) -> list[str]:
+    """The errors of loading, or of the checks of files."""
+    try:
+        config = load(None, overrides)
+    except UserErrors as errors:
+        return list(errors.problems)
+    return [line for choice in CHOICES for line in choice.file_problems(config)]
+
+
+@pytest.mark.parametrize(
+    ("choice", "registry"), [(ADVANTAGE, ESTIMATORS), (LOSS, OBJECTIVES), (CORRECTION, CORRECTIONS)]
+)
+def test_what_can_be_chosen_can_be_built_with_its_own_settings(choice: object, registry: dict[str, type]) -> None:
+    builtin = {name: area for name, area in choice.builtin.items() if name != "none"}  # type: ignore[attr-defined]
+    assert list(builtin) == list(registry)
+    for name, area in builtin.items():
+        assert issubclass(registry[name], area)
+        assert dataclasses.fields(registry[name]) == dataclasses.fields(area)  # the formula adds no setting
+        assert all(field.metadata["doc"].endswith(".") for field in dataclasses.fields(area))
+
+
+def test_a_config_has_every_setting_of_its_choices() -> None:
+    config = load(None, ["algorithm.advantage_settings.gae_lambda=0.5", "algorithm.loss_settings={clip_high: 1}"])
+    assert config.algorithm.advantage_settings == {"gamma": 1.0, "gae_lambda": 0.5, "whiten": True}
+    assert config.algorithm.loss_settings == {"clip_low": 0.2, "clip_high": 1.0, "dual_clip": 3.0}
+    assert load(None, ["algorithm.advantage=grpo"]).algorithm.advantage_settings == {"std": "group"}
+    assert load(None, ["algorithm.advantage_settings=null"]) == Config()
+
+
+def test_a_written_config_is_read_back(tmp_path: Path) -> None:
+    config = load(None, ["algorithm.advantage=grpo", "rollout.n=2", "algorithm.correction=tis"])
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    assert load(tmp_path / "config.yaml") == config
+
+
+def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("algorithm: {advantage: gae, advantage_settings: {gamma: 0.9}}\n")
+    both = load(recipe, ["algorithm.advantage_settings.gae_lambda=0.5", "algorithm.advantage=gae"])
+    assert both.algorithm.advantage_settings == {"gamma": 0.9, "gae_lambda": 0.5, "whiten": True}
+    other = load(recipe, ["algorithm.advantage=grpo", "algorithm.advantage_settings.std=none"])
+    assert other.algorithm.advantage_settings == {"std": "none"}
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "algorithm.advantage=gpro",
+            "algorithm.advantage='gpro': legal: gae, grpo or path/to/file.py:class; did you mean grpo?",
+        ),
+        (
+            "algorithm.loss_settings.clip_hig=0.3",
+            "algorithm.loss_settings.clip_hig has no effect: algorithm.loss=ppo has no such setting; did you mean "
+            "clip_high?",
+        ),
+        (
+            "algorithm.correction_settings.cap=2",
+            "algorithm.correction_settings.cap has no effect: algorithm.correction=none has no such setting; it has "
+            "none",
+        ),
+        (
+            "algorithm.advantage_settings.gamma=2",
+            "algorithm.advantage_settings.gamma=2: must be at least 0 and at most 1",
+        ),
+        ("algorithm.advantage_settings.whiten=1", "algorithm.advantage_settings.whiten=1: needs true or false"),
+        (
+            "algorithm.advantage_settings=3",
+            "algorithm.advantage_settings=3: needs a mapping of names to values; write it as {name: value}",
+        ),
+    ],
+)
+def test_mistakes_in_names_and_settings(override: str, line: str) -> None:
+    built_in = ", ".join(ADVANTAGE.builtin)
+    assert problems(override) == [line.replace("gae, grpo", built_in)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("algorithm.loss={}/none.py:Loss", "algorithm.loss='{}/none.py:Loss': {}/none.py: no such file"),
+        (
+            "algorithm.advantage={}/mine.py:Estimate",
+            "algorithm.advantage='{}/mine.py:Estimate': {}/mine.py defines no 'Estimate'; it has Estimator, Heir, "
+            "plain",
+        ),
+        (
+            "algorithm.advantage={}/mine.py",
+            "algorithm.advantage='{}/mine.py': name the class too, as {}/mine.py:Estimator; {}/mine.py has Estimator, "
+            "Heir, plain",
+        ),
+        (
+            "algorithm.advantage={}/mine.py:Estimator",
+            "algorithm.advantage='{}/mine.py:Estimator' needs algorithm.advantage_settings.alpha",
+        ),
+        (
+            "algorithm.advantage={}/mine.py:Estimator algorithm.advantage_settings={{alpha: 1, bata: 2}}",
+            "algorithm.advantage_settings.bata has no effect: algorithm.advantage={}/mine.py:Estimator has no such "
+            "setting; did you mean beta?",
+        ),
+        (
+            "algorithm.loss={}/mine.py:plain algorithm.loss_settings.a=1",
+            "algorithm.loss_settings={{'a': 1}}: {}/mine.py:plain is a function, which has no settings; make it a "
+            "dataclass with __call__, whose fields are settings",
+        ),
+    ],
+)
+def test_mistakes_in_a_file_are_named_without_running_it(mine: Path, overrides: str, line: str) -> None:
+    (actual,) = problems(*split(overrides.format(*[mine] * 4)))
+    assert actual.startswith(line.format(*[mine] * 4))
+
+
+def split(overrides: str) -> list[str]:
+    return [f"algorithm.{text.strip()}" for text in overrides.split("algorithm.") if text]
+
+
+def test_the_needs_of_a_class_are_read_without_running_it(mine: Path) -> None:
+    config = load(None, [f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage_settings.alpha=1"])
+    assert problems(f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage_settings.alpha=1") == []
+    assert needs_critic(config)
+    assert has_several_models(config)
+    assert ADVANTAGE.needs(config, "needs_groups")
+    assert not ADVANTAGE.needs(config, "takes_kl")
+    assert not needs_critic(load(None, [f"algorithm.advantage={mine}/mine.py:plain"]))
+
+
+def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
+    chosen = f"algorithm.advantage={mine}/runs.py:Estimator"
+    estimator = build_estimator(load(None, [chosen, "algorithm.advantage_settings={alpha: 2.0}"]))
+    assert (estimator.alpha, estimator.beta) == (2.0, 1.0)  # type: ignore[attr-defined]
+    objective = build_objective(load(None, [f"algorithm.loss={mine}/runs.py:plain"]))
+    assert objective(torch.ones(1)) == 1  # type: ignore[arg-type, comparison-overlap]
+    assert build_correction(load(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("algorithm.advantage={}/runs.py:Heir", "refuses it: .*alpha"),
+        ("algorithm.advantage={}/runs.py:Heir algorithm.advantage_settings.alpha=1", "its needs_critic is not what"),
+        ("algorithm.advantage={}/runs.py:number", "it is called with one AdvantageInputs, but"),
+        ("algorithm.advantage={}/mine.py:plain", "fails to import: AttributeError"),
+    ],
+)
+def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: str) -> None:
+    config = load(None, split(overrides.format(mine)))
+    with pytest.raises(UserError, match=message):
+        build_estimator(config)
