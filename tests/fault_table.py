@@ -201,8 +201,8 @@ ADVANTAGES = (
     _fault(
         "advantages",
         "REINFORCE++ without the baseline",
-        "scores = Groups.of(group_ids, mask).centred(rewards).float()",
-        "scores = rewards",
+        "scores = Groups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()",
+        "scores = inputs.rewards",
         "algorithms/test_group_advantages.py",
     ),
     _fault(

@@ -11,19 +11,26 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.tokens import response_order, token_rewards
+from mega_rl.algorithms.advantages.tokens import length_adaptive_lambda, response_order, token_rewards
 from mega_rl.algorithms.statistics import whiten
 from mega_rl.config.schema.algorithms import GAESettings
 
 
 @dataclass(frozen=True)
 class GAE(GAESettings):
-    """Generalized advantage estimation over a critic's values, of token rewards that may hold a KL penalty."""
+    """Generalized advantage estimation over a critic's values, of token rewards that may hold a KL penalty.
+
+    The policy's lambda may differ from that of the critic's targets. Source: Yuan et al. 2025 (VC-PPO),
+    arXiv:2503.01491, decoupled GAE; Yue et al. 2025 (VAPO), arXiv:2504.05118.
+    """
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         experience, mask = inputs.experience, inputs.experience.loss_mask
         scores = token_rewards(inputs.rewards, mask, inputs.kl_penalty)
         advantages, returns = gae(scores, experience.values, mask, gamma=self.gamma, lam=self.gae_lambda)
+        if self.policy_lambda or self.length_alpha:
+            lam = length_adaptive_lambda(mask, alpha=self.length_alpha) if self.length_alpha else self.policy_lambda
+            advantages, _ = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)
         if self.whiten:
             advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)
         return advantages, returns
@@ -62,15 +69,3 @@ def gae(
         span *= 2
     blank = torch.zeros_like(advantages)
     return blank.scatter(1, order, advantages), blank.scatter(1, order, advantages + values)
-
-
-def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
-    """[B, 1] float64, a lambda for each row, whose weights of TD errors sum to alpha times the response's length.
-
-        lambda = 1 - 1 / (alpha * l), at least 0      since sum of lambda^t over t = 0, 1, ... is 1 / (1 - lambda)
-
-    mask [B, S] bool; l the row's response tokens. A constant lambda of 0.95 forgets the score within some 60 tokens.
-    Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, where alpha is 0.05.
-    """
-    lengths = mask.sum(dim=1, keepdim=True).double().clamp(min=1)
-    return (1 - 1 / (alpha * lengths)).clamp(min=0)

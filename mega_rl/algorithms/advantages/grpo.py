@@ -21,14 +21,8 @@ class GRPO(GRPOSettings):
     """Rewards normalised within the samples of one prompt; needs no critic."""
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        experience = inputs.experience
-        advantages = grpo(
-            inputs.rewards,
-            experience.prompt_index,
-            experience.loss_mask,
-            std=self.std,
-            sum_over_ranks=inputs.sum_over_ranks,
-        )
+        prompts, mask = inputs.experience.prompt_index, inputs.experience.loss_mask
+        advantages = grpo(inputs.rewards, prompts, mask, std=self.std, sum_over_ranks=inputs.sum_over_ranks)
         return advantages, torch.zeros_like(advantages)
 
 

@@ -6,9 +6,23 @@ Source: Hao et al. 2025 (OPO), arXiv:2505.23585. Alignment and masks of all tens
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.groups import Groups, spread
+from mega_rl.config.schema.algorithms import OPOSettings
+
+
+@dataclass(frozen=True)
+class OPO(OPOSettings):
+    """Rewards less the prompt's mean reward weighted by length; needs no critic."""
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        advantages = opo(inputs.rewards, inputs.experience.prompt_index, inputs.experience.loss_mask)
+        return advantages, torch.zeros_like(advantages)
 
 
 def opo(rewards: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:

@@ -6,10 +6,27 @@ all tensors: `mega_rl.algorithms.advantages.base`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.groups import Groups, spread
+from mega_rl.config.schema.algorithms import PassAtKSettings
+
+
+@dataclass(frozen=True)
+class PassAtK(PassAtKSettings):
+    """Rewards of sets of k samples of a prompt; needs no critic."""
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        prompts, mask = inputs.experience.prompt_index, inputs.experience.loss_mask
+        normalize = self.std == "group"
+        advantages = pass_at_k(
+            inputs.rewards, prompts, mask, k=self.k, right_above=self.right_above, normalize=normalize
+        )
+        return advantages, torch.zeros_like(advantages)
 
 
 def pass_at_k(

@@ -1,18 +1,30 @@
 """REINFORCE++: returns of token rewards with a KL penalty, whitened over the global batch.
 
-Source: Hu et al. 2025, arXiv:2501.03262. Alignment and masks of all tensors:
-`mega_rl.algorithms.advantages.base`.
+Source: Hu et al. 2025, arXiv:2501.03262. Alignment and masks of all tensors: `mega_rl.algorithms.advantages.base`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.gae import gae
-from mega_rl.algorithms.advantages.groups import Groups
 from mega_rl.algorithms.advantages.tokens import token_rewards
 from mega_rl.algorithms.statistics import SumOverRanks, identity, whiten
+from mega_rl.config.schema.algorithms import ReinforcePlusPlusSettings
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus(ReinforcePlusPlusSettings):
+    """Whitened returns of token rewards, which may hold a KL penalty; needs no critic."""
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        mask, sums = inputs.experience.loss_mask, inputs.sum_over_ranks
+        advantages = reinforce_plus_plus(inputs.rewards, mask, inputs.kl_penalty, gamma=self.gamma, sum_over_ranks=sums)
+        return advantages, torch.zeros_like(advantages)
 
 
 def reinforce_plus_plus(
@@ -34,19 +46,3 @@ def reinforce_plus_plus(
     rewards = token_rewards(scores, mask, kl_penalty)
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
     return whiten(returns, mask, sum_over_ranks=sum_over_ranks)
-
-
-def reinforce_plus_plus_baseline(
-    rewards: Tensor,
-    group_ids: Tensor,
-    mask: Tensor,
-    kl_penalty: Tensor | None = None,
-    *,
-    sum_over_ranks: SumOverRanks = identity,
-) -> Tensor:
-    """REINFORCE++ advantages of score_i = r_i - mean(group), several samples of a prompt; float32 [B, S].
-
-    rewards [B] float32; group_ids [B] int64, rows of one prompt share an id and are all on this rank. No discount.
-    """
-    scores = Groups.of(group_ids, mask).centred(rewards).float()
-    return reinforce_plus_plus(scores, mask, kl_penalty, sum_over_ranks=sum_over_ranks)

@@ -6,9 +6,23 @@ baseline for free!". Alignment and masks of all tensors: `mega_rl.algorithms.adv
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.groups import Groups, spread
+from mega_rl.config.schema.algorithms import RLOOSettings
+
+
+@dataclass(frozen=True)
+class RLOO(RLOOSettings):
+    """Rewards less the mean of the prompt's other samples; needs no critic."""
+
+    def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        advantages = rloo(inputs.rewards, inputs.experience.prompt_index, inputs.experience.loss_mask)
+        return advantages, torch.zeros_like(advantages)
 
 
 def rloo(rewards: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:

@@ -40,3 +40,15 @@ def token_rewards(rewards: Tensor, mask: Tensor, kl_penalty: Tensor | None = Non
     if kl_penalty is not None:
         out = out - torch.where(mask, kl_penalty, 0.0)
     return out
+
+
+def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
+    """[B, 1] float64, a lambda for each row, whose weights of TD errors sum to alpha times the response's length.
+
+        lambda = 1 - 1 / (alpha * l), at least 0      since sum of lambda^t over t = 0, 1, ... is 1 / (1 - lambda)
+
+    mask [B, S] bool; l the row's response tokens. A constant lambda of 0.95 forgets the score within some 60 tokens.
+    Source: Yue et al. 2025 (VAPO), arXiv:2504.05118, where alpha is 0.05.
+    """
+    lengths = mask.sum(dim=1, keepdim=True).double().clamp(min=1)
+    return (1 - 1 / (alpha * lengths)).clamp(min=0)

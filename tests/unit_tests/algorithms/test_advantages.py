@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.gae import GAE, gae, length_adaptive_lambda
+from mega_rl.algorithms.advantages.gae import GAE, gae
 from mega_rl.algorithms.advantages.grpo import grpo
-from mega_rl.algorithms.advantages.tokens import last_response_token, response_order, token_rewards
+from mega_rl.algorithms.advantages.tokens import (
+    last_response_token,
+    length_adaptive_lambda,
+    response_order,
+    token_rewards,
+)
+from mega_rl.types import Experience
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -164,6 +170,26 @@ def test_every_row_has_its_own_lambda() -> None:
         alone = gae(rewards[own], values[own], mask[own], gamma=0.9, lam=float(lam[row]))
         # Powers of a tensor's number and of a Python number may differ in their last bit.
         torch.testing.assert_close((advantages[own], returns[own]), alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "policy"), [({"policy_lambda": 0.5}, 0.5), ({"length_alpha": 0.5}, torch.tensor([[1 / 3], [0.0]]))]
+)
+def test_the_policys_lambda_may_differ_from_that_of_the_critics_targets(
+    chosen: dict[str, float], policy: float | Tensor
+) -> None:
+    """0.5 * 3 tokens: 1 - 1 / 1.5; 0.5 * 2: 0. The critic's targets stay as without."""
+    mask = mask_of([".xx.x", "..xx."])
+    values = torch.randn(2, 5, generator=torch.Generator().manual_seed(2))
+    rows, lengths = torch.ones(2, 5, dtype=torch.int64), torch.tensor([5, 4])
+    experience = Experience.from_rows(rows, prompt_lengths=lengths, lengths=lengths, loss_mask=mask, values=values)
+    inputs = AdvantageInputs(experience, torch.tensor([1.0, -1.0]), None, lambda x: x)
+    advantages, returns = GAE(gamma=0.9, gae_lambda=1.0, whiten=False, **chosen)(inputs)
+    scores = token_rewards(inputs.rewards, mask)
+    lam = policy if isinstance(policy, float) else policy.double()
+    torch.testing.assert_close(advantages, gae(scores, values, mask, gamma=0.9, lam=lam)[0])
+    assert torch.equal(returns, gae(scores, values, mask, gamma=0.9, lam=1.0)[1])
+    assert not torch.equal(advantages, gae(scores, values, mask, gamma=0.9, lam=1.0)[0])
 
 
 def test_the_last_response_token_is_that_of_the_row() -> None:

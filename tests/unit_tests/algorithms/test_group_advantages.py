@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.grpo import grpo
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.opo import opo
-from mega_rl.algorithms.advantages.pass_at_k import pass_at_k
-from mega_rl.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from mega_rl.algorithms.advantages.rloo import rloo
+from mega_rl.algorithms.advantages.registry import ESTIMATORS as REGISTRY
 from mega_rl.algorithms.statistics import SumOverRanks, identity
+from mega_rl.types import Experience
 from tests.helpers.simulated_ranks import on_simulated_ranks
 
 GAMMA = 0.9
@@ -48,6 +47,7 @@ class Sample(NamedTuple):
 
 Group = Sequence[Sample]
 Estimate = Callable[[Batch, SumOverRanks], Tensor]
+Formula = Callable[[Sequence[Group]], Sequence[Sequence[float | list[float]]]]
 
 
 def batch_of(sizes: Sequence[int], *, seed: int, failures: float = 0.2) -> Batch:
@@ -133,7 +133,7 @@ def whitened_returns(
     return [[next(whitened) for _ in group] for group in groups]
 
 
-def on_tokens(batch: Batch, formula: Callable[[Sequence[Group]], Sequence[Sequence[float | list[float]]]]) -> Tensor:
+def on_tokens(batch: Batch, formula: Formula) -> Tensor:
     """[B, S] float64, the formula's numbers of the answered rows on their response tokens."""
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
@@ -154,29 +154,40 @@ def on_tokens(batch: Batch, formula: Callable[[Sequence[Group]], Sequence[Sequen
     return out
 
 
-def of_rewards(function: Callable[..., Tensor], **keywords: object) -> Estimate:
-    """An estimator that needs no sums over ranks."""
-    return lambda b, _: function(b.rewards, b.group_ids, b.mask, **keywords)
+def built(name: str, **settings: object) -> Estimate:
+    """The registered estimator of that name."""
+    estimator = REGISTRY[name](**settings)
+
+    def estimate(batch: Batch, sum_over_ranks: SumOverRanks) -> Tensor:
+        rows = torch.zeros(batch.mask.shape, dtype=torch.int64)
+        lengths = torch.full((len(rows),), rows.shape[1])
+        experience = Experience.from_rows(
+            rows, prompt_lengths=lengths, lengths=lengths, loss_mask=batch.mask, prompt_index=batch.group_ids
+        )
+        penalty = batch.kl_penalty if type(estimator).takes_kl else None
+        advantages, returns = estimator(AdvantageInputs(experience, batch.rewards, penalty, sum_over_ranks))
+        assert not returns.any()
+        assert advantages.dtype == returns.dtype == torch.float32
+        return advantages
+
+    return estimate
 
 
-ESTIMATORS: Mapping[str, tuple[Estimate, Callable[[Sequence[Group]], Sequence[Sequence[float | list[float]]]]]] = {
-    "rloo": (of_rewards(rloo), leave_one_out),
-    "opo": (of_rewards(opo), length_weighted),
-    "grpo": (of_rewards(grpo), over_group_deviation),
-    "grpo, std=none": (of_rewards(grpo, std="none"), centred),
-    "grpo, std=batch": (
-        lambda b, sums: grpo(b.rewards, b.group_ids, b.mask, std="batch", sum_over_ranks=sums),
-        over_batch_deviation,
-    ),
-    "pass@1": (of_rewards(pass_at_k, k=1), partial(mean_of_sets, k=1, normalize=True)),
-    "pass@2": (of_rewards(pass_at_k, k=2), partial(mean_of_sets, k=2, normalize=True)),
-    "pass@3": (of_rewards(pass_at_k, k=3, normalize=False), partial(mean_of_sets, k=3, normalize=False)),
+ESTIMATORS: Mapping[str, tuple[Estimate, Formula]] = {
+    "rloo": (built("rloo"), leave_one_out),
+    "opo": (built("opo"), length_weighted),
+    "grpo": (built("grpo"), over_group_deviation),
+    "grpo, std=none": (built("grpo", std="none"), centred),
+    "grpo, std=batch": (built("grpo", std="batch"), over_batch_deviation),
+    "pass@1": (built("pass_at_k", k=1), partial(mean_of_sets, k=1, normalize=True)),
+    "pass@2": (built("pass_at_k", k=2), partial(mean_of_sets, k=2, normalize=True)),
+    "pass@3": (built("pass_at_k", k=3, std="none"), partial(mean_of_sets, k=3, normalize=False)),
     "reinforce++": (
-        lambda b, sums: reinforce_plus_plus(b.rewards, b.mask, b.kl_penalty, gamma=GAMMA, sum_over_ranks=sums),
+        built("reinforce_plus_plus", gamma=GAMMA),
         lambda gs: whitened_returns(gs, scores=[[s.reward for s in g] for g in gs], gamma=GAMMA),
     ),
     "reinforce++ baseline": (
-        lambda b, sums: reinforce_plus_plus_baseline(b.rewards, b.group_ids, b.mask, b.kl_penalty, sum_over_ranks=sums),
+        built("reinforce_plus_plus_baseline"),
         lambda gs: whitened_returns(gs, scores=centred(gs), gamma=1.0),
     ),
 }
@@ -229,8 +240,7 @@ def test_a_group_that_distinguishes_nothing_gives_exact_zeros(
     scores, rows = torch.tensor([*rewards, 0.0, 1.0, 0.0]), len(rewards)
     mask = torch.tensor([*answered, True, True, True])[:, None].expand(-1, 3)
     group_ids = torch.tensor([7] * rows + [3] * 3)
-    kl = torch.zeros(mask.shape)
-    advantages = ESTIMATORS[name][0](Batch(scores, group_ids, mask, kl), identity)
+    advantages = ESTIMATORS[name][0](Batch(scores, group_ids, mask, torch.zeros(mask.shape)), identity)
     assert not advantages[:rows].any()
     assert advantages[rows:].any() == (name != "pass@3")  # a set of three always has the right one
 
