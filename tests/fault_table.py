@@ -201,7 +201,7 @@ ADVANTAGES = (
     _fault(
         "advantages",
         "REINFORCE++ without the baseline",
-        "scores = Groups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()",
+        "scores = PromptGroups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()",
         "scores = inputs.rewards",
         "algorithms/test_group_advantages.py",
     ),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import Groups, spread
+from mega_rl.algorithms.advantages.prompt_groups import PromptGroups, spread
 from mega_rl.algorithms.statistics import SumOverRanks, identity
 from mega_rl.config.schema.algorithms import GRPOSettings
 
@@ -45,12 +45,12 @@ def grpo(
     rewards [B] float32; group_ids [B] int64, rows of one prompt share an id and are all on this rank; mask [B, S] bool.
     The standard deviation is the unbiased one (divided by n - 1), as in the implementations that published results
     come from; the population's would scale every advantage by sqrt(n / (n - 1)). A group whose rewards are all equal,
-    hence also a group of one, gives exactly 0. A row without response tokens, as a failed sample has none, is in no
-    group: it changes neither mean, deviation nor n.
+    hence also a group of one, gives exactly 0. A row without response tokens, a failed sample, is in no group.
     Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, section 4.1.2; Liu et al. 2025 (Dr. GRPO),
-    arXiv:2503.20783, section 3.2; the deviation of the batch: Liu et al. 2025 (Lite PPO), arXiv:2508.08221.
+    arXiv:2503.20783, section 3.2. "batch" is after Liu et al. 2025 (Lite PPO), arXiv:2508.08221, with the deviation of
+    centred rewards: that of the rewards themselves would grow with the difference between easy and hard prompts.
     """
-    groups = Groups.of(group_ids, mask)
+    groups = PromptGroups.of(group_ids, mask)
     centred = groups.centred(rewards)
     if std == "none":
         return spread(centred, mask)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import Groups, spread
+from mega_rl.algorithms.advantages.prompt_groups import PromptGroups, spread
 from mega_rl.config.schema.algorithms import OPOSettings
 
 
@@ -37,4 +37,4 @@ def opo(rewards: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
     A group of one, or of equal rewards, gives exactly 0.
     """
     lengths = mask.sum(dim=1).double()
-    return spread(Groups.of(group_ids, mask).centred(rewards, weights=lengths), mask)
+    return spread(PromptGroups.of(group_ids, mask).centred(rewards, weights=lengths), mask)

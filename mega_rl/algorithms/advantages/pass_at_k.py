@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import Groups, spread
+from mega_rl.algorithms.advantages.prompt_groups import PromptGroups, spread
 from mega_rl.config.schema.algorithms import PassAtKSettings
 
 
@@ -44,7 +44,7 @@ def pass_at_k(
     (n - k) / (n * k) of the gradient of pass@k. A group of too few wrong samples for a set (w < k) or of no right one
     gives exactly 0. With k = 1 these are GRPO's advantages of right and wrong, by the population's deviation.
     """
-    groups = Groups.of(group_ids, mask)
+    groups = PromptGroups.of(group_ids, mask)
     right = (rewards > right_above) & groups.answered
     n = groups.counts
     wrong = n - groups.sum(right)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import Groups
+from mega_rl.algorithms.advantages.prompt_groups import PromptGroups
 from mega_rl.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from mega_rl.config.schema.algorithms import ReinforcePlusPlusBaselineSettings
 
@@ -27,6 +27,6 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlusBaselineSettings):
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         mask = inputs.experience.loss_mask
-        scores = Groups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()
+        scores = PromptGroups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()
         advantages = reinforce_plus_plus(scores, mask, inputs.kl_penalty, sum_over_ranks=inputs.sum_over_ranks)
         return advantages, torch.zeros_like(advantages)

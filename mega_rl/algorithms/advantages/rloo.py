@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import Groups, spread
+from mega_rl.algorithms.advantages.prompt_groups import PromptGroups, spread
 from mega_rl.config.schema.algorithms import RLOOSettings
 
 
@@ -34,6 +34,6 @@ def rloo(rewards: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
     n the group's rows with a response. The baseline does not depend on the sample, so the mean of A_i grad log p_i is
     an unbiased policy gradient. A group of one, or of equal rewards, gives exactly 0.
     """
-    groups = Groups.of(group_ids, mask)
+    groups = PromptGroups.of(group_ids, mask)
     n = groups.counts
     return spread(groups.centred(rewards) * n / (n - 1).clamp(min=1), mask)

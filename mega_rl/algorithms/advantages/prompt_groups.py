@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Groups:
+class PromptGroups:
     """Rows by prompt. A row without response tokens, as a failed sample has none, is in no group and in no sum."""
 
     index: Tensor  # [B] int64, number of the row's group: 0 .. num_groups-1
@@ -20,7 +20,7 @@ class Groups:
     answered: Tensor  # [B] bool, rows with a response token
 
     @classmethod
-    def of(cls, group_ids: Tensor, mask: Tensor) -> Groups:
+    def of(cls, group_ids: Tensor, mask: Tensor) -> PromptGroups:
         """Return the groups of rows with equal `group_ids` [B] int64; mask [B, S] bool.
 
         All samples of a prompt are on this rank: the rollout role shares prompts over data-parallel ranks, not samples.
