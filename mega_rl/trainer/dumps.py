@@ -42,7 +42,7 @@ def sample_rows(
                 "response": decode(rollout.tokens[row, start : stop - finished].tolist()),
                 "answer": prompt.answer,
                 "prompt_tokens": start,
-                "response_tokens": stop - start,
+                "response_tokens": int(rollout.loss_mask[row].sum()),
                 "reward": float(rewards[row]),
                 "finished": finished,
                 "weight_version": int(rollout.weight_version[row]),
@@ -72,7 +72,7 @@ def _where_known(rollout: Rollout, row: int, advantages: Tensor | None) -> dict[
     """Return what not every rollout has: advantages, versions of tokens, samples that may fail."""
     known: dict[str, Any] = {}
     if advantages is not None:
-        tokens = int(rollout.lengths[row] - rollout.prompt_lengths[row])
+        tokens = int(rollout.loss_mask[row].sum())
         known["advantage_mean"] = float(advantages[row].sum()) / max(tokens, 1)
     if rollout.token_versions is not None:  # 0 off the mask, as of a failed sample
         known["newest_weight_version"] = max(int(rollout.token_versions[row].max()), int(rollout.weight_version[row]))

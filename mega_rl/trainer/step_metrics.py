@@ -23,6 +23,7 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
     learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
     got the step's highest reward, `reward/worst_groups_fraction` of those that all got its lowest. They are there where
     a prompt has several samples.
+    Lengths of responses count tokens of the policy, not what a tool put between its turns.
     Failed samples are in no number but their own, `rollout/failed_samples`, which is there where samples may fail.
     """
     failures: Metrics = {}
@@ -30,7 +31,7 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
         failures[f"{prefix}rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
         answered = (~rollout.failed).nonzero().flatten()
         rollout, rewards = rollout[answered], rewards[answered]  # type: ignore[index]
-    response = (rollout.lengths - rollout.prompt_lengths).double()
+    response = rollout.loss_mask.sum(dim=1).double()
     rewards = rewards.double()
     rows = rewards.numel()
     extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)

@@ -1,7 +1,7 @@
 """Advantage estimators: from rewards (and values) to a number for each response token.
 
 Every [B, S] tensor is aligned to the token that it describes (see mega_rl.types); `mask` is the loss mask, True on
-response tokens, which form one contiguous run per row. Everything off the mask is ignored on input and 0 on output.
+response tokens, in one run per row or in several. Everything off the mask is ignored on input and 0 on output.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from mega_rl.algorithms.statistics import SumOverRanks
@@ -32,16 +31,3 @@ class AdvantageEstimator(Protocol):
     def __call__(self, inputs: AdvantageInputs, /) -> tuple[Tensor, Tensor]:
         """Return (advantages, value targets), [B, S] float32 each, 0 off the loss mask; zeros without a critic."""
         ...
-
-
-def last_response_token(mask: Tensor) -> Tensor:
-    """[B, S] bool, True on response tokens that no response token follows: one in each row with a response."""
-    assert mask.dtype == torch.bool, f"the loss mask is {mask.dtype}, not bool"
-    following = torch.zeros_like(mask)
-    following[:, :-1] = mask[:, 1:]
-    return mask & ~following
-
-
-def is_one_run(mask: Tensor) -> bool:
-    """Return whether the response tokens of every row are next to each other."""
-    return bool((last_response_token(mask).sum(dim=1) <= 1).all())

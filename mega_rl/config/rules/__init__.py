@@ -69,6 +69,12 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"rollout.n={config.rollout.n}: algorithm.advantage={algorithm.advantage} compares samples of a prompt; "
             "legal: at least 2"
         )
+    sets = algorithm.advantage_settings.get("k") if algorithm.advantage == "pass_at_k" else None
+    if isinstance(sets, int) and sets >= config.rollout.n >= 2:
+        yield (
+            f"algorithm.advantage_settings.k={sets} with rollout.n={config.rollout.n}: pass_at_k compares sets of k "
+            f"samples of a prompt, of which there must be several; legal: at most {config.rollout.n - 1}"
+        )
     if algorithm.kl.placement == "reward" and not ADVANTAGE.needs(config, "takes_kl"):
         yield (
             f"algorithm.kl.placement=reward with advantage={algorithm.advantage}: it has one reward for a whole "

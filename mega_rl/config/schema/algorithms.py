@@ -40,8 +40,28 @@ class GAESettings(AdvantageSettings):
     takes_kl: ClassVar[bool] = True
 
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
-    gae_lambda: float = setting(1.0, "Decay of later errors of the values, per token.", min=0.0, max=1.0)
+    gae_lambda: float = setting(
+        1.0,
+        "Decay of later errors of the values, per token: in the critic's targets, and in the policy's advantages "
+        "unless one of the next two is set.",
+        min=0.0,
+        max=1.0,
+    )
+    policy_lambda: float = setting(
+        0.0, "Decay of its own for the policy's advantages, below the critic's; 0: gae_lambda.", min=0.0, max=1.0
+    )
+    length_alpha: float = setting(
+        0.0,
+        "Decay of 1 - 1 / (length_alpha * tokens of the response) for the policy's advantages, as in VAPO, where it is "
+        "0.05; 0: a constant one.",
+        min=0.0,
+    )
     whiten: bool = setting(True, "Whiten the advantages over the global batch.")
+
+    def problems(self) -> Iterator[str]:
+        """Yield that two settings give the policy's decay."""
+        if self.policy_lambda and self.length_alpha:
+            yield f"policy_lambda={self.policy_lambda:g} has no effect beside length_alpha={self.length_alpha:g}"
 
 
 @dataclass(frozen=True)
@@ -52,9 +72,56 @@ class GRPOSettings(AdvantageSettings):
 
     std: str = setting(
         "group",
-        "Deviation that centred rewards are divided by: the prompt's samples' (group), or none as in Dr. GRPO.",
+        "Deviation that centred rewards are divided by: of the prompt's samples (group), of all samples (batch), or "
+        "none as in Dr. GRPO.",
+        choices=("group", "batch", "none"),
+    )
+
+
+@dataclass(frozen=True)
+class RLOOSettings(AdvantageSettings):
+    """Rewards relative to the mean of the prompt's other samples."""
+
+    needs_groups: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class OPOSettings(AdvantageSettings):
+    """Rewards relative to the prompt's mean reward per token."""
+
+    needs_groups: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class PassAtKSettings(AdvantageSettings):
+    """Rewards of sets of k samples of a prompt, of which one has to be right."""
+
+    needs_groups: ClassVar[bool] = True
+
+    k: int = setting(4, "Samples of a set, fewer than rollout.n.", min=1)
+    right_above: float = setting(0.5, "A sample with a reward above this is right.")
+    std: str = setting(
+        "group",
+        "Deviation that advantages are divided by: of the rewards of the prompt's sets (group), or none.",
         choices=("group", "none"),
     )
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusSettings(AdvantageSettings):
+    """Returns of token rewards without a critic, whitened over the global batch."""
+
+    takes_kl: ClassVar[bool] = True
+
+    gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaselineSettings(AdvantageSettings):
+    """REINFORCE++ of rewards relative to the mean of the prompt's samples."""
+
+    needs_groups: ClassVar[bool] = True
+    takes_kl: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -147,7 +214,15 @@ def defaults(area: type) -> dict[str, object]:
     return {field.name: field.default for field in dataclasses.fields(area)}
 
 
-ADVANTAGES: dict[str, type[AdvantageSettings]] = {"gae": GAESettings, "grpo": GRPOSettings}
+ADVANTAGES: dict[str, type[AdvantageSettings]] = {
+    "gae": GAESettings,
+    "grpo": GRPOSettings,
+    "rloo": RLOOSettings,
+    "reinforce_plus_plus": ReinforcePlusPlusSettings,
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaselineSettings,
+    "opo": OPOSettings,
+    "pass_at_k": PassAtKSettings,
+}
 LOSSES: dict[str, type[LossSettings]] = {"ppo": PPOSettings}
 CORRECTIONS: dict[str, type[CorrectionSettings]] = {
     "none": CorrectionSettings,

@@ -111,7 +111,9 @@ class AlgorithmConfig:
     """Advantages and losses; docs/algorithms.md has the settings of each choice."""
 
     advantage: str = setting(
-        "gae", "Advantage estimator: a built-in one, gae (needs a critic) or grpo, or path/to/file.py:class."
+        "gae",
+        "Advantage estimator: gae (needs a critic), grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, "
+        "opo, pass_at_k, or path/to/file.py:class.",
     )
     advantage_settings: dict[str, object] = setting(
         defaults(GAESettings), "Settings of the estimator by name, as gamma or std."

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.gae import GAE, gae, token_rewards
+from mega_rl.algorithms.advantages.gae import GAE, gae
 from mega_rl.algorithms.advantages.grpo import grpo
+from mega_rl.algorithms.advantages.tokens import (
+    last_response_token,
+    length_adaptive_lambda,
+    response_order,
+    token_rewards,
+)
+from mega_rl.types import Experience
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -92,22 +99,113 @@ def test_gae_does_not_depend_on_padding() -> None:
         assert not b[:, 11:].any()
 
 
-def test_a_split_run_is_our_own_bug() -> None:
-    zeros, split_mask = torch.zeros(1, 3), mask_of(["x.x"])
-    with pytest.raises(AssertionError, match="contiguous"):
-        gae(zeros, zeros, split_mask, gamma=1.0, lam=1.0)
-    with pytest.raises(AssertionError, match="contiguous"):
-        token_rewards(zeros[:, 0], split_mask)
+def test_gae_of_two_turns_by_hand() -> None:
+    # Two response tokens, two of a tool's answer, one response token: the tool's are no steps and have no value.
+    mask = mask_of([".xx..x."])
+    rewards = torch.tensor([[9.0, 0.0, 0.0, 9.0, 9.0, 1.0, 9.0]])
+    values = torch.tensor([[7.0, 0.5, 0.25, 7.0, 7.0, 0.75, 7.0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    # The numbers of test_gae_by_hand.
+    torch.testing.assert_close(advantages, torch.tensor([[0, -0.328125, 0.1875, 0, 0, 0.25, 0]]), rtol=0, atol=0)
+    torch.testing.assert_close(returns, torch.tensor([[0, 0.171875, 0.4375, 0, 0, 1.0, 0]]), rtol=0, atol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    length=st.integers(1, 37),
+    density=st.sampled_from([0.2, 0.6, 0.95]),
+    gamma=st.sampled_from([0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.7, 1.0]),
+)
+def test_gae_of_masks_with_holes(seed: int, length: int, density: float, gamma: float, lam: float) -> None:
+    """Equal to the definition, and to the bit to the rows without what is between their response tokens."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(4, length, generator=g) < density
+    rewards, values = torch.randn(2, 4, length, generator=g)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    expected = gae_by_definition(rewards, values, mask, gamma, lam)
+    # As above: up to 37 float32 terms of size about 1.
+    torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(returns.double(), torch.where(mask, expected + values, 0.0), rtol=1e-5, atol=1e-5)
+    for row in range(4):
+        kept = mask[row]
+        run = torch.ones(1, int(kept.sum()), dtype=torch.bool)
+        own = gae(rewards[row, kept][None], values[row, kept][None], run, gamma=gamma, lam=lam)
+        assert torch.equal(own[0][0], advantages[row, kept])
+        assert torch.equal(own[1][0], returns[row, kept])
+        assert not advantages[row, ~kept].any()
+        assert not returns[row, ~kept].any()
+
+
+def test_gae_of_one_run_is_to_the_bit_a_scan_in_place() -> None:
+    """The doubling scan over columns where they are, which needs response tokens next to each other."""
+    g = torch.Generator().manual_seed(3)
+    mask = mask_of(["..xxxxxx...", "xxxxxxxxxxx", "x..........", "..........."])
+    rewards, values = torch.where(mask, torch.randn(2, 4, 11, generator=g), 0.0)
+    expected = torch.where(mask, rewards + 0.9 * torch.nn.functional.pad(values[:, 1:], (0, 1)) - values, 0.0)
+    for span in (1, 2, 4, 8):
+        expected = expected + (0.9 * 0.8) ** span * torch.nn.functional.pad(expected[:, span:], (0, span))
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    assert torch.equal(advantages, torch.where(mask, expected, 0.0))
+    assert torch.equal(returns, torch.where(mask, expected + values, 0.0))
+
+
+def test_length_adaptive_lambda_by_hand() -> None:
+    # alpha * l = 0.5 * 4 = 2: 1 - 1/2. 0.5 * 1 < 1, where the formula is negative: 0. Without a response: 0, not -inf.
+    mask = mask_of(["xx.xx", "..x..", "....."])
+    assert length_adaptive_lambda(mask, alpha=0.5).tolist() == [[0.5], [0.0], [0.0]]
+    lam = length_adaptive_lambda(torch.ones(1, 1000, dtype=torch.bool), alpha=0.05)
+    assert float((lam ** torch.arange(100_000)).sum()) == pytest.approx(0.05 * 1000)
+
+
+def test_every_row_has_its_own_lambda() -> None:
+    g = torch.Generator().manual_seed(4)
+    mask = mask_of([".xx.x.xxxx", "xxxxxxxxxx", "....xx...."])
+    rewards, values = torch.randn(2, 3, 10, generator=g)
+    lam = length_adaptive_lambda(mask, alpha=0.3)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=lam)
+    for row in range(3):
+        own = slice(row, row + 1)
+        alone = gae(rewards[own], values[own], mask[own], gamma=0.9, lam=float(lam[row]))
+        # Powers of a tensor's number and of a Python number may differ in their last bit.
+        torch.testing.assert_close((advantages[own], returns[own]), alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "policy"), [({"policy_lambda": 0.5}, 0.5), ({"length_alpha": 0.5}, torch.tensor([[1 / 3], [0.0]]))]
+)
+def test_the_policys_lambda_may_differ_from_that_of_the_critics_targets(
+    chosen: dict[str, float], policy: float | Tensor
+) -> None:
+    """0.5 * 3 tokens: 1 - 1 / 1.5; 0.5 * 2: 0. The critic's targets stay as without."""
+    mask = mask_of([".xx.x", "..xx."])
+    values = torch.randn(2, 5, generator=torch.Generator().manual_seed(2))
+    rows, lengths = torch.ones(2, 5, dtype=torch.int64), torch.tensor([5, 4])
+    experience = Experience.from_rows(rows, prompt_lengths=lengths, lengths=lengths, loss_mask=mask, values=values)
+    inputs = AdvantageInputs(experience, torch.tensor([1.0, -1.0]), None, lambda x: x)
+    advantages, returns = GAE(gamma=0.9, gae_lambda=1.0, whiten=False, **chosen)(inputs)
+    scores = token_rewards(inputs.rewards, mask)
+    lam = policy if isinstance(policy, float) else policy.double()
+    torch.testing.assert_close(advantages, gae(scores, values, mask, gamma=0.9, lam=lam)[0])
+    assert torch.equal(returns, gae(scores, values, mask, gamma=0.9, lam=1.0)[1])
+    assert not torch.equal(advantages, gae(scores, values, mask, gamma=0.9, lam=1.0)[0])
+
+
+def test_the_last_response_token_is_that_of_the_row() -> None:
+    mask = mask_of([".xx.x.", "x.....", ".....x", "......"])
+    assert torch.equal(last_response_token(mask), mask_of(["....x.", "x.....", ".....x", "......"]))
+    assert response_order(mask)[0].tolist() == [1, 2, 4, 0, 3, 5]
 
 
 def test_token_rewards_by_hand() -> None:
-    mask = mask_of([".xx.", ".xxx", "...."])
-    kl = torch.tensor([[5.0, 0.5, 1.0, 5.0], [5.0, -1.0, 0.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
-    rewards = torch.tensor([1.0, -2.0, 3.0])
+    mask = mask_of([".xx.", ".xxx", "....", "x.x."])
+    kl = torch.tensor([[5.0, 0.5, 1.0, 5.0], [5.0, -1.0, 0.0, 2.0], [5.0, 5.0, 5.0, 5.0], [1.0, 5.0, 2.0, 5.0]])
+    rewards = torch.tensor([1.0, -2.0, 3.0, 4.0])
     plain = token_rewards(rewards, mask)
-    torch.testing.assert_close(plain, torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, -2.0], [0, 0, 0, 0]]))
+    torch.testing.assert_close(plain, torch.tensor([[0, 0, 1.0, 0], [0, 0, 0, -2.0], [0, 0, 0, 0], [0, 0, 4.0, 0]]))
     penalised = token_rewards(rewards, mask, 0.1 * kl)
-    expected = torch.tensor([[0.0, -0.05, 0.9, 0.0], [0.0, 0.1, 0.0, -2.2], [0.0, 0.0, 0.0, 0.0]])
+    expected = torch.tensor([[0, -0.05, 0.9, 0], [0, 0.1, 0, -2.2], [0, 0, 0, 0], [-0.1, 0, 3.8, 0]])
     torch.testing.assert_close(penalised, expected)
 
 
@@ -116,22 +214,20 @@ def test_grpo_by_hand() -> None:
     rewards = torch.tensor([0.0, 3.0, 1.0, 7.0, 2.0])
     groups = torch.tensor([5, 2, 5, 2, 5])
     mask = mask_of([".x.", ".xx", ".x.", ".x.", ".xx"])
-    normalised = grpo(rewards, groups, mask, std_normalization=True, eps=0.0)[:, 1]
+    normalised = grpo(rewards, groups, mask, std="group", eps=0.0)[:, 1]
     torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]))
-    centred = grpo(rewards, groups, mask, std_normalization=False)
+    centred = grpo(rewards, groups, mask, std="none")
     torch.testing.assert_close(centred[:, 1], torch.tensor([-1.0, -2.0, 0.0, 2.0, 1.0]))
     torch.testing.assert_close(centred[:, 2], torch.tensor([0.0, -2.0, 0.0, 0.0, 1.0]))
     assert not centred[:, 0].any()
 
 
-@pytest.mark.parametrize("std_normalization", [True, False])
-def test_grpo_gives_exact_zeros_where_nothing_distinguishes(std_normalization: bool) -> None:
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_grpo_gives_exact_zeros_where_nothing_distinguishes(std: str) -> None:
     # Thirds: the mean of equal numbers is rounded, and the rounding over a tiny std would be a large advantage.
     rewards = torch.tensor([1 / 3] * 7 + [0.1] + [1e6])
     groups = torch.tensor([0] * 7 + [1] + [2])
-    advantages = grpo(
-        rewards, groups, torch.ones(9, 2, dtype=torch.bool), std_normalization=std_normalization, eps=1e-12
-    )
+    advantages = grpo(rewards, groups, torch.ones(9, 2, dtype=torch.bool), std=std, eps=1e-12)
     assert torch.equal(advantages, torch.zeros(9, 2))
 
 
@@ -150,20 +246,18 @@ def test_grpo_does_not_depend_on_row_order_or_company() -> None:
 @given(
     rewards=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0, -2.5]), min_size=1, max_size=10),
     absent=st.integers(0, 2**10),
-    std_normalization=st.booleans(),
+    std=st.sampled_from(["group", "batch", "none"]),
 )
-def test_a_row_without_response_is_as_if_it_were_not_there(
-    rewards: list[float], absent: int, std_normalization: bool
-) -> None:
+def test_a_row_without_response_is_as_if_it_were_not_there(rewards: list[float], absent: int, std: str) -> None:
     """Whatever reward it carries: to the bit for the others, 0 for itself. Three groups; some lose all their rows."""
     rows = len(rewards)
     missing = torch.tensor([bool(absent >> row & 1) for row in range(rows)])
     scores, groups = torch.tensor(rewards), torch.arange(rows) % 3
     mask = torch.ones(rows, 4, dtype=torch.bool) & ~missing[:, None]
     scores[missing] = 1e6
-    actual = grpo(scores, groups, mask, std_normalization=std_normalization)
+    actual = grpo(scores, groups, mask, std=std)
     kept = ~missing
-    alone = grpo(scores[kept], groups[kept], mask[kept], std_normalization=std_normalization)
+    alone = grpo(scores[kept], groups[kept], mask[kept], std=std)
     assert torch.equal(actual[kept], alone)
     assert not actual[missing].any()
 

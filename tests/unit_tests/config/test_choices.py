@@ -18,7 +18,9 @@ from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models
 from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, needs_critic
 from mega_rl.config.render import resolved_yaml
+from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
+from mega_rl.config.schema.algorithms import GAESettings, defaults
 from mega_rl.errors import UserError, UserErrors
 
 MINE = """
@@ -85,7 +87,7 @@ def test_what_can_be_chosen_can_be_built_with_its_own_settings(choice: object, r
 
 def test_a_config_has_every_setting_of_its_choices() -> None:
     config = load(None, ["algorithm.advantage_settings.gae_lambda=0.5", "algorithm.loss_settings={clip_high: 1}"])
-    assert config.algorithm.advantage_settings == {"gamma": 1.0, "gae_lambda": 0.5, "whiten": True}
+    assert config.algorithm.advantage_settings == defaults(GAESettings) | {"gae_lambda": 0.5}
     assert config.algorithm.loss_settings == {"clip_low": 0.2, "clip_high": 1.0, "dual_clip": 3.0}
     assert load(None, ["algorithm.advantage=grpo"]).algorithm.advantage_settings == {"std": "group"}
     assert load(None, ["algorithm.advantage_settings=null"]) == Config()
@@ -101,7 +103,7 @@ def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("algorithm: {advantage: gae, advantage_settings: {gamma: 0.9}}\n")
     both = load(recipe, ["algorithm.advantage_settings.gae_lambda=0.5", "algorithm.advantage=gae"])
-    assert both.algorithm.advantage_settings == {"gamma": 0.9, "gae_lambda": 0.5, "whiten": True}
+    assert both.algorithm.advantage_settings == defaults(GAESettings) | {"gamma": 0.9, "gae_lambda": 0.5}
     other = load(recipe, ["algorithm.advantage=grpo", "algorithm.advantage_settings.std=none"])
     assert other.algorithm.advantage_settings == {"std": "none"}
 
@@ -239,3 +241,30 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
     config = load(None, split(overrides.format(mine)))
     with pytest.raises(UserError, match=message):
         build_estimator(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            "algorithm.advantage=pass_at_k algorithm.advantage_settings.k=8 rollout.n=8",
+            "algorithm.advantage_settings.k=8 with rollout.n=8: pass_at_k compares sets of k samples of a prompt, of "
+            "which there must be several; legal: at most 7",
+        ),
+        (
+            "algorithm.advantage=opo",
+            "rollout.n=1: algorithm.advantage=opo compares samples of a prompt; legal: at least 2",
+        ),
+        (
+            "algorithm.advantage=rloo rollout.n=4 algorithm.kl.placement=reward",
+            "algorithm.kl.placement=reward with advantage=rloo: it has one reward for a whole response, a KL per token "
+            "has no place in it; legal: none, loss",
+        ),
+        (
+            "algorithm.advantage_settings.policy_lambda=0.95 algorithm.advantage_settings.length_alpha=0.05",
+            "algorithm.advantage_settings.policy_lambda=0.95 has no effect beside length_alpha=0.05",
+        ),
+    ],
+)
+def test_what_an_estimator_needs_of_a_run(overrides: str, line: str) -> None:
+    assert line in check(load(None, overrides.split()), world_size=1)

@@ -8,6 +8,7 @@ import torch
 from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
 from mega_rl.types import Experience, Rollout
 from tests.helpers.fakes import FakeRanks
+from tests.helpers.rollouts import make_rollout
 
 
 def rollout_of(prompt_index: list[int]) -> Rollout:
@@ -64,6 +65,14 @@ def test_the_highest_reward_is_that_of_all_ranks() -> None:
 def test_one_sample_each_has_no_groups() -> None:
     metrics = rollout_metrics(rollout_of([0, 1]), torch.zeros(2), FakeRanks())
     assert not [name for name in metrics if name.endswith("groups_fraction")]
+
+
+def test_a_tools_answer_is_no_response_token() -> None:
+    rollout = make_rollout([4, 3], prompt_tokens=2)
+    rollout.loss_mask[0, 3:5] = False
+    metrics = rollout_metrics(rollout, torch.zeros(2), FakeRanks())
+    names = ("response_tokens", "response_tokens_mean", "response_tokens_max", "tokens")
+    assert [metrics[f"rollout/{name}"] for name in names] == [5, 2.5, 3, 11]
 
 
 def test_means_are_over_response_tokens() -> None:

@@ -1,0 +1,31 @@
+"""Recipes by override on docs/algorithms.md: each loads, and makes what it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mega_rl.assemble.algorithms import build_correction, build_estimator, build_objective
+from mega_rl.config.loader import load
+from mega_rl.config.plugins.choices import ADVANTAGE
+from mega_rl.config.rules import check
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+RECIPES = dict(re.findall(r"^\| ([^|`]+) \| `([^`|]+=[^`|]+)` \|$", PAGE, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_breaks_no_rule_and_is_built(name: str) -> None:
+    config = load(None, RECIPES[name].split())
+    assert check(config, world_size=1) == []
+    build_estimator(config)
+    build_objective(config)
+    build_correction(config)
+
+
+def test_every_estimator_has_a_recipe_and_a_paragraph() -> None:
+    chosen = {load(None, overrides.split()).algorithm.advantage for overrides in RECIPES.values()}
+    assert chosen >= set(ADVANTAGE.builtin)
+    assert [name for name in ADVANTAGE.builtin if f"\n**`{name}`** " not in PAGE] == []
