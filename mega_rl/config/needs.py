@@ -293,10 +293,15 @@ def has_pass_for_old_logprobs(config: Config) -> bool:
     return config.algorithm.old_logprobs != "rollout" and not is_on_policy(config)
 
 
+def updates_of_a_batch(config: Config) -> int:
+    """Return the optimizer steps on the rollouts of one step."""
+    return config.algorithm.epochs * config.trainer.prompts_per_step // config.trainer.minibatch_size
+
+
 def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
-    single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
+    single_update = updates_of_a_batch(config) == 1
     needed_before = algorithm.kl.placement == "reward" or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before

@@ -118,7 +118,7 @@ class AlgorithmConfig:
     advantage_settings: dict[str, object] = setting(
         defaults(GAESettings), "Settings of the estimator by name, as gamma or std."
     )
-    loss: str = setting("ppo", "Policy loss: ppo, or path/to/file.py:class.")
+    loss: str = setting("ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
     correction: str = setting(
         "none",

@@ -14,7 +14,7 @@ from mega_rl.types import TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
-from tests.unit_tests.distributed.sequence_losses_on_ranks import CASES, SequenceRatioLoss, run_cases
+from tests.unit_tests.distributed.sequence_losses_on_ranks import CASES, SequenceRatioLoss, losses_of, run_cases
 from tests.unit_tests.distributed.test_engine_parity import worst_difference
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,24 +30,36 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(1, run_cases, 1, str(checkpoint))[0] | run_ranks(2, run_cases, 2, str(checkpoint))[0]
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "1"])
-def test_layouts_and_cuts_agree(results: dict[str, Any], case: str) -> None:
-    """Loss, token means, maxima, gradient norm, and every gradient."""
-    one, other = results["1"], results[case]
-    for name in ("actor/loss", "actor/ratio", "actor/length", "actor/longest", "grad_norm"):
-        assert other["metrics"][name] == pytest.approx(one["metrics"][name], rel=RELATIVE_TOLERANCE), name
+COMPARED = [(case, loss) for case in CASES if case != "1" for loss in losses_of(case)]
+
+
+@pytest.mark.parametrize(("case", "loss"), COMPARED)
+def test_layouts_and_cuts_agree(results: dict[str, Any], case: str, loss: str) -> None:
+    """Every metric of the loss, the gradient norm, and every gradient."""
+    one, other = results["1"][loss], results[case][loss]
+    assert other["metrics"].keys() == one["metrics"].keys()
+    for name in one["metrics"].keys() - {"num_microbatches"}:
+        expected = pytest.approx(one["metrics"][name], rel=RELATIVE_TOLERANCE, abs=1e-7)
+        assert other["metrics"][name] == expected, name
     if "gradients" in other:
         distance, name = worst_difference(other["gradients"], one["gradients"])
         assert distance <= RELATIVE_TOLERANCE, name
 
 
 def test_the_cases_are_different(results: dict[str, Any]) -> None:
-    """Micro-batches are several where they should be, and the loss is of ratios that are not 1."""
-    counts = {name: result["metrics"]["num_microbatches"] for name, result in results.items()}
-    assert counts["packed, all in one"] == 1.0
-    assert min(counts["1"], counts["padded"], counts["dp2 padded"], counts["cp2"]) >= 2.0
+    """Micro-batches are several where they should be, ratios are not 1, and losses cut some tokens off and not all."""
+    counts = {name: result["ratio"]["metrics"]["num_microbatches"] for name, result in results.items()}
+    assert min(counts["1"], counts["padded"], counts["cp2"]) >= 2.0
     assert counts["packed, one sequence"] >= 5.0
-    assert abs(results["1"]["metrics"]["actor/ratio"] - 1.0) > 0.1
+    one = {loss: result["metrics"] for loss, result in results["1"].items()}
+    assert abs(one["ratio"]["actor/ratio"] - 1.0) > 0.1
+    names = ("clip_fraction_low", "capped_fraction", "masked_fraction", "covariance_fraction")
+    shares = {(loss, name): one[loss].get(f"actor/{name}") for loss in one for name in names}
+    shares = {place: share for place, share in shares.items() if share is not None}
+    assert len(shares) == 9
+    assert all(0.0 < share < 1.0 for share in shares.values()), shares
+    norms = [metrics["grad_norm"] for metrics in one.values()]
+    assert len({round(norm, 4) for norm in norms}) == len(norms)  # no two losses are the same
 
 
 def test_a_copied_number_of_a_row_is_our_own_bug() -> None:
