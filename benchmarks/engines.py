@@ -129,6 +129,7 @@ class HuggingFaceStep:
 
         from mega_rl.data.packing import pad
         from mega_rl.engines.microbatches import token_fields
+        from mega_rl.engines.outcome import microbatch_loss
         from mega_rl.parallel.comm import GroupRanks
 
         disable_progress_bar()
@@ -139,7 +140,7 @@ class HuggingFaceStep:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self.loss = policy_loss()
+        self.loss = microbatch_loss(policy_loss(), batch)
         world = torch.distributed.group.WORLD
         self.ranks = GroupRanks(world)
         rows, names = range(len(batch.tokens)), token_fields(batch)

@@ -10,29 +10,54 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mega_rl.api import Outcome, Trainer, build_trainer, load_config, train
+    from mega_rl.algorithms.advantages.base import AdvantageInputs
+    from mega_rl.algorithms.corrections.base import SampledTokens
+    from mega_rl.algorithms.losses.base import PolicyTokens
+    from mega_rl.api import (
+        Outcome,
+        Trainer,
+        build_trainer,
+        load_config,
+        register_advantage,
+        register_correction,
+        register_loss,
+        train,
+    )
     from mega_rl.config.schema import Config
     from mega_rl.errors import RunError, UserError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdvantageInputs",
     "Config",
     "Outcome",
+    "PolicyTokens",
     "RunError",
+    "SampledTokens",
     "Trainer",
     "UserError",
     "__version__",
     "build_trainer",
     "load_config",
+    "register_advantage",
+    "register_correction",
+    "register_loss",
     "train",
 ]
 
+_OF_API = (
+    "Outcome", "Trainer", "build_trainer", "load_config", "register_advantage", "register_correction", "register_loss",
+    "train",
+)  # fmt: skip
 _MODULES = {
+    "AdvantageInputs": "mega_rl.algorithms.advantages.base",
+    "PolicyTokens": "mega_rl.algorithms.losses.base",
+    "SampledTokens": "mega_rl.algorithms.corrections.base",
     "Config": "mega_rl.config.schema",
     "RunError": "mega_rl.errors",
     "UserError": "mega_rl.errors",
-    **dict.fromkeys(("Outcome", "Trainer", "build_trainer", "load_config", "train"), "mega_rl.api"),
+    **dict.fromkeys(_OF_API, "mega_rl.api"),
 }
 
 

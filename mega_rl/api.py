@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_rl.config.loader import load
+from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice, Registered
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from mega_rl.trainer import PPOTrainer
     from mega_rl.types import StepMetrics
     from mega_rl.workers.reward_functions import RewardFunction
+
+
+Algorithm = TypeVar("Algorithm", bound=Registered)
 
 
 def load_config(recipe: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -90,6 +94,17 @@ class Trainer:
             self._resources = resources.pop_all()
         Trainer._open = self
 
+    @classmethod
+    def from_config(
+        cls,
+        recipe: str | Path | None = None,
+        overrides: Sequence[str] | Mapping[str, Any] = (),
+        *,
+        reward: RewardFunction | None = None,
+    ) -> Trainer:
+        """Return the trainer of a recipe with overrides; see `load_config` and `Trainer`."""
+        return cls(load_config(recipe, overrides), reward=reward)
+
     @property
     def loop(self) -> PPOTrainer:
         """The trainer of this rank; its parts may be replaced before `fit`."""
@@ -122,6 +137,38 @@ class Trainer:
         if Trainer._open is self:
             Trainer._open = None
             self._resources.__exit__(kind, error, trace)
+
+
+def register_advantage(name: str) -> Callable[[Algorithm], Algorithm]:
+    """Return a decorator by which `algorithm.advantage` may name a class or function: see `AdvantageInputs`.
+
+    Raises UserError for a built-in name.
+    """
+    return _registering(ADVANTAGE, name)
+
+
+def register_loss(name: str) -> Callable[[Algorithm], Algorithm]:
+    """Return a decorator by which `algorithm.loss` may name a class or function: see `PolicyTokens`.
+
+    Raises UserError for a built-in name.
+    """
+    return _registering(LOSS, name)
+
+
+def register_correction(name: str) -> Callable[[Algorithm], Algorithm]:
+    """Return a decorator by which `algorithm.correction` may name a class or function: see `SampledTokens`.
+
+    Raises UserError for a built-in name.
+    """
+    return _registering(CORRECTION, name)
+
+
+def _registering(choice: Choice, name: str) -> Callable[[Algorithm], Algorithm]:
+    def register(algorithm: Algorithm) -> Algorithm:
+        choice.register(name, algorithm)
+        return algorithm
+
+    return register
 
 
 def build_trainer(config: Config, *, reward: RewardFunction | None = None) -> Trainer:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
+
+if TYPE_CHECKING:
+    from mega_rl.algorithms.sequences import Sequences
 
 Batch = TypeVar("Batch", Rollout, Experience)
 Samples = TypeVar("Samples")  # an engine's record of a generation in progress
@@ -65,8 +68,12 @@ class TokenLoss(Protocol):
         """Return whether the loss reads the entropy, which costs a third of the work on logits."""
         ...
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], /) -> LossOutput:
-        """Return the loss from the model's outputs and the batch's per-token fields, all of one shape."""
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences, /) -> LossOutput:
+        """Return the loss from the model's outputs and the batch's per-token fields, all of one shape.
+
+        `sequences` sums over whole sequences, also where a rank has a part of each; collective then, so all ranks that
+        share a sequence must call it alike.
+        """
         ...
 
 

@@ -41,6 +41,11 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Ten
     return (columns >= prompt_lengths[:, None]) & (columns < lengths[:, None])
 
 
+def row_numbers(mask: Tensor) -> Tensor:
+    """Return [B, S] int64: number of the row from 1 where `mask`, [B, S] bool, is True, 0 elsewhere."""
+    return mask * torch.arange(1, len(mask) + 1, device=mask.device)[:, None]
+
+
 @tensorclass
 class Rollout:
     """Sampled responses; batch_size [B], this data-parallel rank's rows, equal on all ranks of a replica."""
@@ -105,6 +110,9 @@ class Experience:
     token_weights: (
         Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: weights of metric means, critic
     )
+    # [B, S] int64, 1 + the row's place in this rank's mini-batch on the loss mask, 0 elsewhere: which sequence a token
+    # is of, once rows are packed. See algorithms.sequences.
+    rows: Tensor
     # [B, S, L, K] int16, the K experts that each of L mixtures gave the token when it was the input, prompts included;
     # -1 where unknown; None: every pass chooses for itself. It goes with the input, so it is not shifted.
     routing: Tensor | None = None
@@ -115,12 +123,17 @@ class Experience:
     ) -> Experience:
         """Return rows of right-padded `tokens` [B, S]; every field that is not among `fields` is blank.
 
-        Blank are: the mask of all response tokens, one sample of each prompt, and 0 for every number of a token.
+        Blank are: the mask of all response tokens, one sample of each prompt, the numbers of these rows, and 0 for
+        every other number of a token.
         """
         zeros = torch.zeros_like(tokens, dtype=torch.float32)
+        mask = fields.get("loss_mask")
+        if mask is None:
+            mask = response_mask(prompt_lengths, lengths, width=tokens.size(1))
         rows = {
             "tokens": tokens,
-            "loss_mask": response_mask(prompt_lengths, lengths, width=tokens.size(1)),
+            "loss_mask": mask,
+            "rows": row_numbers(mask),
             "prompt_lengths": prompt_lengths,
             "lengths": lengths,
             "prompt_index": torch.arange(len(tokens), device=tokens.device),

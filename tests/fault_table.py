@@ -52,7 +52,7 @@ ALGORITHMS = (
     _fault(
         "algorithms",
         "KL coefficient adapted while the policy stands still",
-        'if any(updates) and "kl/ref" in metrics:',
+        'if moved and "kl/ref" in metrics:',
         'if "kl/ref" in metrics:',
         "trainer/test_loop.py",
     ),

@@ -62,7 +62,7 @@ def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., 
     name, settings = chosen(config, choice), settings_of(config, choice)
     if name in registry:
         return registry[name](**settings)
-    made = load_from_file(name, key=choice.key, kind="class")
+    made = choice.registered.get(name) or load_from_file(name, key=choice.key, kind="class")
     if isinstance(made, type):
         try:
             made = made(**settings)

@@ -41,7 +41,7 @@ from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
-from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, UpdateLogprobs
+from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import TextScorer
@@ -240,8 +240,11 @@ def _connect(
 
 
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:
-    """Return the source of old log-probs: the update's own forward where a step makes one on-policy update."""
-    rollout = config.rollout
+    """Return the source of old log-probs: the update's own forward where a step makes one on-policy update.
+
+    The sampler's own are compared with the first update's forward, unless it is of other weights by right.
+    """
+    rollout, is_async = config.rollout, config.trainer.async_steps > 0
     guard = MismatchGuard(
         limits=usual_limits(
             in_fp32=config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32"),
@@ -250,9 +253,11 @@ def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogpro
             largest=rollout.mismatch.max_limit,
         ),
         ranks=roles.actor_engine.data_parallel,
-        current=(lambda: rollouts.sync.weight_version) if config.trainer.async_steps else None,
+        current=(lambda: rollouts.sync.weight_version) if is_async else None,
     )
-    return UpdateLogprobs(guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard)
+    if config.algorithm.old_logprobs == "rollout":
+        return RolloutLogprobs(inspect=None if is_async else guard)
+    return RolloutLogprobs(inspect=guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard)
 
 
 def _close_metrics(metrics: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:

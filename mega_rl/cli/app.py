@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from mega_rl import __version__, progress
-from mega_rl.cli import checkpoint, convert, data, plan, plot, quickstart, recipes, run_export, verify
+from mega_rl.cli import checkpoint, convert, data, plan, plot, quickstart, recipes, run_export, verify, verify_rl
 from mega_rl.cli.help import Commands
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
@@ -35,6 +35,7 @@ app = Commands(name="mega-rl", help="PPO and GRPO on Megatron-Core.", completion
 app.add_typer(quickstart.app)
 app.add_typer(recipes.app)
 app.add_typer(convert.app)
+verify.app.command("rl")(verify_rl.rl)
 app.add_typer(verify.app)
 checkpoint.app.command("export")(run_export.export)
 app.add_typer(checkpoint.app)

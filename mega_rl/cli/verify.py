@@ -149,10 +149,15 @@ def _check(model: Path, *, twin: bool, dtype: str, transformer_impl: str) -> tup
     log.info("verifying %s", model)
     _choice("--dtype", dtype, ("fp32", "bf16"))
     _choice("--transformer-impl", transformer_impl, ("auto", "local", "transformer_engine"))
-    if "RANK" in os.environ:
-        raise UserError("verify starts its ranks itself; call it without torchrun")
+    refuse_launcher()
     folder = checkpoint_folder(model, label="--model", weights=not twin)
     return folder, read_hf_config(folder)
+
+
+def refuse_launcher() -> None:
+    """Raise UserError under torchrun, which has started ranks already."""
+    if "RANK" in os.environ:
+        raise UserError("verify starts its ranks itself; call it without torchrun")
 
 
 def _verify(

@@ -153,15 +153,20 @@ _NEEDS = (
     ),
     Need(
         ("engine.megatron.moe.routing_replay",),
-        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, several updates a step, or a KL in the "
-        "reward",
-        lambda config: not is_on_policy(config),
+        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step or "
+        "a KL in the reward",
+        lambda config: has_pass_for_old_logprobs(config),
     ),
     _within(
         "engine.megatron.optimizer",
         "moment_dtype",
         "engine.megatron.optimizer.precision_aware=true",
         lambda optimizer: optimizer.precision_aware,
+    ),
+    Need(
+        ("algorithm.correction",),
+        "algorithm.old_logprobs=auto or recompute: with rollout the ratio itself is to what sampled",
+        lambda config: config.algorithm.old_logprobs != "rollout",
     ),
     Need(
         ("optim.min_lr_ratio",),
@@ -283,10 +288,20 @@ def models_take_turns(config: Config, *, colocated: bool) -> bool:
     return has_several_models(config) and movable and (wanted == "one" or (wanted == "auto" and colocated))
 
 
+def has_pass_for_old_logprobs(config: Config) -> bool:
+    """Return whether a step has a forward of the actor of its own for the log-probs before the update."""
+    return config.algorithm.old_logprobs != "rollout" and not is_on_policy(config)
+
+
+def updates_of_a_batch(config: Config) -> int:
+    """Return the optimizer steps on the rollouts of one step."""
+    return config.algorithm.epochs * config.trainer.prompts_per_step // config.trainer.minibatch_size
+
+
 def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
-    single_update = algorithm.epochs == 1 and trainer.minibatch_size == trainer.prompts_per_step
+    single_update = updates_of_a_batch(config) == 1
     needed_before = algorithm.kl.placement == "reward" or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before

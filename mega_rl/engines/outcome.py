@@ -9,13 +9,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.sequences import Sequences, nothing_to_add
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.errors import NonFiniteGradientError, UserError
-from mega_rl.protocols import LossOutput, Ranks
+from mega_rl.protocols import LossOutput, Ranks, TokenLoss
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
 
 STEPS = "optimizer_steps"  # the number of an engine's state
+
+# (the model's outputs on a micro-batch, its fields) -> share of the loss
+MicrobatchLoss = Callable[[TokenOutputs, Mapping[str, Tensor]], LossOutput]
+
+
+def microbatch_loss(
+    loss: TokenLoss, minibatch: Experience, *, sum_over_context: Callable[[Tensor], Tensor] = nothing_to_add
+) -> MicrobatchLoss:
+    """Return `loss` as a function of the micro-batches of `minibatch`, this rank's rows on the host.
+
+    sum_over_context: differentiable sum over the ranks that have the same rows and other tokens of them.
+    """
+    numbers = minibatch.rows.amax(dim=1) if len(minibatch.rows) else minibatch.rows.flatten()
+    numbers = numbers[numbers > 0]
+    assert len(numbers.unique()) == len(numbers), "rows are numbered on another rank: two have one number"
+    count = int(numbers.max()) if len(numbers) else 0
+
+    def of_microbatch(outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+        return loss(outputs, fields, Sequences(fields["rows"], count, sum_over_context))
+
+    return of_microbatch
 
 
 @dataclass(frozen=True)

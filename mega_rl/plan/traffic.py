@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mega_rl.config.needs import is_on_policy
+from mega_rl.config.needs import has_pass_for_old_logprobs
 from mega_rl.converters.plan.sharding import padded_vocab_size
 from mega_rl.plan.generation import weight_bytes
 from mega_rl.plan.messages import FP32, Group, share, stage_messages, stride_of
@@ -52,7 +52,7 @@ def optimizer_steps(setup: RunSetup) -> int:
 def passes_of(setup: RunSetup, model: PlannedModel) -> Passes:
     """Return the passes of a model in a step; its log-probs or values before the update are one forward pass."""
     per_step = num_microbatches(setup) * (setup.config.trainer.prompts_per_step // setup.config.trainer.minibatch_size)
-    forward = 0 if model.role == "actor" and is_on_policy(setup.config) else per_step
+    forward = 0 if model.role == "actor" and not has_pass_for_old_logprobs(setup.config) else per_step
     return Passes(forward, num_microbatches(setup) * optimizer_steps(setup) if model.trainable else 0)
 
 

@@ -16,6 +16,7 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
 from mega_rl.algorithms.losses.supervised import nll_loss
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.assemble import build_actor, session
 from mega_rl.config.schema import Config
 from mega_rl.data.ordering import permutation
@@ -79,7 +80,7 @@ class SupervisedLoss:
 
     needs_entropy: ClassVar[bool] = False
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
         assert outputs.logprobs is not None
         return nll_loss(outputs.logprobs, loss_weights=fields["loss_weights"])
 

@@ -14,7 +14,7 @@ from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, tok
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Rollout, TokenOutputs
+from mega_rl.types import Experience, Rollout, TokenOutputs, row_numbers
 
 
 def build_experience(
@@ -71,7 +71,8 @@ class MinibatchPlan:
         """Yield this rank's rows of one global mini-batch after the other, balanced by tokens over `ranks`.
 
         Which prompts make a mini-batch depends on the seed, the step and the epoch alone. Loss weights hold the
-        reciprocal of the mini-batch's global token and sequence counts, so a loss is a plain sum over tokens.
+        reciprocal of the mini-batch's global token and sequence counts, so a loss is a plain sum over tokens. Rows are
+        numbered anew on the rank that trains them.
         """
         index, lengths = gather_column(experience.prompt_index, ranks), gather_column(experience.lengths, ranks)
         own = slice(*own_rows(experience.prompt_index.numel(), ranks))
@@ -80,6 +81,7 @@ class MinibatchPlan:
                 destinations = assign_rows(index, lengths, block=block, dp_size=ranks.size)[own]
                 chosen = (destinations >= 0).nonzero().flatten()
                 minibatch = ranks.exchange_rows(experience[chosen], destinations[chosen])  # type: ignore[index]
+                minibatch.rows = row_numbers(minibatch.loss_mask)
                 yield self._weigh(minibatch, ranks)
 
     def _weigh(self, minibatch: Experience, ranks: Ranks) -> Experience:

@@ -151,11 +151,15 @@ class PPOTrainer:
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):
             inspect = self.old_logprobs.inspect
-            updates = [self.actor.update(batch, step=step, inspect=inspect) for batch in minibatches]
+            updates = [
+                self.actor.update(batch, step=step, inspect=None if number else inspect)
+                for number, batch in enumerate(minibatches)
+            ]
             metrics |= mean_metrics(updates)
             metrics["kl/coef"] = self.kl.value
-            # A step of the critic alone says nothing about the coefficient, and a run may have no reference.
-            if any(updates) and "kl/ref" in metrics:
+            # A policy that stands still says nothing about the coefficient, and a run may have no reference.
+            moved = any(update and not update.get("actor/skipped_steps") for update in updates)
+            if moved and "kl/ref" in metrics:
                 self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
         with phase("sync_weights"):
             metrics |= self.sync.publish()

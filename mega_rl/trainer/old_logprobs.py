@@ -15,7 +15,7 @@ class OldLogprobs(Protocol):
 
     @property
     def inspect(self) -> Inspect | None:
-        """Check that the actor's updates call with the outputs of their forward before they change a weight."""
+        """Check that the step's first update calls with the outputs of their forward before they change a weight."""
         ...
 
     def evaluate(self, rollout: Rollout) -> tuple[TokenOutputs, Metrics]:
@@ -38,19 +38,15 @@ class RecomputedLogprobs:
 
 
 @dataclass(frozen=True)
-class UpdateLogprobs:
-    """The update's own forward, for steps that make a single update: the weights are still those that sampled.
+class RolloutLogprobs:
+    """The rollout engine's log-probs, without a forward of the batch.
 
-    Saves a forward of the batch. The rollout engine's log-probs stand in until the update compares its own with them,
-    before it changes a weight.
+    In steps of a single on-policy update they stand in until the loss takes those of its own forward; otherwise they
+    are the old policy. `inspect` compares them with the first update's forward before it changes a weight.
     """
 
-    guard: MismatchGuard
-
-    @property
-    def inspect(self) -> Inspect:
-        return self.guard
+    inspect: Inspect | None
 
     def evaluate(self, rollout: Rollout) -> tuple[TokenOutputs, Metrics]:
-        """Return the rollout engine's log-probs, which the update compares with its own."""
+        """Return the rollout engine's log-probs."""
         return TokenOutputs(logprobs=rollout.rollout_logprobs), {}

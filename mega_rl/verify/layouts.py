@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from mega_rl.parallel.layout import ParallelLayout
 TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)([1-9]\d{0,3})|(sp)")
 NAME = re.compile(rf"(?:{TOKEN.pattern})(?:[+-]?(?:{TOKEN.pattern}))*")
 ALL = "tp2,tp2+sp,pp2,vpp2,cp2,ep2,ep2+etp2,tp2+ep2+sp,tp2+pp2,cp2+tp2,dp2,dp4"
+FSDP = re.compile(r"fsdp([1-9]\d?)")
 MAX_RANKS = 64
 
 
@@ -130,6 +131,18 @@ def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None) -> list[L
     return _each(names, lambda name: resolve(name, hf, nproc=nproc))
 
 
+def resolve_runs(names: str, hf: HFConfig) -> list[Layout]:
+    """Return the layouts of a list "1,tp2,fsdp2": also one rank, and ranks of the FSDP engine. Raises UserErrors."""
+
+    def make(name: str) -> Layout:
+        if name == "1":
+            return Layout(name)
+        engine = FSDP.fullmatch(name)
+        return resolve(name, hf) if engine is None else fsdp(int(engine[1]))
+
+    return _each(names, make)
+
+
 def usual(hf: HFConfig) -> str:
     """Return the list that is compared unless another is given: `ALL`, for a dense model without those of experts."""
     return ",".join(name for name in ALL.split(",") if hf.moe is not None or "ep" not in name)
@@ -137,7 +150,12 @@ def usual(hf: HFConfig) -> str:
 
 def stages(names: str) -> int:
     """Return the smallest number of layers that every pipeline of a list splits evenly. Raises UserErrors."""
-    return math.lcm(*(layout.pp * layout.vpp for layout in _each(names, parse)))
+    return stages_of(_each(names, parse))
+
+
+def stages_of(layouts: Sequence[Layout]) -> int:
+    """Return the smallest number of layers that the pipelines of all layouts split evenly."""
+    return math.lcm(*(layout.pp * layout.vpp for layout in layouts))
 
 
 def _each(names: str, make: Callable[[str], Layout]) -> list[Layout]:

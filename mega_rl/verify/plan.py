@@ -10,6 +10,8 @@ from typing import Any
 from mega_rl.verify.layouts import Layout
 
 REFERENCE = Layout("1")
+PHASE = "phase"  # file beside a plan
+RUNS = "runs"  # key of a plan of another kind: runs to record
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Plan:
     @property
     def phase(self) -> Path:
         """Return the file with rank 0's present phase, in words."""
-        return Path(self.folder) / "phase"
+        return Path(self.folder) / PHASE
 
     def answer(self, layout: Layout) -> Path:
         """Return the file of a layout's result."""

@@ -9,8 +9,9 @@ import warnings
 from pathlib import Path
 
 from mega_rl import progress
+from mega_rl.accelerator import prepare
 from mega_rl.errors import UserError
-from mega_rl.verify.plan import Plan
+from mega_rl.verify.plan import PHASE
 
 
 class _PhaseFile:
@@ -31,20 +32,17 @@ class _PhaseFile:
 
 
 def main(path: str) -> int:
-    """Measure the layouts of the plan at `path`; returns the exit code, 2 where a model cannot be cut so."""
+    """Run the task of the plan at `path`; returns the exit code, 2 where a model cannot be cut so."""
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
-    plan = Plan.read(Path(path))
     if os.environ.get("RANK", "0") == "0":
-        progress.listen(_PhaseFile(plan.phase))
+        progress.listen(_PhaseFile(Path(path).with_name(PHASE)))
     try:
         with progress.importing("PyTorch and Megatron-Core"):
-            from mega_rl.accelerator import prepare
-
             accelerator = prepare("auto")
-            from mega_rl.verify.measure import measure  # imports Megatron-Core
+            from mega_rl.verify.tasks import run_task  # imports Megatron-Core
 
-        measure(plan, accelerator)
+        run_task(Path(path), accelerator)
     except UserError as error:
         sys.stderr.write("error: " + " ".join(str(error).split("\n")) + "\n")
         return UserError.exit_code

@@ -15,6 +15,7 @@ from mega_rl.algorithms.kl import KLController, KLEstimator, kl_metrics
 from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
 from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
 from mega_rl.algorithms.losses.value import clipped_value_loss
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
@@ -45,18 +46,27 @@ class PolicyLoss:
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0.0
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
         assert outputs.logprobs is not None
         old_logprobs = outputs.logprobs.detach() if self.on_policy else fields["old_logprobs"]
         own = {name: fields[name] for name in ("advantages", "token_weights", "loss_weights")}
         correction, metrics = None, dict[str, Tensor]()
         if self.correction is not None:
             sampled = SampledTokens(
-                old_logprobs, fields["rollout_logprobs"], fields["advantages"], fields["token_weights"]
+                outputs.logprobs.detach(),
+                old_logprobs,
+                fields["rollout_logprobs"],
+                advantages=fields["advantages"],
+                token_weights=fields["token_weights"],
+                sequences=sequences,
             )
             correction, metrics = self.correction(sampled)
+            metrics |= {
+                "actor/correction_weight_mean": sampled.mean(correction),
+                "actor/correction_masked_fraction": sampled.mean((correction == 0).float()),
+            }
         loss = policy_loss(
-            PolicyTokens.of(outputs.logprobs, old_logprobs=old_logprobs, **own),
+            PolicyTokens.of(outputs.logprobs, old_logprobs=old_logprobs, sequences=sequences, **own),
             outputs.entropy,
             objective=self.objective,
             correction=correction,
@@ -75,7 +85,7 @@ class ValueLoss:
     value_clip: float
     needs_entropy: ClassVar[bool] = False
 
-    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
+    def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences) -> LossOutput:
         assert outputs.values is not None
         return clipped_value_loss(
             outputs.values,

@@ -34,6 +34,7 @@ class Case:
     micros: int = 2
     head: str = "lm"
     entropy_coef: float = 0.0
+    objective: str = "ppo"
     fp32_head: bool = False
     passes: tuple[str, ...] | list[str] = ("train", "forward", "export", "turn")
 
@@ -63,13 +64,13 @@ class Run:
     def loss(self) -> Any:
         """Return the loss of the actor, as a run has it, or of the critic."""
         from mega_rl.algorithms.kl import k3
-        from mega_rl.algorithms.losses.ppo import PPO
+        from mega_rl.algorithms.losses.registry import OBJECTIVES
         from mega_rl.workers.models import PolicyLoss, ValueLoss
 
         if self.case.head == "value":
             return ValueLoss(value_clip=0.2)
         return PolicyLoss(
-            PPO(clip_high=0.28, dual_clip=0.0),
+            OBJECTIVES[self.case.objective](),
             kl=None,
             kl_estimator=k3,
             entropy_coef=self.case.entropy_coef,

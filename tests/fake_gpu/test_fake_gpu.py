@@ -21,13 +21,13 @@ pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.mi
 SP = {"sequence_parallel": True}
 CASES: dict[str, dict[str, Any]] = {
     "one": {"model": "dense"},
-    "recompute, entropy": {"model": "dense", "recompute": "full", "entropy_coef": 0.01},
+    "recompute, entropy": {"model": "dense", "recompute": "full", "entropy_coef": 0.01, "objective": "clip_cov"},
     "critic": {"model": "dense", "head": "value"},
     "fp32 head": {"model": "dense", "fp32_head": True},
     "tp4-sp": {"model": "dense", "world": 8, "layout": {"tp": 4, **SP}},
-    "cp2": {"model": "dense", "world": 2, "layout": {"cp": 2}},
+    "cp2": {"model": "dense", "world": 2, "layout": {"cp": 2}, "objective": "gmpo"},
     "first of pp2": {"model": "dense", "world": 2, "rank": 0, "layout": {"pp": 2}},
-    "last of pp2": {"model": "dense", "world": 2, "rank": 1, "layout": {"pp": 2}},
+    "last of pp2": {"model": "dense", "world": 2, "rank": 1, "layout": {"pp": 2}, "objective": "gspo"},
     "mixture": {"model": "moe", "world": 4, "layout": {"tp": 2, "ep": 4, "etp": 1, **SP}},
     "latent": {"model": "mla", "world": 4, "layout": {"tp": 2, "ep": 2, "etp": 1, **SP}},
     "0.6b": {"model": "0.6b", "tokens": 16384, "length": 1024, "micros": 1},

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import mega_rl
 from mega_rl.config.keys import FIELDS, SECTIONS, is_mapping
 from tests.release import doc_commands
 
@@ -64,13 +65,18 @@ def names_in(file: Path) -> frozenset[str]:
 
 
 def exists(dotted: str) -> bool:
-    """Whether `mega_rl.a.b` is a package, a module, or a top-level name of one; nothing is imported."""
+    """Whether `mega_rl.a.b` is a package, a module, or a top-level name of one; nothing is imported.
+
+    Of the interface itself, `Class.method` counts, too.
+    """
     place, *rest = dotted.split(".")
     folder = ROOT / place
     while rest and (folder / rest[0]).is_dir():
         folder = folder / rest.pop(0)
     if not rest:
         return True
+    if len(rest) == 2 and rest[0] in mega_rl.__all__:
+        return hasattr(getattr(mega_rl, rest[0]), rest[1])
     file = folder / f"{rest[0]}.py"
     if file.is_file():
         return len(rest) == 1 or (len(rest) == 2 and rest[1] in names_in(file))

@@ -20,8 +20,14 @@ def test_response_tokens_lie_between_prompt_and_padding() -> None:
 def test_fields_that_are_not_given_are_blank(record: type[Rollout] | type[Experience]) -> None:
     rows = record.from_rows(TOKENS, prompt_lengths=PROMPT_LENGTHS, lengths=LENGTHS)
     assert list(rows.batch_size) == [3]
+    numbers = torch.tensor([[0, 1, 1, 0], [0, 0, 2, 2], [0] * 4])
     given = {"tokens": TOKENS, "prompt_lengths": PROMPT_LENGTHS, "lengths": LENGTHS}
-    blank = {"loss_mask": torch.tensor(RESPONSES), "finished": torch.ones(3).bool(), "prompt_index": torch.arange(3)}
+    blank = {
+        "loss_mask": torch.tensor(RESPONSES),
+        "finished": torch.ones(3).bool(),
+        "prompt_index": torch.arange(3),
+        "rows": numbers,
+    }
     for name, field in rows.items():
         expected = (given | blank).get(name)
         if field is not None:

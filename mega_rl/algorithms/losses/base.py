@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import clamped_log_ratio
+from mega_rl.algorithms.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,24 @@ class PolicyTokens:
     advantages: Tensor
     token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
     loss_weights: Tensor  # share of the token's loss in the mini-batch's; algorithms.losses.aggregation
+    sequences: Sequences  # sums over whole responses; collective under context parallelism
 
     @classmethod
     def of(
-        cls, logprobs: Tensor, *, old_logprobs: Tensor, advantages: Tensor, token_weights: Tensor, loss_weights: Tensor
+        cls,
+        logprobs: Tensor,
+        *,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        token_weights: Tensor,
+        loss_weights: Tensor,
+        sequences: Sequences,
     ) -> PolicyTokens:
         """Return the tokens of these fields; whatever stands where they do not count, even a NaN, is 0."""
         active = token_weights > 0
         logprobs, old_logprobs, advantages = (torch.where(active, x, 0.0) for x in (logprobs, old_logprobs, advantages))
-        return cls(logprobs, clamped_log_ratio(logprobs, old_logprobs), advantages, token_weights, loss_weights)
+        log_ratio = clamped_log_ratio(logprobs, old_logprobs)
+        return cls(logprobs, log_ratio, advantages, token_weights, loss_weights, sequences)
 
     @property
     def active(self) -> Tensor:

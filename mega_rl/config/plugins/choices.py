@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import get_type_hints
 
 from mega_rl.config.plugins.files import definition, missing_name
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Settings
 from mega_rl.config.values import BadValue, coerce, shown
+from mega_rl.errors import UserError
+
+# a class with __call__, whose fields are settings, or a function
+Registered = type | Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Choice:
     key: str  # "algorithm.advantage"; its settings are in "algorithm.advantage_settings"
     builtin: Mapping[str, type[Settings]]  # name -> dataclass of its settings
     argument: str  # type that it is called with
+    registered: dict[str, Registered] = field(default_factory=dict)  # by a Python program
 
     @property
     def settings_key(self) -> str:
@@ -29,32 +34,45 @@ class Choice:
         return f"{self.key}_settings"
 
     def completed(self, name: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:
-        """Return every setting of a built-in choice, defaults for those not given; mistakes go to `problems`.
+        """Return every setting of a choice by name, defaults for those not given; mistakes go to `problems`.
 
-        The settings of a user's own class are as given: `file_problems` checks their names.
+        The settings of a class in a file are as given: `file_problems` checks their names.
         """
-        if name not in self.builtin:
+        area = self._named(name)
+        if area is None:
             if ".py" not in name:
                 problems.append(f"{self.key}={shown(name)}: {self._legal(name)}")
             return dict(given)
-        area = self.builtin[name]
-        fields, hints = {field.name: field for field in dataclasses.fields(area)}, get_type_hints(area)
+        fields = {entry.name: entry for entry in dataclasses.fields(area)} if dataclasses.is_dataclass(area) else {}
         problems += [self._unknown(name, setting, fields) for setting in given if setting not in fields]
-        settings = {}
-        for setting, field in fields.items():
-            settings[setting] = field.default
+        hints = get_type_hints(area) if fields else {}
+        settings: dict[str, object] = {}
+        for setting, entry in fields.items():
+            value = given.get(setting, _default(entry))
             try:
-                settings[setting] = coerce(given.get(setting, field.default), hints[setting], field)
+                settings[setting] = coerce(value, hints[setting], entry) if entry.metadata else value
             except BadValue as error:
-                problems.append(f"{self.settings_key}.{setting}={shown(given[setting])}: {error}")
+                problems.append(f"{self.settings_key}.{setting}={shown(value)}: {error}")
+            if value is dataclasses.MISSING:
+                problems.append(f"{self.key}={name} needs {self.settings_key}.{setting}")
         return settings
+
+    def register(self, name: str, chosen_by_it: Registered) -> None:
+        """Let a recipe choose this class or function by name. Raises UserError for a name that is taken or none."""
+        if not name.isidentifier() or name in self.builtin:
+            reason = "is a built-in one" if name in self.builtin else "is no name: letters, digits and _"
+            raise UserError(f"{self.key}: {shown(name)} {reason}; take another name")
+        self.registered[name] = chosen_by_it
+
+    def _named(self, name: str) -> Registered | None:
+        """Return the built-in or registered one of this name."""
+        return self.builtin.get(name) or self.registered.get(name)
 
     def needs(self, config: Config, need: str) -> bool:
         """Return a class variable of the chosen class; False where a user's class does not set it to True."""
         name = chosen(config, self)
-        if name in self.builtin:
-            return bool(getattr(self.builtin[name], need))
-        return need in _true_variables(name)
+        area = self._named(name)
+        return need in _true_variables(name) if area is None else bool(getattr(area, need, False))
 
     def problems(self, config: Config) -> Iterator[str]:
         """Yield what is wrong with the settings of a built-in choice together."""
@@ -70,9 +88,11 @@ class Choice:
     def file_problems(self, config: Config) -> Iterator[str]:
         """Yield the mistakes in the choice of a user's own class, which is parsed and not run."""
         name, given = chosen(config, self), settings_of(config, self)
+        if self._named(name) is not None:
+            return
         if problem := missing_name(name, builtin=tuple(self.builtin), kind="class"):
             yield f"{self.key}={name!r}: {problem}"
-        elif name not in self.builtin and (node := definition(name)):
+        elif node := definition(name):
             yield from self._unfit(name, node, given)
 
     def _unfit(self, name: str, node: ast.FunctionDef | ast.ClassDef, given: Mapping[str, object]) -> Iterator[str]:
@@ -97,9 +117,9 @@ class Choice:
         return f"{self.settings_key}.{setting} has no effect: {self.key}={name} has no such setting; {hint}"
 
     def _legal(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self.builtin, n=1)
+        near = difflib.get_close_matches(name, [*self.builtin, *self.registered], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return f"legal: {', '.join(self.builtin)} or path/to/file.py:class{hint}"
+        return f"legal: {', '.join([*self.builtin, *self.registered])} or path/to/file.py:class{hint}"
 
 
 ADVANTAGE = Choice("algorithm.advantage", ADVANTAGES, "AdvantageInputs")
@@ -135,6 +155,11 @@ def needs_critic(config: Config) -> bool:
 def corrects(config: Config) -> bool:
     """Return whether token losses are weighted for what sampled the tokens."""
     return config.algorithm.correction != "none"
+
+
+def _default(field: dataclasses.Field[object]) -> object:
+    """Return the default of a field, MISSING without."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, bool]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
-from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, unmet
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES
+from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, unmet, updates_of_a_batch
+from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, needs_critic
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import rollout as rollout_rules
 from mega_rl.config.schema import Config, KlConfig
@@ -80,9 +80,37 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.kl.placement=reward with advantage={algorithm.advantage}: it has one reward for a whole "
             "response, a KL per token has no place in it; legal: none, loss"
         )
+    in_reward, adaptive = algorithm.kl.placement == "reward", algorithm.kl.control == "adaptive"
+    if algorithm.old_logprobs == "rollout" and algorithm.kl.placement != "none" and (in_reward or adaptive):
+        setting = "placement=reward" if in_reward else "control=adaptive"
+        yield (
+            f"algorithm.kl.{setting} with algorithm.old_logprobs=rollout: the difference of engine and trainer would "
+            "count as KL; legal: placement=loss with control=fixed, or old_logprobs=auto or recompute"
+        )
     yield from _kl_estimator(algorithm.kl)
+    yield from _loss(config)
     for choice in CHOICES:
         yield from choice.problems(config)
+
+
+def _loss(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if LOSS.needs(config, "needs_response_mean") and algorithm.loss_aggregation != "seq-mean-token-mean":
+        yield (
+            f"algorithm.loss_aggregation={algorithm.loss_aggregation} with algorithm.loss={algorithm.loss}: the loss "
+            "has one number for a response, which this would weigh by the response's length; legal: seq-mean-token-mean"
+        )
+    if LOSS.needs(config, "needs_response_advantages") and needs_critic(config):
+        yield (
+            f"algorithm.loss={algorithm.loss} with algorithm.advantage={algorithm.advantage}: the loss reads one "
+            "advantage for a response, so what a critic says of single tokens is lost; set algorithm.loss=gspo, or an "
+            "estimator without a critic"
+        )
+    if LOSS.needs(config, "needs_updates") and updates_of_a_batch(config) == 1:
+        yield (
+            f"algorithm.loss={algorithm.loss} has no effect with one optimizer step for each batch, in which the "
+            "policy is still the one before the update; lower trainer.minibatch_size or raise algorithm.epochs"
+        )
 
 
 def _kl_estimator(kl: KlConfig) -> Iterator[str]:

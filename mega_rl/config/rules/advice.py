@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mega_rl.config.needs import updates_of_a_batch
+from mega_rl.config.plugins.choices import LOSS
 from mega_rl.config.schema import Config
 
 
 def advice(config: Config) -> Iterator[str]:
     """Yield a line for each such combination: the settings, what they do to the run, and what to set."""
-    algorithm, trainer, rollout = config.algorithm, config.trainer, config.rollout
-    updates = algorithm.epochs * trainer.prompts_per_step // trainer.minibatch_size
-    if updates > 1 and algorithm.loss == "ppo" and algorithm.loss_settings.get("dual_clip") == 0:
+    algorithm, rollout, updates = config.algorithm, config.rollout, updates_of_a_batch(config)
+    if updates > 1 and algorithm.loss in LOSS.builtin and algorithm.loss_settings.get("dual_clip") == 0:
         yield (
             f"algorithm.loss_settings.dual_clip=0 with {updates} optimizer steps for each batch: where the advantage "
             "is negative the gradient of a token grows with its ratio, up to e^20, and is lost beyond; set "

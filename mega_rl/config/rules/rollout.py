@@ -14,10 +14,10 @@ from mega_rl.config.schema import Config
 def rollouts(config: Config) -> Iterator[str]:
     """List conflicts between settings, whatever the model."""
     sglang, trainer = config.rollout.sglang, config.trainer
-    if trainer.async_steps and not corrects(config):
+    if trainer.async_steps and not corrects(config) and config.algorithm.old_logprobs != "rollout":
         yield (
             f"trainer.async_steps={trainer.async_steps} with algorithm.correction=none: samples of old weights would "
-            "pass for the policy's own; set algorithm.correction=tis"
+            "pass for the policy's own; set algorithm.correction=tis, or algorithm.old_logprobs=rollout"
         )
     if config.rollout.backend != "sglang":
         return

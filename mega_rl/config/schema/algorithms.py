@@ -126,7 +126,11 @@ class ReinforcePlusPlusBaselineSettings(AdvantageSettings):
 
 @dataclass(frozen=True)
 class LossSettings(Settings):
-    """Settings of a policy loss; none."""
+    """Needs of a policy loss; without settings."""
+
+    needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
+    needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
+    needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
 
 
 @dataclass(frozen=True)
@@ -143,9 +147,92 @@ class PPOSettings(LossSettings):
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with a dual clip that cuts off tokens inside the other bounds."""
-        if 0 < self.dual_clip <= 1:
-            yield f"dual_clip={self.dual_clip:g}: legal: 0 (off) or above 1"
+        yield from _dual_clip(self.dual_clip)
+
+
+@dataclass(frozen=True)
+class GSPOSettings(LossSettings):
+    """The clipped objective with the ratio of a whole response."""
+
+    needs_response_mean: ClassVar[bool] = True
+
+    clip_low: float = setting(3e-4, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
+    clip_high: float = setting(4e-4, "The ratio is clipped at 1 + clip_high.", above=0.0)
+
+
+@dataclass(frozen=True)
+class GMPOSettings(LossSettings):
+    """The geometric mean of a response's clipped token ratios."""
+
+    needs_response_mean: ClassVar[bool] = True
+    needs_response_advantages: ClassVar[bool] = True
+
+    clip_low: float = setting(0.4, "Log ratios are clipped at -clip_low where the advantage is negative.", above=0.0)
+    clip_high: float = setting(0.4, "Log ratios are clipped at clip_high where the advantage is positive.", above=0.0)
+
+
+@dataclass(frozen=True)
+class CISPOSettings(LossSettings):
+    """REINFORCE with a capped ratio as weight: every token keeps a gradient."""
+
+    cap: float = setting(5.0, "Largest ratio that weighs a token's gradient.", min=1.0)
+
+
+@dataclass(frozen=True)
+class SAPOSettings(LossSettings):
+    """A smooth gate in the place of the clip."""
+
+    tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
+    tau_negative: float = setting(
+        1.05, "Steepness for negative advantages; larger, since their gradients spread over many tokens.", above=0.0
+    )
+
+
+@dataclass(frozen=True)
+class DPPOTVSettings(LossSettings):
+    """A trust region by the change of the sampled token's probability."""
+
+    threshold: float = setting(
+        0.15, "A token gives no gradient that moves its probability further than this.", above=0.0, max=1.0
+    )
+    cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
+
+
+@dataclass(frozen=True)
+class DPPOKLSettings(LossSettings):
+    """A trust region by the divergence between the token's old and new probability."""
+
+    threshold: float = setting(
+        0.05, "A token gives no gradient that moves it further than this divergence.", unit="nats", above=0.0
+    )
+    cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
+
+
+@dataclass(frozen=True)
+class ClipCovSettings(PPOSettings):
+    """The clipped objective without the tokens that reduce the entropy most."""
+
+    threshold: float = setting(
+        5.0, "Covariance of advantage and log-prob from which a token gives no gradient.", unit="nats", above=0.0
+    )
+
+
+@dataclass(frozen=True)
+class KLCovSettings(LossSettings):
+    """The unclipped objective that holds the tokens back that reduce the entropy most."""
+
+    needs_updates: ClassVar[bool] = True
+
+    threshold: float = setting(
+        3.0, "Covariance of advantage and log-prob from which a token is held back.", unit="nats", above=0.0
+    )
+    coef: float = setting(1.0, "Weight of these tokens' |log ratio| in the loss.", above=0.0)
+    dual_clip: float = setting(
+        3.0, "Lower bound of the objective for negative advantages, as a ratio above 1; 0 turns it off.", min=0.0
+    )
+
+    def problems(self) -> Iterator[str]:
+        yield from _dual_clip(self.dual_clip)
 
 
 @dataclass(frozen=True)
@@ -157,7 +244,62 @@ class CorrectionSettings(Settings):
 class TISSettings(CorrectionSettings):
     """Truncated importance sampling."""
 
-    cap: float = setting(2.0, "Each token's policy loss times min(pi_old / pi_rollout, cap).", above=0.0)
+    level: str = setting(
+        "token", "Ratio of each token, or of a response's probabilities.", choices=("token", "sequence")
+    )
+    cap: float = setting(2.0, "Each token's policy loss times min(ratio of pi_old to pi_rollout, cap).", above=0.0)
+
+
+@dataclass(frozen=True)
+class Band(CorrectionSettings):
+    """Settings of corrections by a band of ratios."""
+
+    low: float
+    high: float
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with a band that leaves out tokens on which both policies agree."""
+        if not self.low <= 1.0 <= self.high:
+            yield f"low={self.low:g}, high={self.high:g}: legal: low at most 1, high at least 1"
+
+
+@dataclass(frozen=True)
+class IcePopSettings(Band):
+    """Importance weights of tokens inside a band; tokens outside do not train."""
+
+    low: float = setting(0.5, "Tokens of a smaller ratio of pi_old to pi_rollout do not train.", min=0.0)
+    high: float = setting(5.0, "Tokens of a larger ratio do not train.", min=0.0)
+
+
+@dataclass(frozen=True)
+class GeometricRejectionSettings(Band):
+    """Responses whose mean ratio of a token is outside a band do not train."""
+
+    low: float = setting(0.99, "Responses of a smaller geometric mean of pi_old over pi_rollout are rejected.", min=0.0)
+    high: float = setting(1.01, "Responses of a larger geometric mean are rejected.", min=0.0)
+
+
+@dataclass(frozen=True)
+class SequenceRejectionSettings(Band):
+    """Responses whose ratio of probabilities is outside a band do not train."""
+
+    low: float = setting(0.5, "Responses of a smaller ratio of pi_old to pi_rollout are rejected.", min=0.0)
+    high: float = setting(2.0, "Responses of a larger ratio are rejected.", min=0.0)
+
+
+@dataclass(frozen=True)
+class OPSMSettings(CorrectionSettings):
+    """Responses of negative advantage that the policy has moved away from do not train."""
+
+    delta: float = setting(
+        0.1, "Largest mean of log(pi_rollout / pi) of a response that trains.", unit="nats per token", above=0.0
+    )
+
+
+def _dual_clip(bound: float) -> Iterator[str]:
+    """Yield what is wrong with a dual clip that cuts off tokens inside the other bounds."""
+    if 0 < bound <= 1:
+        yield f"dual_clip={bound:g}: legal: 0 (off) or above 1"
 
 
 def defaults(area: type) -> dict[str, object]:
@@ -174,5 +316,22 @@ ADVANTAGES: dict[str, type[AdvantageSettings]] = {
     "opo": OPOSettings,
     "pass_at_k": PassAtKSettings,
 }
-LOSSES: dict[str, type[LossSettings]] = {"ppo": PPOSettings}
-CORRECTIONS: dict[str, type[CorrectionSettings]] = {"none": CorrectionSettings, "tis": TISSettings}
+LOSSES: dict[str, type[LossSettings]] = {
+    "ppo": PPOSettings,
+    "gspo": GSPOSettings,
+    "gmpo": GMPOSettings,
+    "cispo": CISPOSettings,
+    "sapo": SAPOSettings,
+    "dppo_tv": DPPOTVSettings,
+    "dppo_kl": DPPOKLSettings,
+    "clip_cov": ClipCovSettings,
+    "kl_cov": KLCovSettings,
+}
+CORRECTIONS: dict[str, type[CorrectionSettings]] = {
+    "none": CorrectionSettings,
+    "tis": TISSettings,
+    "icepop": IcePopSettings,
+    "geometric_rejection": GeometricRejectionSettings,
+    "sequence_rejection": SequenceRejectionSettings,
+    "opsm": OPSMSettings,
+}

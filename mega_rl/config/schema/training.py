@@ -75,7 +75,12 @@ class OptimConfig:
         unit="trainer steps",
         min=0,
     )
-    min_lr_ratio: float = setting(0.0, "Learning rate of the last step as a fraction of the peak.", min=0.0, max=1.0)
+    min_lr_ratio: float = setting(
+        0.1,
+        "Learning rate of the last step as a fraction of the peak; at 0 the last step changes nothing.",
+        min=0.0,
+        max=1.0,
+    )
     max_skipped_steps: int = setting(
         3,
         "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run. 0 ends "
@@ -113,12 +118,12 @@ class AlgorithmConfig:
     advantage_settings: dict[str, object] = setting(
         defaults(GAESettings), "Settings of the estimator by name, as gamma or std."
     )
-    loss: str = setting("ppo", "Policy loss: ppo, or path/to/file.py:class.")
+    loss: str = setting("ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
     correction: str = setting(
         "none",
-        "Weights of token losses for what sampled the tokens, other weights or another engine: none, tis (truncated "
-        "importance sampling), or path/to/file.py:class.",
+        "Weights of token losses for what sampled the tokens, other weights or another engine: a built-in one, as tis "
+        "(truncated importance sampling), none, or path/to/file.py:class.",
     )
     correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
@@ -133,9 +138,10 @@ class AlgorithmConfig:
     )
     old_logprobs: str = setting(
         "auto",
-        "Log-probs before the update: from a forward of their own (recompute), or, where a step makes one optimizer "
-        "step and they enter nothing before it, from that step's forward (auto).",
-        choices=("auto", "recompute"),
+        "Log-probs before the update: from a forward of their own (recompute); where a step makes one optimizer step "
+        "and they enter nothing before it, from that step's forward (auto); or the sampler's own (rollout), so that "
+        "ratios are to what sampled, whatever its age and engine, and no forward is needed.",
+        choices=("auto", "recompute", "rollout"),
     )
     value_clip: float = setting(
         0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0

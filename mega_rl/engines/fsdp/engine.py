@@ -27,6 +27,7 @@ from mega_rl.engines.outcome import (
     check_numbers,
     collect,
     finished,
+    microbatch_loss,
     reduce_losses,
 )
 from mega_rl.parallel.boxes import whole
@@ -72,13 +73,14 @@ class FSDPEngine(EngineBase):
     ) -> Metrics:
         assert self.optimizer is not None, f"engine {self.name} is frozen"
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        loss_of = microbatch_loss(loss, minibatch)
         self._memory.changed()
         self.optimizer.zero_grad()
         results: list[Finished] = []
         for micro, there in zip(micros, to_device(micros, self.device), strict=True):
             self._expect_backward(is_last=len(results) == len(micros) - 1)
             outputs = self._token_outputs(micro, there, with_entropy=loss.needs_entropy)
-            result = loss(outputs, there.fields)
+            result = loss_of(outputs, there.fields)
             result.loss.backward()
             results.append(finished(micro, outputs, result))
         metrics = reduce_losses(results, self.data_parallel)

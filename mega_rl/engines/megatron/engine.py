@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -38,11 +39,13 @@ from mega_rl.engines.outcome import (
     check_norm,
     check_numbers,
     collect,
+    microbatch_loss,
     reduce_losses,
 )
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.context import sum_over_context
 from mega_rl.protocols import Inspect, TokenLoss
 from mega_rl.types import EngineState, Experience, Metrics, Rollout, TokenOutputs
 
@@ -101,7 +104,9 @@ class MegatronEngine(EngineBase):
                 sequences=int(self.data_parallel.sum(torch.tensor(len(minibatch.tokens)))),
                 averaged=not self.config.calculate_per_token_loss,
             )
-        results = self._schedule.run(self.chunks, micros, loss=loss, with_entropy=loss.needs_entropy)
+        over_context = partial(sum_over_context, group=self.groups.cp)
+        loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
+        results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy)
         metrics = self._reduce(results) | _rounding_error(self.chunks, GroupRanks(self.groups.world), self.device)
         if inspect is not None:
             head, with_entropy = self.sharding.head, loss.needs_entropy

@@ -17,12 +17,11 @@ from torch import Tensor
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.data.packing import MicroBatch
 from mega_rl.engines.microbatches import to_device
-from mega_rl.engines.outcome import Finished, finished
+from mega_rl.engines.outcome import Finished, MicrobatchLoss, finished
 from mega_rl.models.attention import packed_sequences, te_sequences
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
-from mega_rl.protocols import TokenLoss
 from mega_rl.types import TokenOutputs
 
 # (a micro-batch, the last stage's output) -> (loss, unused token count, result)
@@ -45,7 +44,7 @@ class Schedule:
         chunks: Sequence[torch.nn.Module],
         micros: list[MicroBatch],
         *,
-        loss: TokenLoss | None,
+        loss: MicrobatchLoss | None,
         with_entropy: bool,
     ) -> list[Finished]:
         """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
@@ -105,7 +104,7 @@ class Schedule:
         )
 
     def _finish_microbatch(
-        self, loss: TokenLoss | None, scale: int, with_entropy: bool, micro: MicroBatch, output: Tensor
+        self, loss: MicrobatchLoss | None, scale: int, with_entropy: bool, micro: MicroBatch, output: Tensor
     ) -> tuple[Tensor, Tensor, Finished]:
         """Return (loss, unused token count, result) of the last stage's output, as the schedule wants it."""
         no_count = torch.zeros([], dtype=torch.int, device=output.device)

@@ -12,8 +12,9 @@ from mega_rl.algorithms.corrections.base import SampledTokens
 from mega_rl.algorithms.corrections.tis import TIS
 from mega_rl.algorithms.kl import FixedKL, k2
 from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
-from mega_rl.types import TokenOutputs
+from mega_rl.types import TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 
 ROWS, COLUMNS = 5, 7
@@ -45,6 +46,10 @@ def tokens_of(seed: int, *, spread: float = 0.7) -> dict[str, Tensor]:
     return fields
 
 
+def sequences_of(fields: dict[str, Tensor]) -> Sequences:
+    return Sequences(row_numbers(fields["token_weights"] > 0), ROWS)
+
+
 def loss_of(
     fields: dict[str, Tensor], logprobs: Tensor, *, cap: float | None = None, on_policy: bool = False
 ) -> LossOutput:
@@ -56,7 +61,7 @@ def loss_of(
         correction=None if cap is None else TIS(cap=cap),
         on_policy=on_policy,
     )
-    return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields)
+    return loss(TokenOutputs(logprobs=logprobs, entropy=fields["entropy"]), fields, sequences_of(fields))
 
 
 def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Tensor:
@@ -81,9 +86,16 @@ def definition(fields: dict[str, Tensor], logprobs: Tensor, *, cap: float) -> Te
 
 def weights_of(old: Tensor, sampler: Tensor, *, cap: float) -> Tensor:
     """The weights of tokens that all count."""
-    every = torch.ones_like(old)
-    weights, _ = TIS(cap=cap)(SampledTokens(old, sampler, advantages=every, token_weights=every))
-    return weights
+    weights, _ = TIS(cap=cap)(sampled(old.flatten(), sampler.flatten(), torch.ones_like(old).flatten()))
+    return weights.view(old.shape)
+
+
+def sampled(old: Tensor, sampler: Tensor, token_weights: Tensor) -> SampledTokens:
+    """Tokens [n], each a response of its own."""
+    rows = torch.arange(1, len(old) + 1) * (token_weights > 0)
+    return SampledTokens(
+        old, old, sampler, advantages=old, token_weights=token_weights, sequences=Sequences(rows, len(old))
+    )
 
 
 @pytest.mark.parametrize("cap", [0.5, 1.0, 2.0, 1e9])
@@ -127,7 +139,11 @@ def test_where_the_policies_agree_nothing_changes(cap: float, on_policy: bool) -
     (plain, plain_gradient), (corrected, gradient) = outputs
     assert torch.equal(plain.loss, corrected.loss)
     assert torch.equal(plain_gradient, gradient)
-    extra = {"actor/tis_weight_mean": 1.0, "actor/tis_truncated_fraction": 0.0}
+    extra = {
+        "actor/correction_weight_mean": 1.0,
+        "actor/correction_masked_fraction": 0.0,
+        "actor/tis_truncated_fraction": 0.0,
+    }
     assert {name: float(v) for name, v in corrected.sums.items()} == pytest.approx(
         {name: float(v) for name, v in plain.sums.items()} | extra, rel=1e-6, abs=0
     )
@@ -167,8 +183,8 @@ def test_weights_and_metrics_carry_no_gradient() -> None:
             return weights, metrics
 
     loss = PolicyLoss(PPO(), kl=None, kl_estimator=k2, correction=Recorded(), on_policy=True)
-    loss(TokenOutputs(logprobs=fields["logprobs"].requires_grad_()), fields)
-    assert len(seen) == 3
+    loss(TokenOutputs(logprobs=fields["logprobs"].requires_grad_()), fields, sequences_of(fields))
+    assert len(seen) == 2
     assert not any(tensor.requires_grad for tensor in seen)
 
 
@@ -186,9 +202,10 @@ def test_metrics_are_token_means() -> None:
     sampler = torch.full((4,), -3.0)
 
     def metrics(part: slice) -> list[float]:
-        _, actual = TIS(cap=2.0)(SampledTokens(old[part], sampler[part], old[part], token_weights=weights[part]))
-        assert list(actual) == ["actor/tis_weight_mean", "actor/tis_truncated_fraction"]
-        return [float(value) for value in actual.values()]
+        tokens = sampled(old[part], sampler[part], weights[part])
+        ratios, actual = TIS(cap=2.0)(tokens)
+        assert list(actual) == ["actor/tis_truncated_fraction"]
+        return [float(tokens.mean(ratios)), *(float(value) for value in actual.values())]
 
     assert metrics(slice(4)) == pytest.approx([3.5 / 3, 1 / 3])
     halves = [a + b for a, b in zip(metrics(slice(0, 2)), metrics(slice(2, 4)), strict=True)]

@@ -14,6 +14,7 @@ from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, RewardKL, kl_penalty
 from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.types import Experience, TokenOutputs
@@ -59,7 +60,8 @@ def expected(placement: str, name: str, logits: Tensor, old: Tensor, ref: Tensor
         "loss_weights": old.exp(),
         "token_weights": old.exp(),
     }
-    (gradient,) = torch.autograd.grad(loss(TokenOutputs(logprobs=logits.log_softmax(0)), fields).loss, logits)
+    outputs, sequences = TokenOutputs(logprobs=logits.log_softmax(0)), Sequences(torch.arange(1, VOCAB + 1), VOCAB)
+    (gradient,) = torch.autograd.grad(loss(outputs, fields, sequences).loss, logits)
     return gradient
 
 

@@ -14,6 +14,7 @@ from mega_rl.algorithms.losses import policy
 from mega_rl.algorithms.losses.base import PolicyTokens
 from mega_rl.algorithms.losses.policy import KLTerm
 from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 
 QUARTER = torch.full((4,), 0.25)
@@ -36,6 +37,7 @@ def policy_loss(
         advantages=advantages,
         loss_weights=loss_weights,
         token_weights=token_weights,
+        sequences=Sequences((token_weights > 0).long(), 1),
     )
     return policy.policy_loss(tokens, entropy, **rest)
 

@@ -20,6 +20,11 @@ SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorith
             "algorithm.loss_settings.dual_clip=0 with 8 optimizer steps for each batch: ",
             "set algorithm.loss_settings.dual_clip=3",
         ),
+        (
+            (*SEVERAL, "algorithm.loss=kl_cov", "algorithm.loss_settings.dual_clip=0"),
+            "algorithm.loss_settings.dual_clip=0 with 8 optimizer steps for each batch: ",
+            "set algorithm.loss_settings.dual_clip=3",
+        ),
         (("rollout.top_p=0.9",), "rollout.top_p=0.9: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
         (("rollout.top_k=50",), "rollout.top_k=50: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
         (

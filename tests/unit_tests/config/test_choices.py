@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
+import mega_rl
 from mega_rl.algorithms.advantages.registry import ESTIMATORS
 from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.losses.registry import OBJECTIVES
@@ -195,6 +197,35 @@ def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
     objective = build_objective(load(None, [f"algorithm.loss={mine}/runs.py:plain"]))
     assert objective(torch.ones(1)) == 1  # type: ignore[arg-type, comparison-overlap]
     assert build_correction(load(None)) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Registered:
+    needs_critic: ClassVar[bool] = True
+
+    alpha: float
+    names: list[str] = dataclasses.field(default_factory=list)
+
+    def __call__(self, inputs: object) -> object:
+        return self.alpha
+
+
+def test_a_program_registers_its_own_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOSS.registered, "other", id)
+    monkeypatch.setitem(ADVANTAGE.registered, "mine", Registered)
+    assert mega_rl.register_advantage("mine")(Registered) is Registered
+    config = load(None, ["algorithm.advantage=mine", "algorithm.advantage_settings.alpha=3"])
+    assert config.algorithm.advantage_settings == {"alpha": 3, "names": []}
+    assert needs_critic(config)
+    assert build_estimator(config)(None) == 3  # type: ignore[arg-type, comparison-overlap]
+    assert problems("algorithm.advantage=mine", "algorithm.advantage_settings.alpha=3") == []
+    assert problems("algorithm.advantage=mine") == ["algorithm.advantage=mine needs algorithm.advantage_settings.alpha"]
+    assert problems("algorithm.loss=other", "algorithm.loss_settings.a=1") == [
+        "algorithm.loss_settings.a has no effect: algorithm.loss=other has no such setting; it has none"
+    ]
+    for name, reason in (("gae", "is a built-in one"), ("my file", "is no name")):
+        with pytest.raises(UserError, match=reason):
+            mega_rl.register_advantage(name)(Registered)
 
 
 @pytest.mark.parametrize(

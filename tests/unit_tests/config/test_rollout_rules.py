@@ -34,6 +34,7 @@ def broken(*overrides: str) -> list[str]:
         (SGLANG, *JOINED),
         (SGLANG, *JOINED, "rollout.sglang.sync.transport=shared_memory"),
         (SGLANG, "rollout.sglang.urls=[http://node1:30000,https://node2:30000]", "rollout.sglang.keys_file=keys.json"),
+        (SGLANG, "trainer.async_steps=1", "algorithm.old_logprobs=rollout"),
         ("algorithm.correction=tis",),  # the embedded engine's log-probs differ from the trainer's too
     ],
 )

@@ -78,6 +78,7 @@ def test_the_example_is_not_there_yet() -> None:
     assert "seed_oss" not in TINY
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full: half a minute")
 def test_its_own_tests_pass_and_the_pages_have_it(patched: Path) -> None:
     """The entry, the tables of the pages, names on disk, proof, round trips, and rollouts against transformers."""
     files = [f"tests/unit_tests/{name}" for name in ("converters", "rollout/test_families.py")]

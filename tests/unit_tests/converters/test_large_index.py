@@ -17,6 +17,7 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.storage.safetensors_header import INDEX_FILE
 from mega_rl.storage.safetensors_reader import FP8_BLOCK, SCALE_SUFFIX
+from tests.helpers.selection import without
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
 NUM_SHARDS = 163
@@ -93,11 +94,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"world_size": 128, "tp": 8, "pp": 2, "ep": 64, "pipeline": [31, 30]}],
-    ids=["one rank", "tp8-pp2-ep64"],
+LAYOUTS = without(
+    {"one rank": {}, "tp8-pp2-ep64": {"world_size": 128, "tp": 8, "pp": 2, "ep": 64, "pipeline": [31, 30]}}, "one rank"
 )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_opening_planning_and_proving(checkpoint: Path, layout: dict[str, object]) -> None:
     """In seconds, and memory for one description of each tensor: 4 KiB is above what a plan takes, below any weight.
 

@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 SCHEDULES = {
     "constant": OptimConfig(),
     "warm-up": OptimConfig(warmup_steps=4),
-    "linear": OptimConfig(schedule="linear", warmup_steps=2),
+    "linear": OptimConfig(schedule="linear", warmup_steps=2, min_lr_ratio=0.0),
     "linear to a tenth": OptimConfig(schedule="linear", min_lr_ratio=0.1),
     "cosine": OptimConfig(schedule="cosine", warmup_steps=2, min_lr_ratio=0.5),
     "warm-up to the last step but one": OptimConfig(schedule="linear", warmup_steps=9, min_lr_ratio=0.5),

@@ -76,9 +76,9 @@ def _kept(engine: Any, rows: Any) -> dict[str, float]:
             alive.append(tensor)
         return tensor
 
-    def loss(outputs: Any, fields: Any) -> Any:
+    def loss(outputs: Any, fields: Any, sequences: Any) -> Any:
         recording[0] = False  # its own tensors are [T], and what follows is the backward
-        return losses("lm")(outputs, fields)
+        return losses("lm")(outputs, fields, sequences)
 
     loss.needs_entropy = losses("lm").needs_entropy  # type: ignore[attr-defined]
     tokens = sum(micro.tokens.numel() for micro in engine.batching.split(rows, data_parallel=engine.data_parallel))

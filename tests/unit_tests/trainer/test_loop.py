@@ -19,7 +19,7 @@ from mega_rl.config.schema.algorithms import ADVANTAGES
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs, UpdateLogprobs
+from mega_rl.trainer.old_logprobs import RecomputedLogprobs, RolloutLogprobs
 from mega_rl.workers.models import AbsentWorker
 from tests.helpers.fakes import (
     FakeCritic,
@@ -197,6 +197,18 @@ def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
     assert coefficients[4] == pytest.approx(0.1 * 0.9)  # half the horizon, half the largest step
 
 
+@pytest.mark.parametrize(("skipped", "factor"), [((1.0, 1.0), 1.0), ((1.0, 0.0), 0.9)])
+def test_a_step_that_skips_every_update_leaves_the_kl_coefficient(skipped: tuple[float, ...], factor: float) -> None:
+    kl = AdaptiveKL(0.1, target=0.05, horizon=16)
+    trainer = make_trainer(kl=kl, settings=RunSettings(steps=1), reference=FakeFrozen())
+    counts, update = iter(skipped), trainer.actor.update
+    trainer.actor.update = lambda *args, **kwargs: (  # type: ignore[method-assign]
+        update(*args, **kwargs) | {"kl/ref": 0.0, "actor/skipped_steps": next(counts)}
+    )
+    trainer.fit()
+    assert kl.value == pytest.approx(0.1 * factor)
+
+
 def test_the_kl_of_an_update_goes_before_that_of_stand_ins() -> None:
     """With one update a step the loop has the rollout engine's log-probs, and the update the policy's."""
     kl = AdaptiveKL(0.1, target=0.05, horizon=16)
@@ -247,7 +259,7 @@ def test_a_rollout_engine_with_other_weights_stops_the_run() -> None:
 def single_update(trainer: PPOTrainer) -> PPOTrainer:
     """The trainer with one update a step, whose forward gives the old log-probs."""
     trainer.minibatches = dataclasses.replace(trainer.minibatches, minibatch_size=4)
-    trainer.old_logprobs = UpdateLogprobs(
+    trainer.old_logprobs = RolloutLogprobs(
         MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
     )
     return trainer
@@ -269,6 +281,23 @@ def test_a_single_update_is_stopped_before_it_changes_a_weight() -> None:
     with pytest.raises(RolloutMismatchError, match="token id 7"):
         trainer.step(0)
     assert not trainer.actor.logits.any()
+
+
+def test_the_samplers_logprobs_are_compared_by_the_first_update_alone() -> None:
+    """Of several updates on the sampler's log-probs: the later ones are of weights that have moved by right."""
+    reference, trainer = make_trainer(grpo=True), make_trainer(grpo=True)
+    trainer.old_logprobs = RolloutLogprobs(
+        MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
+    )
+    for one in (reference, trainer):
+        one.sync.publish()
+        one.step(0)
+    events = trainer.events  # type: ignore[attr-defined]
+    updates = ["update_actor", "old_logprobs", "update_actor"]
+    assert events[events.index("reward") :] == ["reward", *updates, "publish"]
+    # The sampler has the trainer's weights and arithmetic here, so the updates are the same.
+    torch.testing.assert_close(trainer.actor.logits, reference.actor.logits, rtol=1e-5, atol=1e-7)
+    assert reference.actor.logits.any()
 
 
 def test_minibatches_cover_the_batch_once_per_epoch() -> None:

@@ -17,6 +17,7 @@ from mega_rl.algorithms.losses.base import PolicyTokens
 from mega_rl.algorithms.losses.policy import KLTerm
 from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.algorithms.losses.value import clipped_value_loss
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.trainer.experience import MinibatchPlan
@@ -27,6 +28,7 @@ from tests.helpers.models import random_experience
 
 BATCH = random_experience()
 FIELDS: dict[str, Tensor] = {name: value for name, value in BATCH.items() if value.dim() == 2}
+SEQUENCES = Sequences(BATCH.rows, len(BATCH.tokens))
 OBJECTIVE = PPO(clip_low=0.1, clip_high=0.4, dual_clip=3.0)
 ENTROPY_COEF = 0.02
 GENERATOR = torch.Generator().manual_seed(3)
@@ -78,6 +80,7 @@ def direct_policy_loss(kl_coef: float | None) -> LossOutput:
         advantages=BATCH.advantages,
         loss_weights=BATCH.loss_weights,
         token_weights=BATCH.token_weights,
+        sequences=SEQUENCES,
     )
     return losses.policy_loss(
         tokens,
@@ -93,7 +96,7 @@ def test_the_policy_loss_reads_its_fields(kl_coef: float | None) -> None:
     """The reference's log-probs only with a KL term in the loss. Fields differ, so that none can stand for another."""
     assert len({float(FIELDS[name].sum()) for name in FIELDS if name != "token_weights"}) == len(FIELDS) - 1
     loss = policy_loss(None if kl_coef is None else FixedKL(kl_coef))
-    actual = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS)
+    actual = loss(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS, SEQUENCES)
     assert same(actual, direct_policy_loss(kl_coef))
     assert ("actor/ref_kl" in actual.sums) == (kl_coef is not None)
 
@@ -102,7 +105,7 @@ def test_an_update_with_its_own_old_logprobs_measures_the_policys_kl() -> None:
     """Not the rollout engine's, which stand in as old log-probs until then. Two micro-batches add up to the whole."""
     outputs = TokenOutputs(logprobs=LOGPROBS.clone().requires_grad_(), entropy=ENTROPY)
     loss = replace(policy_loss(FixedKL(0.3)), on_policy=True)
-    sums = loss(outputs, FIELDS | {"old_logprobs": BATCH.ref_logprobs}).sums
+    sums = loss(outputs, FIELDS | {"old_logprobs": BATCH.ref_logprobs}, SEQUENCES).sums
     mask = BATCH.token_weights > 0
     gap = (LOGPROBS - BATCH.ref_logprobs)[mask].double()
     bounded = ((-gap).exp() - 1 + gap).clamp(max=10)
@@ -111,12 +114,16 @@ def test_an_update_with_its_own_old_logprobs_measures_the_policys_kl() -> None:
     assert float(sums["kl/ref"]) > 0.05
     assert not any(value.requires_grad for value in sums.values())
     halves = [
-        loss(TokenOutputs(logprobs=LOGPROBS[rows], entropy=ENTROPY[rows]), {k: v[rows] for k, v in FIELDS.items()}).sums
+        loss(
+            TokenOutputs(logprobs=LOGPROBS[rows], entropy=ENTROPY[rows]),
+            {k: v[rows] for k, v in FIELDS.items()},
+            replace(SEQUENCES, rows=BATCH.rows[rows]),
+        ).sums
         for rows in (slice(0, 1), slice(1, None))
     ]
     assert sum(float(half["kl/ref"]) for half in halves) == pytest.approx(float(sums["kl/ref"]), rel=1e-5)
-    assert "kl/ref" not in policy_loss(FixedKL(0.3))(outputs, FIELDS).sums
-    assert "kl/ref" not in replace(loss, kl=None)(outputs, FIELDS).sums
+    assert "kl/ref" not in policy_loss(FixedKL(0.3))(outputs, FIELDS, SEQUENCES).sums
+    assert "kl/ref" not in replace(loss, kl=None)(outputs, FIELDS, SEQUENCES).sums
 
 
 def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
@@ -126,19 +133,19 @@ def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
     assert not ValueLoss(value_clip=0.2).needs_entropy
     free = replace(loss, entropy_coef=0.0)
     assert not free.needs_entropy
-    actual = free(TokenOutputs(logprobs=LOGPROBS), FIELDS)
+    actual = free(TokenOutputs(logprobs=LOGPROBS), FIELDS, SEQUENCES)
     assert float(actual.sums["actor/entropy"]) == pytest.approx(-float((BATCH.token_weights * LOGPROBS).sum()))
-    assert torch.equal(actual.loss, free(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS).loss)
+    assert torch.equal(actual.loss, free(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS, SEQUENCES).loss)
 
 
 def test_the_policy_loss_follows_the_coefficient() -> None:
     """An adaptive coefficient is read anew in every step."""
     kl = AdaptiveKL(0.3, target=0.1, horizon=10)
     loss, outputs = policy_loss(kl), TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY)
-    assert same(loss(outputs, FIELDS), direct_policy_loss(0.3))
+    assert same(loss(outputs, FIELDS, SEQUENCES), direct_policy_loss(0.3))
     kl.update(5.0, num_sequences=8)
     assert kl.value != 0.3
-    assert same(loss(outputs, FIELDS), direct_policy_loss(kl.value))
+    assert same(loss(outputs, FIELDS, SEQUENCES), direct_policy_loss(kl.value))
 
 
 def test_the_value_loss_reads_its_fields() -> None:
@@ -151,7 +158,7 @@ def test_the_value_loss_reads_its_fields() -> None:
         token_weights=BATCH.token_weights,
         value_clip=0.2,
     )
-    assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), FIELDS), expected)
+    assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), FIELDS, SEQUENCES), expected)
 
 
 def mean_value_loss(values: Tensor, batch: Experience, *, value_clip: float) -> Tensor:
@@ -182,7 +189,8 @@ def test_the_critics_loss_is_a_mean_over_tokens(aggregation: str, micro_batches:
     total = 0.0
     for rows in torch.arange(len(batch.tokens)).chunk(micro_batches):
         fields = {name: value[rows] for name, value in batch.items() if value.dim() == 2}
-        share = ValueLoss(value_clip=0.5)(TokenOutputs(values=values[rows]), fields)
+        sequences = Sequences(batch.rows[rows], len(batch.tokens))
+        share = ValueLoss(value_clip=0.5)(TokenOutputs(values=values[rows]), fields, sequences)
         share.loss.backward()
         total += share.sums["critic/loss"].item()
     assert total == pytest.approx(mean_value_loss(exact, batch, value_clip=0.5).item(), rel=1e-6)

@@ -17,6 +17,7 @@ from mega_rl.config.loader import load
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
 
 PROMPTS = [Prompt(index=i, token_ids=(3 + i % 40, 5, 7), text="", answer="") for i in range(24)]
@@ -119,6 +120,7 @@ def _killed_with_samples_in_flight(pid: int | None) -> Iterator[None]:
 
 
 @needs_sglang
+@pytest.mark.skipif(not FULL, reason="make test-full: a minute; test_faults.py has a server that is no model")
 @pytest.mark.timeout(580)
 def test_killed_servers_cost_no_sample_and_come_back_with_the_current_weights(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "model", tied=False)

@@ -1,0 +1,1 @@
+"""`mega-rl verify rl`: an independent trainer follows a real run in lockstep, update by update."""

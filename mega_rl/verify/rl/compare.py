@@ -1,0 +1,111 @@
+"""Comparison of a recorded run with the independent trainer, phase by phase, update by update."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from mega_rl.errors import UserError
+from mega_rl.verify.rl.independent.formulas import Formulas
+from mega_rl.verify.rl.independent.records import Figures, LockstepSettings
+from mega_rl.verify.rl.independent.trainer import IndependentTrainer
+from mega_rl.verify.rl.phases import TOLERANCES, UPDATES, UpdateErrors
+from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
+
+# Figures of tokens by phase.
+LOGPROBS, ADVANTAGES = ("old_logprobs", "ref_logprobs", "values"), ("advantages", "returns")
+# A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
+# its own: rounding is 1e-7 of the average, of which less than 1e-5 is left so.
+FLOOR = 1e-2
+
+
+def follow(
+    folder: Path, model: Path, settings: LockstepSettings, formulas: Formulas | None = None
+) -> Iterator[UpdateErrors]:
+    """Train from the weights of `model` on the samples recorded in `folder`; yields the errors of each update.
+
+    Raises UserError for a model whose weights transformers keeps under other names than those of its checkpoint.
+    """
+    trainer = IndependentTrainer(model, settings, formulas or Formulas())
+    start = trainer.weights()
+    done: Counter[str] = Counter()
+    for step in range(settings.steps):
+        for own in trainer.step(step, read_batch(folder, step)):
+            real = read_figures(folder, own.role, done[own.role])
+            done[own.role] += 1
+            yield _errors(real, own, start[own.role])
+    for role, count in num_updates(folder).items():
+        if count > done[role]:
+            yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
+
+
+def off(
+    errors: Iterable[UpdateErrors], tolerances: Mapping[str, float] = TOLERANCES
+) -> tuple[UpdateErrors, str] | None:
+    """Return the first update that is off with the first phase in which it is, None where all is within tolerance."""
+    for update in errors:
+        for phase, error in update.errors.items():
+            if not error <= tolerances[phase]:
+                return update, phase
+    return None
+
+
+def _errors(real: Figures | None, own: Figures, start: Mapping[str, Tensor]) -> UpdateErrors:
+    """Return how far the real figures are from the independent trainer's."""
+    if real is None or (real.step, real.update) != (own.step, own.update):
+        return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
+    if set(real.gradients) != set(own.gradients):
+        names = sorted(set(real.gradients) ^ set(own.gradients))
+        raise UserError(
+            f"{names[0]} and {len(names) - 1} other weights have no counterpart in transformers' model; give the "
+            "config of another family as model.path"
+        )
+    gradient, worst = _gradient_error(real.gradients, own.gradients)
+    errors = {
+        UPDATES: 0.0,
+        "log-probs": _token_error(real, own, LOGPROBS),
+        "advantages": _token_error(real, own, ADVANTAGES),
+        "loss": _finite(abs(real.loss - own.loss) / max(own.loss_scale, 1e-30)),
+        "gradient norm": _finite(abs(real.grad_norm - own.grad_norm) / max(own.grad_norm, 1e-30)),
+        "gradient": gradient,
+        "weights": _distance(real.weights, own.weights) / max(_distance(own.weights, start), 1e-30),
+    }
+    return UpdateErrors(own.role, own.step, own.update, errors, worst)
+
+
+def _token_error(real: Figures, own: Figures, names: Sequence[str]) -> float:
+    """Return the largest |difference| of these figures of any token, infinite where the tokens are not the same."""
+    error = 0.0
+    for name in set(names) & set(real.tokens):
+        expected = own.tokens[name]
+        if expected.shape != real.tokens[name].shape:
+            return math.inf
+        error = max(error, _finite(float((real.tokens[name] - expected).abs().max())))
+    return error
+
+
+def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest relative error of a tensor's gradient in the Frobenius norm, and the tensor's name."""
+    numel = sum(tensor.numel() for tensor in own.values())
+    typical = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in own.values()) / numel)
+    errors = {}
+    for name, expected in own.items():
+        gap = float((real[name].double() - expected.double()).norm())
+        size = max(float(expected.double().norm()), FLOOR * typical * math.sqrt(expected.numel()))
+        errors[name] = _finite(gap / size) if gap else 0.0
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Return the distance of two models."""
+    return _finite(math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)))
+
+
+def _finite(error: float) -> float:
+    """Return the error, infinite if it is not a number, so that it exceeds any tolerance."""
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,134 @@
+"""Faults that are planted into the independent trainer, to see that a lockstep finds and names each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mega_rl.verify.rl.independent import formulas
+from mega_rl.verify.rl.independent.formulas import Formulas, Row
+from mega_rl.verify.rl.independent.records import LockstepSettings
+
+# Settings of the runs that faults are looked for in: every one of them has an effect.
+SHARED: dict[str, object] = {
+    "rollout.temperature": 0.7,
+    "optim.lr": 3e-3,
+    "optim.clip_grad": 0.5,
+    "optim.weight_decay": 0.1,
+    "optim.schedule": "linear",
+    "optim.warmup_steps": 1,
+    "optim.min_lr_ratio": 0.3,
+    "trainer.steps": 3,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: other settings or other formulas than the run's."""
+
+    name: str
+    algorithm: str  # of `reading.ALGORITHMS`: the run in which it is looked for
+    phase: str  # that it must be named by
+    settings: Callable[[LockstepSettings], LockstepSettings] = replace
+    formulas: Callable[[], Formulas] = Formulas
+
+    def plant(self, settings: LockstepSettings) -> tuple[LockstepSettings, Formulas]:
+        """Return settings and formulas with the fault."""
+        return self.settings(settings), self.formulas()
+
+
+def _population_deviation(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+def _shifted(row: Row) -> Row:
+    """Return each advantage on the token before its own."""
+    return [*row[1:], 0.0]
+
+
+def _sample_whitened(rows: list[Row]) -> list[Row]:
+    """Return advantages whitened with n - 1 below."""
+    n = sum(map(len, rows))
+    return [[value * math.sqrt((n - 1) / n) for value in row] for row in formulas.whitened(rows)]
+
+
+def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
+    """Return GAE that goes on after the last token with its value, as if every response had been cut off."""
+    advantages, returns = formulas.gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
+    return advantages, returns
+
+
+def _unclipped(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) -> Tensor:
+    return -ratio * advantages
+
+
+def _clipped_alone(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) -> Tensor:
+    """Return the loss of the clipped ratio, without the minimum of both."""
+    return -torch.clamp(ratio, 1 - settings.clip_low, 1 + settings.clip_high) * advantages
+
+
+FAULTS = (
+    Fault(
+        "population instead of sample deviation",
+        "grpo",
+        "advantages",
+        formulas=lambda: Formulas(deviation=_population_deviation),
+    ),
+    Fault(
+        "no division by the deviation", "grpo", "advantages", settings=lambda run: replace(run, normalise_groups=False)
+    ),
+    Fault("temperature 1", "grpo", "log-probs", settings=lambda run: replace(run, temperature=1.0)),
+    Fault(
+        "token-mean instead of seq-mean-token-mean",
+        "grpo",
+        "loss",
+        settings=lambda run: replace(run, aggregation="token-mean"),
+    ),
+    Fault("no clip", "grpo", "loss", formulas=lambda: Formulas(clipped_term=_unclipped)),
+    Fault("clip without the minimum", "grpo", "loss", formulas=lambda: Formulas(clipped_term=_clipped_alone)),
+    Fault(
+        "old log-probs of every update", "grpo", "log-probs", formulas=lambda: Formulas(anchor=lambda before, now: now)
+    ),
+    Fault("no gradient clipping", "grpo", "gradient", settings=lambda run: replace(run, clip_grad=0.0)),
+    Fault("constant learning rate", "grpo", "weights", settings=lambda run: replace(run, schedule="constant")),
+    Fault(
+        "no bias correction in Adam",
+        "grpo",
+        "weights",
+        formulas=lambda: Formulas(bias_corrections=lambda step, settings: (1.0, 1.0)),
+    ),
+    Fault(
+        "weight decay of norms",
+        "grpo",
+        "weights",
+        formulas=lambda: Formulas(decay=lambda tensor, settings: settings.weight_decay),
+    ),
+    Fault("KL in the loss with the wrong sign", "grpo_kl", "loss", settings=lambda run: replace(run, kl_coef=-0.1)),
+    Fault("k2 instead of k3", "grpo_kl", "loss", settings=lambda run: replace(run, kl_estimator="k2")),
+    Fault(
+        "entropy bonus with the wrong sign", "grpo_kl", "loss", settings=lambda run: replace(run, entropy_coef=-0.01)
+    ),
+    Fault("importance weights without a cap", "tis", "loss", settings=lambda run: replace(run, tis_cap=1e9)),
+    Fault("no importance weights", "tis", "loss", settings=lambda run: replace(run, tis_cap=0.0)),
+    Fault("advantages one token early", "ppo", "advantages", formulas=lambda: Formulas(placed=_shifted)),
+    Fault(
+        "KL in the reward with the wrong sign", "ppo", "advantages", settings=lambda run: replace(run, kl_coef=-0.05)
+    ),
+    Fault("lambda 1", "ppo", "advantages", settings=lambda run: replace(run, lam=1.0)),
+    Fault(
+        "whitening with the sample deviation", "ppo", "advantages", formulas=lambda: Formulas(whitened=_sample_whitened)
+    ),
+    Fault("a value after the last token", "ppo", "advantages", formulas=lambda: Formulas(gae=_bootstrapped)),
+    Fault("no value clip", "ppo", "loss", settings=lambda run: replace(run, value_clip=0.0)),
+    Fault(
+        "squared error without the half",
+        "ppo",
+        "loss",
+        formulas=lambda: Formulas(value_term=lambda *row: 2 * formulas.value_term(*row)),
+    ),
+)

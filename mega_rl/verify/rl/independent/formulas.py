@@ -1,0 +1,178 @@
+"""Formulas of the papers, one function each. A list has one number for each response token, unless it says otherwise.
+
+`Formulas` holds those that a planted fault may replace (`mega_rl.verify.rl.faults`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_rl.verify.rl.independent.records import LockstepSettings
+
+Row = list[float]
+
+
+def sample_deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation with n - 1 below, as published GRPO implementations have it."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
+
+
+def group_advantages(rewards: Sequence[float], *, normalise: bool, deviation: Callable[[Row], float]) -> Row:
+    """Return (r - mean) / (std + 1e-6) of each sample of a prompt (GRPO, arXiv:2402.03300, section 4.1.2).
+
+    Without `normalise` r - mean (Dr. GRPO, arXiv:2503.20783); zeros where all rewards are equal.
+    """
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)
+    mean = sum(rewards) / len(rewards)
+    below = deviation(list(rewards)) + 1e-6 if normalise else 1.0
+    return [(reward - mean) / below for reward in rewards]
+
+
+def token_rewards(reward: float, logprobs: Row, ref_logprobs: Row, coef: float) -> Row:
+    """Return -coef * log(p / ref) of each token, and the reward on the last (arXiv:1909.08593, eq. 2)."""
+    rewards = [-coef * (logprob - ref) for logprob, ref in zip(logprobs, ref_logprobs, strict=True)]
+    rewards[-1] += reward
+    return rewards
+
+
+def gae(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
+    """Return (advantages, returns) by the recursion of arXiv:1506.02438, eq. 16; beyond the last token all is 0."""
+    advantages, next_advantage, next_value = [0.0] * len(rewards), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * next_value - values[t]
+        next_advantage = delta + gamma * lam * next_advantage
+        advantages[t], next_value = next_advantage, values[t]
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def whitened(rows: list[Row]) -> list[Row]:
+    """Return (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance with n below."""
+    every = [value for row in rows for value in row]
+    mean = sum(every) / len(every)
+    variance = sum((value - mean) ** 2 for value in every) / len(every)
+    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
+
+
+def aggregation_weights(lengths: Sequence[int], settings: LockstepSettings) -> Row:
+    """Return the weight that each token of a row has in its mini-batch's loss, one number for each row."""
+    tokens, rows = sum(lengths), len(lengths)
+    if settings.aggregation == "token-mean":  # DAPO, arXiv:2503.14476, eq. 8
+        return [1 / tokens for _ in lengths]
+    if settings.aggregation == "seq-mean-token-mean":  # GRPO, arXiv:2402.03300, eq. 3
+        return [1 / (rows * length) for length in lengths]
+    if settings.aggregation == "seq-mean-token-sum":
+        return [1 / rows for _ in lengths]
+    return [1 / (rows * settings.max_response_tokens) for _ in lengths]  # Dr. GRPO, arXiv:2503.20783
+
+
+def clipped_term(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) -> Tensor:
+    """Return the loss of each token, arXiv:1707.06347, eq. 7; with a bound below where A < 0, arXiv:1912.09729."""
+    clipped = torch.clamp(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if settings.dual_clip > 0:
+        bounded = torch.maximum(objective, settings.dual_clip * advantages)
+        objective = torch.where(advantages < 0, bounded, objective)
+    return -objective
+
+
+def importance_weights(old: Tensor, rollout: Tensor, settings: LockstepSettings) -> Tensor:
+    """Return min(p_old / p_rollout, cap) of each token, or of the whole response (Yao et al. 2025)."""
+    log_ratio = old - rollout
+    if settings.tis_by_sequence:
+        log_ratio = log_ratio.sum().expand(len(log_ratio))
+    return torch.exp(log_ratio).clamp(max=settings.tis_cap)
+
+
+def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Return the estimate of KL(p || ref) (Schulman 2020, http://joschu.net/blog/kl-approx.html), k3 at most 10."""
+    log_ratio = ref_logprobs - logprobs
+    if name == "k1":
+        return -log_ratio
+    if name == "k2":
+        return log_ratio**2 / 2
+    return (torch.exp(log_ratio) - 1 - log_ratio).clamp(max=10.0)
+
+
+def kl_term(name: str, logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor) -> Tensor:
+    """Return w * KL estimate with the gradient of w * log(p / ref)^2 / 2, w = min(ratio, 10) (arXiv:2506.09477)."""
+    weight = ratio.detach().clamp(max=10.0)
+    differentiable = weight * (logprobs - ref_logprobs) ** 2 / 2
+    value = weight * kl_estimate(name, logprobs, ref_logprobs)
+    return differentiable + (value - differentiable).detach()
+
+
+def value_term(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Return half the larger squared error of the value and of the value clipped to `clip` around the old one."""
+    squares = (values - returns) ** 2
+    if clip > 0:
+        near = old + torch.clamp(values - old, -clip, clip)
+        squares = torch.maximum(squares, (near - returns) ** 2)
+    return squares / 2
+
+
+def learning_rate(step: int, peak: float, total: int, settings: LockstepSettings) -> float:
+    """Return the rate of a role's step `step` of `total`: linear warm-up, then constant, linear or cosine decay."""
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if settings.schedule == "constant":
+        return peak
+    first = max(warmup - 1, 0)  # the step that has the peak
+    done = min((step - first) / max(total - 1 - first, 1), 1.0)
+    shape = 1 - done if settings.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return peak * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return the factor that brings gradients of this norm to `limit`, as torch's clip_grad_norm_; 0 is no limit."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+
+
+def bias_corrections(step: int, settings: LockstepSettings) -> tuple[float, float]:
+    """Return what Adam's moments are divided by after `step` steps, counted from 1 (arXiv:1412.6980)."""
+    return 1 - settings.beta1**step, 1 - settings.beta2**step
+
+
+def decay(tensor: Tensor, settings: LockstepSettings) -> float:
+    """Return the decoupled weight decay of a tensor (arXiv:1711.05101): none of norms and biases."""
+    return settings.weight_decay if tensor.dim() > 1 else 0.0
+
+
+def anchor(before: Tensor, now: Tensor) -> Tensor:
+    """Return the log-probs that the ratio is taken to: those before the step's updates, not those of now."""
+    return before
+
+
+def same(row: Row) -> Row:
+    """Return a row's advantages, each on its own token."""
+    return row
+
+
+def adapted_coefficient(coef: float, kl: float, sequences: int, settings: LockstepSettings) -> float:
+    """Return the KL coefficient after a step with this mean KL (arXiv:1909.08593, section 2.2)."""
+    if settings.kl_target == 0:
+        return coef
+    error = min(max(kl / settings.kl_target - 1, -0.2), 0.2)
+    return coef * (1 + error * min(sequences / settings.kl_horizon, 1))
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """The formulas that the independent trainer uses."""
+
+    deviation: Callable[[Row], float] = sample_deviation
+    gae: Callable[[Row, Row, float, float], tuple[Row, Row]] = gae
+    whitened: Callable[[list[Row]], list[Row]] = whitened
+    placed: Callable[[Row], Row] = same
+    clipped_term: Callable[[Tensor, Tensor, LockstepSettings], Tensor] = clipped_term
+    value_term: Callable[[Tensor, Tensor, Tensor, float], Tensor] = value_term
+    anchor: Callable[[Tensor, Tensor], Tensor] = anchor
+    bias_corrections: Callable[[int, LockstepSettings], tuple[float, float]] = bias_corrections
+    decay: Callable[[Tensor, LockstepSettings], float] = decay

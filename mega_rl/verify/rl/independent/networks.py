@@ -1,0 +1,112 @@
+"""Transformers' models as policy and critic, and AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from mega_rl.verify.rl.independent.formulas import Formulas, clip_factor
+from mega_rl.verify.rl.independent.records import LockstepSettings, ScoredSample
+
+VALUE_HEAD = "score.weight"
+
+
+def causal_model(path: Path) -> PreTrainedModel:
+    """Return transformers' model of a checkpoint in float32, with plain attention."""
+    disable_progress_bar()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+    )
+    return model.eval()
+
+
+class Network:
+    """A model of transformers with the parameters that train, by its names for them."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = causal_model(path)
+        self.parameters: Mapping[str, nn.Parameter] = dict(self._model.named_parameters())
+        self._on_disk: set[str] = set()
+        for file in path.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as stored:
+                self._on_disk |= set(stored.keys())
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors under the names of the checkpoint, where experts that transformers joins stand alone."""
+        if set(tensors) <= self._on_disk | {VALUE_HEAD}:
+            return tensors
+        with TemporaryDirectory(prefix="names_") as folder:
+            self._model.save_pretrained(folder, state_dict=dict(tensors))
+            return {
+                name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
+            }
+
+
+class PolicyNetwork(Network):
+    """A language model."""
+
+    def logprobs(self, sample: ScoredSample, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return (log-prob, entropy) of each response token, [n] float64: an output predicts the token after it."""
+        logits = self._model(torch.tensor([sample.tokens[:-1]]), use_cache=False).logits[0, sample.prompt_length - 1 :]
+        logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
+        response = torch.tensor(sample.tokens[sample.prompt_length :])
+        return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
+
+
+class CriticNetwork(Network):
+    """A language model's backbone, with a head of one value that begins at 0."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._backbone = self._model.base_model
+        kept = {id(parameter) for parameter in self._backbone.parameters()}
+        named = {name: parameter for name, parameter in self.parameters.items() if id(parameter) in kept}
+        self._head = nn.Parameter(torch.zeros(1, self._model.config.hidden_size))
+        self.parameters = {**named, VALUE_HEAD: self._head}
+
+    def values(self, sample: ScoredSample) -> Tensor:
+        """Return the value before each response token, [n] float64."""
+        outputs = self._backbone(torch.tensor([sample.tokens[:-1]]), use_cache=False).last_hidden_state
+        return (outputs[0, sample.prompt_length - 1 :].double() @ self._head[0].double()).flatten()
+
+
+class Adam:
+    """AdamW (arXiv:1711.05101) with gradient clipping; moments in float64, weights in float32."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: LockstepSettings, formulas: Formulas) -> None:
+        self._parameters, self._settings, self._formulas = parameters, settings, formulas
+        self._first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        self._second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+        self._steps = 0
+
+    def clip(self) -> float:
+        """Clip all gradients by their norm; returns the norm before."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        for gradient in gradients:
+            gradient.mul_(clip_factor(norm, self._settings.clip_grad))
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Move the weights by their gradients."""
+        settings = self._settings
+        self._steps += 1
+        first_below, second_below = self._formulas.bias_corrections(self._steps, settings)
+        for name, parameter in self._parameters.items():
+            gradient = torch.zeros_like(self._first[name]) if parameter.grad is None else parameter.grad.double()
+            first, second = self._first[name], self._second[name]
+            first.mul_(settings.beta1).add_((1 - settings.beta1) * gradient)
+            second.mul_(settings.beta2).add_((1 - settings.beta2) * gradient**2)
+            direction = (first / first_below) / ((second / second_below).sqrt() + settings.eps)
+            weight = parameter.double() * (1 - lr * self._formulas.decay(parameter, settings))
+            parameter.copy_(weight - lr * direction)

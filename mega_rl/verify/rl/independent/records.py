@@ -1,0 +1,87 @@
+"""Inputs of the independent trainer, and the figures of its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LockstepSettings:
+    """The numbers of a run that its mathematics depends on."""
+
+    advantage: str  # gae, or grpo
+    normalise_groups: bool  # divide by the group's standard deviation (GRPO); else not (Dr. GRPO)
+    gamma: float
+    lam: float
+    whiten: bool
+    temperature: float
+    clip_low: float
+    clip_high: float
+    dual_clip: float  # 0: none
+    value_clip: float  # 0: none
+    entropy_coef: float
+    aggregation: str  # token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm
+    max_response_tokens: int
+    tis_cap: float  # 0: no importance sampling
+    tis_by_sequence: bool  # by the ratio of whole responses; else of each token
+    old_is_rollout: bool  # the ratio is to what sampled; else to the policy before the updates
+    kl_placement: str  # none, reward, loss
+    kl_estimator: str  # k1, k2, k3
+    kl_coef: float
+    kl_target: float  # nats per token, of the adaptive coefficient; 0: the coefficient is fixed
+    kl_horizon: int  # sequences
+    critic_warmup_steps: int
+    lr: float
+    critic_lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    clip_grad: float  # 0: none
+    schedule: str  # constant, linear, cosine
+    warmup_steps: int
+    min_lr_ratio: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """A prompt with one of its responses."""
+
+    tokens: Sequence[int]  # prompt, then response
+    prompt_length: int
+    prompt: int  # position of the prompt in the step's batch
+    reward: float
+    rollout_logprobs: Sequence[float]  # of the response's tokens, by what sampled them
+
+    @property
+    def length(self) -> int:
+        """Return the number of response tokens."""
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The samples of a step, and the prompts of each of its mini-batches, in the order of the updates."""
+
+    samples: Sequence[ScoredSample]
+    minibatches: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of one optimizer step of a role."""
+
+    role: str  # actor, critic
+    step: int
+    update: int  # number of the mini-batch in its step
+    # By name, float64, one number for each response token of the mini-batch, sample after sample.
+    tokens: Mapping[str, Tensor]
+    loss: float
+    loss_scale: float  # sum of |weight * term| over the tokens: the size of what cancels in the loss
+    grad_norm: float  # before clipping
+    gradients: Mapping[str, Tensor]  # by Hugging Face names, after clipping
+    weights: Mapping[str, Tensor]  # after the step

@@ -1,0 +1,226 @@
+"""The independent trainer: PPO and GRPO, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mega_rl.verify.rl.independent.formulas import (
+    Formulas,
+    Row,
+    adapted_coefficient,
+    aggregation_weights,
+    group_advantages,
+    importance_weights,
+    kl_estimate,
+    kl_term,
+    learning_rate,
+    token_rewards,
+)
+from mega_rl.verify.rl.independent.networks import Adam, CriticNetwork, Network, PolicyNetwork
+from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
+
+
+class TrainedNetwork:
+    """A network with its optimizer."""
+
+    def __init__(self, name: str, network: Network, settings: LockstepSettings, formulas: Formulas) -> None:
+        self._name, self._network, self._parameters = name, network, network.parameters
+        self._adam = Adam(network.parameters, settings, formulas)
+
+    def update(
+        self,
+        samples: Sequence[ScoredSample],
+        terms: Callable[[int], Tensor],
+        *,
+        lr: float,
+        place: tuple[int, int],
+        tokens: Mapping[str, list[Tensor]],
+    ) -> Figures:
+        """Make an optimizer step on the sum of `terms` (of sample i, by token) over a mini-batch's samples.
+
+        place: (step, mini-batch), for the figures; tokens: figures of each sample's tokens.
+        """
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        loss, scale = 0.0, 0.0
+        for i in range(len(samples)):
+            term = terms(i)
+            term.sum().backward()
+            loss, scale = loss + float(term.sum().detach()), scale + float(term.detach().abs().sum())
+        norm = self._adam.clip()
+        self._adam.step(lr)
+        return Figures(
+            self._name,
+            *place,
+            tokens={name: torch.cat(rows).double() for name, rows in tokens.items()},
+            loss=loss,
+            loss_scale=scale,
+            grad_norm=norm,
+            gradients=self._network.on_disk({name: _gradient(p) for name, p in self._parameters.items()}),
+            weights=_weights(self._network),
+        )
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A sample with what a step knows of its tokens before the first update; [n] float64 each."""
+
+    sample: ScoredSample
+    old: Tensor
+    ref: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+class IndependentTrainer:
+    """A policy, its reference and perhaps a critic, all from the weights at the start; steps are numbered from 0."""
+
+    def __init__(self, path: Path, settings: LockstepSettings, formulas: Formulas) -> None:
+        self._settings, self._formulas, self._kl_coef = settings, formulas, settings.kl_coef
+        self._policy = PolicyNetwork(path)
+        self._actor_role = TrainedNetwork("actor", self._policy, settings, formulas)
+        self._reference = PolicyNetwork(path) if settings.kl_placement != "none" else None
+        self._critic = CriticNetwork(path) if settings.advantage == "gae" else None
+        self._critic_role = None if self._critic is None else TrainedNetwork("critic", self._critic, settings, formulas)
+
+    def weights(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return copies of the weights of now, by role and Hugging Face name."""
+        networks = {"actor": self._policy, "critic": self._critic}
+        return {role: _weights(network) for role, network in networks.items() if network is not None}
+
+    def step(self, step: int, batch: StepBatch) -> Iterator[Figures]:
+        """Make the updates of a step; yields the figures of each, the critic's first."""
+        rows = self._evaluate(batch.samples)
+        minibatches = [[row for row in rows if row.sample.prompt in prompts] for prompts in batch.minibatches]
+        if self._critic is not None:
+            for update, minibatch in enumerate(minibatches):
+                yield self._update_critic(minibatch, (step, update))
+        if step >= self._settings.critic_warmup_steps:
+            for update, minibatch in enumerate(minibatches):
+                yield self._update_actor(minibatch, (step, update))
+            if self._reference is not None:
+                old, ref = torch.cat([row.old for row in rows]), torch.cat([row.ref for row in rows])
+                kl = float(kl_estimate("k3", old, ref).mean())
+                self._kl_coef = adapted_coefficient(self._kl_coef, kl, len(rows), self._settings)
+
+    def _evaluate(self, samples: Sequence[ScoredSample]) -> list[Evaluated]:
+        """Return the samples with log-probs, values, advantages and returns by the weights of now."""
+        temperature = self._settings.temperature
+        with torch.no_grad():
+            if self._settings.old_is_rollout:
+                old = [_row(sample.rollout_logprobs) for sample in samples]
+            else:
+                old = [self._policy.logprobs(sample, temperature)[0] for sample in samples]
+            ref = old
+            if self._reference is not None:
+                ref = [self._reference.logprobs(sample, temperature)[0] for sample in samples]
+            values = [torch.zeros_like(row) for row in old]
+            if self._critic is not None:
+                values = [self._critic.values(sample) for sample in samples]
+        if self._settings.advantage == "grpo":
+            advantages, returns = self._group_relative(samples), [[0.0] * sample.length for sample in samples]
+        else:
+            advantages, returns = self._generalized(samples, old, ref, values)
+        placed = [_row(self._formulas.placed(row)) for row in advantages]
+        every = zip(samples, old, ref, values, placed, map(_row, returns), strict=True)
+        return [Evaluated(*row) for row in every]
+
+    def _group_relative(self, samples: Sequence[ScoredSample]) -> list[Row]:
+        """Return the same advantage for all tokens of a sample, by the rewards of its prompt's samples."""
+        rows: list[Row] = [[] for _ in samples]
+        for prompt in {sample.prompt for sample in samples}:
+            group = [i for i, sample in enumerate(samples) if sample.prompt == prompt]
+            numbers = group_advantages(
+                [samples[i].reward for i in group],
+                normalise=self._settings.normalise_groups,
+                deviation=self._formulas.deviation,
+            )
+            for i, number in zip(group, numbers, strict=True):
+                rows[i] = [number] * samples[i].length
+        return rows
+
+    def _generalized(
+        self, samples: Sequence[ScoredSample], old: list[Tensor], ref: list[Tensor], values: list[Tensor]
+    ) -> tuple[list[Row], list[Row]]:
+        """Return (advantages, returns) by the critic's values, with the KL in the rewards where it has its place."""
+        settings = self._settings
+        coef = self._kl_coef if settings.kl_placement == "reward" else 0.0
+        both = []
+        for sample, logprobs, references, before in zip(samples, old, ref, values, strict=True):
+            rewards = token_rewards(sample.reward, logprobs.tolist(), references.tolist(), coef)
+            both.append(self._formulas.gae(rewards, before.tolist(), settings.gamma, settings.lam))
+        advantages, returns = [row[0] for row in both], [row[1] for row in both]
+        return (self._formulas.whitened(advantages) if settings.whiten else advantages), returns
+
+    def _update_critic(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
+        """Make one step of the critic: the mean over tokens, whatever the aggregation of the policy's loss."""
+        assert self._critic is not None
+        assert self._critic_role is not None
+        critic, settings = self._critic, self._settings
+        weight = 1 / sum(row.sample.length for row in rows)
+
+        def terms(i: int) -> Tensor:
+            row = rows[i]
+            now = critic.values(row.sample)
+            return weight * self._formulas.value_term(now, row.values, row.returns, settings.value_clip)
+
+        return self._critic_role.update(
+            [row.sample for row in rows],
+            terms,
+            lr=learning_rate(place[0], settings.critic_lr, settings.steps, settings),
+            place=place,
+            tokens={"values": [row.values for row in rows], "returns": [row.returns for row in rows]},
+        )
+
+    def _update_actor(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
+        """Make one step of the policy."""
+        settings, formulas = self._settings, self._formulas
+        weights = aggregation_weights([row.sample.length for row in rows], settings)
+        with torch.no_grad():
+            now = [self._policy.logprobs(row.sample, settings.temperature)[0] for row in rows]
+        anchors = [formulas.anchor(row.old, current) for row, current in zip(rows, now, strict=True)]
+
+        def terms(i: int) -> Tensor:
+            row = rows[i]
+            logprobs, entropy = self._policy.logprobs(row.sample, settings.temperature)
+            ratio = torch.exp(logprobs - anchors[i])
+            loss = formulas.clipped_term(ratio, row.advantages, settings)
+            if settings.tis_cap > 0:
+                loss = loss * importance_weights(anchors[i], _row(row.sample.rollout_logprobs), settings)
+            loss = loss - settings.entropy_coef * entropy
+            if settings.kl_placement == "loss":
+                loss = loss + self._kl_coef * kl_term(settings.kl_estimator, logprobs, row.ref, ratio)
+            return weights[i] * loss
+
+        warmup = settings.critic_warmup_steps
+        return self._actor_role.update(
+            [row.sample for row in rows],
+            terms,
+            lr=learning_rate(place[0] - warmup, settings.lr, settings.steps - warmup, settings),
+            place=place,
+            tokens={
+                "old_logprobs": anchors,
+                "ref_logprobs": [row.ref for row in rows],
+                "advantages": [row.advantages for row in rows],
+            },
+        )
+
+
+def _row(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _weights(network: Network) -> Mapping[str, Tensor]:
+    """Return copies of the weights of now, by Hugging Face name."""
+    return network.on_disk({name: parameter.detach().clone() for name, parameter in network.parameters.items()})
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return a copy of the gradient, zeros where there is none."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()

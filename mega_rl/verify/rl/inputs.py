@@ -1,0 +1,155 @@
+"""Inputs of a lockstep: the settings of a small run, its prompts and its reward. Imports no torch.
+
+The run keeps what a recipe says of mathematics (`KEPT`). Its model, data, reward, sizes and layout are the lockstep's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_rl.config.keys import FIELDS, value_of, with_settings
+from mega_rl.config.loader import load
+from mega_rl.config.needs import unmet
+from mega_rl.config.rules import check
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserErrors
+from mega_rl.hub.names import model_name
+from mega_rl.hub.resolve import checkpoint_folder
+from mega_rl.verify.layouts import Layout
+
+REWARD = "python:mega_rl.verify.rl.inputs.reward"
+STAND_IN = "the quickstart's architecture"
+STEPS = 5
+NUM_PROMPTS, LONGEST_PROMPT = 64, 8
+CHARACTERS = "0123456789abcdefghijklmnopqrs"  # a token each
+STOP_TOKENS = [3, 4, 5, 6]  # the first characters: one token in six ends a response, so that lengths differ
+
+# Settings whose values are the recipe's, with those of the sections below.
+KEPT = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "trainer.seed", "trainer.microbatch.packing")
+KEPT_SECTIONS = ("algorithm", "optim")
+# Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element after
+# clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
+# decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
+SIZES: Mapping[str, object] = {
+    "trainer.prompts_per_step": 8,
+    "trainer.minibatch_size": 4,
+    "trainer.microbatch.max_tokens": 64,
+    "rollout.n": 4,
+    "rollout.max_new_tokens": 12,
+    "optim.lr": 1e-3,
+    "optim.critic_lr": 3e-3,
+    "optim.eps": 1e-3,
+}
+# The rollout engine's log-probs are shifted on purpose (`mega_rl.verify.rl.record`), so its guards are wide open.
+FIXED: Mapping[str, object] = {
+    "model.dtype": "fp32",
+    "engine.megatron.transformer_impl": "local",
+    "data.max_prompt_tokens": LONGEST_PROMPT,
+    "rollout.stop_token_ids": STOP_TOKENS,
+    "rollout.mismatch.mean_limit": 10.0,
+    "rollout.mismatch.share_limit": 1.0,
+    "rollout.mismatch.max_limit": 100.0,
+    "reward.function": REWARD,
+    "checkpoint.save_final": False,
+    "checkpoint.resume": "never",
+    "metrics.tensorboard": False,
+    "metrics.progress_bar": False,
+    "metrics.rollout_interval": 0,
+    "trainer.device": "cpu",
+    "trainer.timeout_s": 120.0,
+}
+
+
+@dataclass(frozen=True)
+class LockstepRun:
+    """A run without its layout, and the architecture of its model."""
+
+    config: Config
+    source: Path | None  # folder with the model's config.json; None: that of the quickstart
+    description: str  # of the model's origin
+
+
+def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> LockstepRun:
+    """Return the small run of so many steps that a recipe and settings ask for. Raises UserErrors."""
+    read = load(recipe, overrides)
+    given = {text.lstrip("~+").partition("=")[0] for text in overrides}
+    problems = [
+        f"{key}: verify rl has its own; leave it out. Legal are settings of {' and '.join(KEPT_SECTIONS)}, model.path, "
+        f"{', '.join((*KEPT, *SIZES))}; --layouts and --steps choose the rest"
+        for key in sorted(given)
+        if not (_is_kept(key) or key in SIZES or key == "model.path")
+    ]
+    if problems:
+        raise UserErrors(problems)
+    kept = {key: value_of(read, key) for key in FIELDS if _is_kept(key)}
+    sizes = {key: value_of(read, key) if key in given else value for key, value in SIZES.items()}
+    config = with_settings(Config(), {**FIXED, **kept, **sizes, "trainer.steps": steps})
+    config = _without_idle(_shortened(config, given), given)
+    source, description = _architecture(read.model.path, is_given="model.path" in given)
+    return LockstepRun(config, source, description)
+
+
+def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
+    """Return a small run with these settings, on the architecture of a folder's config.json or the quickstart's."""
+    config = load(None, {**FIXED, **SIZES, "trainer.steps": STEPS, **settings})
+    return LockstepRun(_without_idle(config, set(settings)), source, str(source or STAND_IN))
+
+
+def _is_kept(key: str) -> bool:
+    return key in KEPT or key.partition(".")[0] in KEPT_SECTIONS
+
+
+def _shortened(config: Config, given: set[str]) -> Config:
+    """Return the config with warm-ups of a long run cut down to a third of this one's steps each."""
+    most = config.trainer.steps // 3
+    changes: dict[str, object] = {}
+    for key in ("optim.warmup_steps", "algorithm.critic_warmup_steps"):
+        if key not in given:
+            changes[key] = min(int(value_of(config, key)), most)
+    return with_settings(config, changes)
+
+
+def _without_idle(config: Config, given: set[str]) -> Config:
+    """Return the config with defaults for sizes that have no effect in it; `given` ones are left to the rules."""
+    idle = {entry.key for entry in unmet(config)} & set(SIZES) - given
+    return with_settings(config, {key: value_of(Config(), key) for key in idle})
+
+
+def _architecture(path: str, *, is_given: bool) -> tuple[Path | None, str]:
+    """Return (folder with a config.json, description); of a recipe's model that is not there yet, the stand-in's."""
+    if not path:
+        return None, STAND_IN
+    if model_name(path) is None and not Path(path).exists() and not is_given:
+        return None, f"{STAND_IN}: {path} is not there"
+    return checkpoint_folder(Path(path), label="model.path", weights=False), path
+
+
+def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
+    """Return the config on a layout, in a folder of its own. Raises UserErrors for settings that do not go with it."""
+    sizes = layout.settings
+    if sizes["etp"] == sizes["tp"] or sizes["ep"] == 1:
+        sizes["etp"] = 0
+    changed: dict[str, object] = {"engine.backend": layout.engine, "trainer.run_dir": str(run_dir)}
+    if layout.engine == "megatron":
+        changed |= {f"engine.megatron.{name}": size for name, size in sizes.items()}
+    else:
+        changed["engine.megatron.transformer_impl"] = "auto"
+    config = with_settings(config, changed)
+    problems = check(config, world_size=layout.ranks)
+    if problems:
+        raise UserErrors([f"{layout.name}: {problem}" for problem in problems])
+    return config
+
+
+def prompts(seed: int) -> list[str]:
+    """Return prompts of different lengths."""
+    rng = random.Random(seed)
+    return ["".join(rng.choices(CHARACTERS, k=rng.randint(2, LONGEST_PROMPT))) for _ in range(NUM_PROMPTS)]
+
+
+def reward(prompt: str, response: str, answer: str) -> float:
+    """Return a number from -1 to 1 that depends on every character, so that few samples of a prompt have the same."""
+    return (7 * len(response) + sum(map(ord, response))) % 11 / 5 - 1

@@ -1,0 +1,78 @@
+"""The small model of a lockstep, its tokenizer and its prompts, in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mega_rl.config.keys import with_settings
+from mega_rl.config.schema import Config
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.errors import UserError
+from mega_rl.storage.safetensors_writer import write_checkpoint
+from mega_rl.verify.rl.inputs import CHARACTERS, STAND_IN, LockstepRun, prompts
+from mega_rl.verify.twin.shrink import random_tensors, shrink
+
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+VOCABULARY = (*SPECIAL, *CHARACTERS)
+EOS = 1
+# The architecture without a model: that of the quickstart, with grouped heads.
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "vocab_size": len(VOCABULARY),
+    "tie_word_embeddings": False,
+}
+
+
+def read_architecture(run: LockstepRun) -> HFConfig:
+    """Return the architecture of a run's model before it is shrunk. Raises UserError."""
+    return parse_hf_config(ARCHITECTURE, where=STAND_IN) if run.source is None else read_hf_config(run.source)
+
+
+def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Config, HFConfig]:
+    """Write the shrunk model, with random weights, its tokenizer and the prompts; return the config that names them.
+
+    multiple: its number of layers is one of it, for pipelines. Raises UserError for a model that cannot be shrunk.
+    """
+    seed = run.config.trainer.seed
+    hf = read_architecture(run)
+    where = str(run.source or STAND_IN)
+    if FAMILIES[hf.family].stand_in:
+        raise UserError(
+            f"model.path={where}: transformers has no model of model_type={hf.family} for the independent trainer; "
+            "give the config of another family"
+        )
+    twin = shrink(hf, where=where, multiple=multiple, narrow=True)
+    raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS}
+    small = parse_hf_config(raw, where=f"{where}, shrunk")
+    model, config_file, rows = folder / "model", folder / "config.json", folder / "prompts.jsonl"
+    config_file.write_text(json.dumps(raw), encoding="utf-8")
+    write_checkpoint(model, random_tensors(small, seed=seed), files={"config.json": config_file})
+    _write_tokenizer(model)
+    rows.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(seed)), "utf-8")
+    named = {"model.path": str(model), "data.train_files": [str(rows)]}
+    return with_settings(run.config, named), small
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of one token for each character."""
+    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=SPECIAL[2]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[2]
+    )
+    fast.save_pretrained(folder)

@@ -1,0 +1,108 @@
+"""Settings of a run as the independent trainer's own, and settings of well-known algorithms."""
+
+from __future__ import annotations
+
+from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, chosen, settings_of
+from mega_rl.config.schema import Config
+from mega_rl.config.schema.algorithms import (
+    ADVANTAGES,
+    CORRECTIONS,
+    LOSSES,
+    GAESettings,
+    GRPOSettings,
+    PPOSettings,
+    TISSettings,
+)
+from mega_rl.errors import UserErrors
+from mega_rl.verify.rl.independent.records import LockstepSettings
+
+# Settings that make an algorithm, by name, beside the defaults.
+ALGORITHMS: dict[str, dict[str, object]] = {
+    "grpo": {"algorithm.advantage": "grpo", "algorithm.loss_aggregation": "seq-mean-token-mean"},
+    "dr_grpo": {
+        "algorithm.advantage": "grpo",
+        "algorithm.advantage_settings": {"std": "none"},
+        "algorithm.loss_aggregation": "seq-mean-token-sum-norm",
+    },
+    "dapo": {
+        "algorithm.advantage": "grpo",
+        "algorithm.loss_aggregation": "token-mean",
+        "algorithm.loss_settings": {"clip_high": 0.28},
+    },
+    "tis": {
+        "algorithm.advantage": "grpo",
+        "algorithm.correction": "tis",
+        "algorithm.correction_settings": {"cap": 1.2},
+    },
+    "ppo": {
+        "algorithm.advantage_settings": {"gae_lambda": 0.95},
+        "algorithm.value_clip": 0.1,
+        "algorithm.kl.placement": "reward",
+        "algorithm.kl.coef": 0.05,
+    },
+    "grpo_kl": {
+        "algorithm.advantage": "grpo",
+        "algorithm.loss_aggregation": "seq-mean-token-mean",
+        "algorithm.entropy_coef": 0.01,
+        "algorithm.kl.placement": "loss",
+        "algorithm.kl.coef": 0.1,
+    },
+}
+# Choices that the independent trainer has formulas for.
+FOLLOWED = ((ADVANTAGE, ("gae", "grpo")), (LOSS, ("ppo",)), (CORRECTION, ("none", "tis")))
+
+
+def lockstep_settings(config: Config) -> LockstepSettings:
+    """Return the settings of a run that its mathematics depends on.
+
+    Raises UserErrors for choices that the independent trainer has no formula for.
+    """
+    problems = [
+        f"{choice.key}={chosen(config, choice)}: the independent trainer has no formula of it; legal: {' '.join(names)}"
+        for choice, names in FOLLOWED
+        if chosen(config, choice) not in names
+    ]
+    if problems:
+        raise UserErrors(problems)
+    advantage = ADVANTAGES[config.algorithm.advantage](**settings_of(config, ADVANTAGE))
+    loss = LOSSES[config.algorithm.loss](**settings_of(config, LOSS))
+    correction = CORRECTIONS[config.algorithm.correction](**settings_of(config, CORRECTION))
+    generalized = advantage if isinstance(advantage, GAESettings) else GAESettings()
+    assert isinstance(loss, PPOSettings)
+    algorithm, optim, kl = config.algorithm, config.optim, config.algorithm.kl
+    usual_estimator = {"none": "k3", "reward": "k1", "loss": "k3"}[kl.placement]
+    return LockstepSettings(
+        advantage=algorithm.advantage,
+        normalise_groups=isinstance(advantage, GRPOSettings) and advantage.std == "group",
+        gamma=generalized.gamma,
+        lam=generalized.gae_lambda,
+        whiten=generalized.whiten,
+        temperature=config.rollout.temperature,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        value_clip=algorithm.value_clip,
+        entropy_coef=algorithm.entropy_coef,
+        aggregation=algorithm.loss_aggregation,
+        max_response_tokens=config.rollout.max_new_tokens,
+        tis_cap=correction.cap if isinstance(correction, TISSettings) else 0.0,
+        tis_by_sequence=isinstance(correction, TISSettings) and correction.level == "sequence",
+        old_is_rollout=algorithm.old_logprobs == "rollout",
+        kl_placement=kl.placement,
+        kl_estimator=usual_estimator if kl.estimator == "auto" else kl.estimator,
+        kl_coef=kl.coef,
+        kl_target=kl.target if kl.control == "adaptive" else 0.0,
+        kl_horizon=kl.horizon,
+        critic_warmup_steps=algorithm.critic_warmup_steps,
+        lr=optim.lr,
+        critic_lr=optim.critic_lr,
+        weight_decay=optim.weight_decay,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        schedule=optim.schedule,
+        warmup_steps=optim.warmup_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        steps=config.trainer.steps,
+    )

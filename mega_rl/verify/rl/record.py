@@ -1,0 +1,183 @@
+"""Recording of a real run from outside: its rollout source, scorer and learners are wrapped, the trainer is as it is.
+
+All of it runs on every rank, since gathering rows, gradients and weights is collective; rank 0 writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from mega_rl.accelerator import Accelerator
+from mega_rl.assemble import running
+from mega_rl.config.schema import Config
+from mega_rl.engines.base import ModelEngine
+from mega_rl.engines.fsdp.engine import FSDPEngine
+from mega_rl.engines.megatron.engine import MegatronEngine
+from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
+from mega_rl.trainer import PPOTrainer
+from mega_rl.trainer.experience import gather_column
+from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.verify.measure import exported_gradients, kept
+from mega_rl.verify.rl.independent.records import Figures
+from mega_rl.verify.rl.inputs import reward
+from mega_rl.verify.rl.trace import Update, by_sample, write_rows, write_update
+from mega_rl.workers.metered import MeteredLearner
+from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss
+
+SHIFT = 0.3  # nats
+
+
+def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
+    """Run the trainer of a config to its end; rank 0 writes what it does to `folder`; collective over the world."""
+    with running(config, accelerator, reward=reward) as (trainer, _):
+        instrument(trainer, folder)
+        trainer.fit()
+
+
+def instrument(trainer: PPOTrainer, folder: Path) -> None:
+    """Wrap the trainer's parts by recorders."""
+    recorder = Recorder(folder, trainer.ranks, is_writer=_is_first())
+    trainer.rollout = ShiftedRollouts(trainer.rollout)
+    trainer.reward = RecordedScorer(trainer.reward, recorder)
+    names = ["advantages"]
+    loss = _worker_of(trainer.actor).loss
+    if not (isinstance(loss, PolicyLoss) and loss.on_policy):  # then an update has them from its own forward
+        names.append("old_logprobs")
+    if not isinstance(trainer.reference, AbsentWorker):
+        names.append("ref_logprobs")
+    trainer.actor = RecordedLearner(trainer.actor, recorder, "actor", tuple(names))
+    trainer.critic = RecordedLearner(trainer.critic, recorder, "critic", ("values", "returns"))
+
+
+@dataclass
+class Recorder:
+    """Writer of a trace: rows of all replicas, by rank 0."""
+
+    folder: Path
+    ranks: Ranks  # the data-parallel replicas
+    is_writer: bool
+    _steps: int = field(default=0, init=False)
+
+    def write_rows(self, rollout: Rollout, rewards: Tensor) -> None:
+        """Write the samples of the next step with their rewards, [B]; collective."""
+        rewards, rows = gather_column(rewards.double(), self.ranks), self.ranks.gather_rows(rollout)
+        if self.is_writer:
+            fields = {name: getattr(rows, name) for name in ("tokens", "rollout_logprobs")}
+            fields |= {name: getattr(rows, name) for name in ("prompt_lengths", "lengths")}
+            fields |= {name: getattr(rows, name) for name in ("prompt_index", "sample_index")}
+            write_rows(self.folder, self._steps, {**fields, "rewards": rewards})
+        self._steps += 1
+
+    def write_update(self, number: int, update: Update) -> None:
+        """Write update `number` of a role."""
+        if self.is_writer:
+            write_update(self.folder, number, update)
+
+
+@dataclass(frozen=True)
+class ShiftedRollouts:
+    """Rollout source whose log-probs are off by a known pattern, as those of another engine and precision would be.
+
+    Importance sampling has something to correct then, and a trainer that takes them for its own is wrong.
+    """
+
+    source: RolloutSource
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        rollout = self.source.generate(prompts, step=step, greedy=greedy)
+        columns = torch.arange(rollout.tokens.size(1))
+        shift = SHIFT * torch.sin(3.0 * columns + rollout.tokens + rollout.sample_index[:, None])
+        rollout.rollout_logprobs = rollout.rollout_logprobs + shift * rollout.loss_mask
+        return rollout
+
+    def metrics(self) -> Metrics:
+        return self.source.metrics()
+
+
+@dataclass(frozen=True)
+class RecordedScorer:
+    """Reward role that records the samples of each step."""
+
+    scorer: Scorer
+    recorder: Recorder
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
+        rewards = self.scorer.score(rollout, prompts)
+        self.recorder.write_rows(rollout, rewards)
+        return rewards
+
+    def metrics(self) -> Metrics:
+        return self.scorer.metrics()
+
+
+@dataclass
+class RecordedLearner:
+    """Role that records each of its updates: figures of its tokens, gradients as they were stepped by, weights."""
+
+    learner: Learner
+    recorder: Recorder
+    role: str
+    names: tuple[str, ...]  # of an experience's fields
+    _updates: int = field(default=0, init=False)
+    _place: tuple[int, int] = field(default=(-1, 0), init=False)  # step, mini-batch
+
+    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        return self.learner.evaluate(batch)
+
+    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
+        metrics = self.learner.update(minibatch, step=step, inspect=inspect)
+        if metrics:  # of a role that is absent, or does not train yet, there are none
+            self._place = (step, self._place[1] + 1 if self._place[0] == step else 0)
+            rows = self.recorder.ranks.gather_rows(minibatch)
+            order = by_sample(rows.prompt_index, rows.sample_index)
+            mask = rows.loss_mask[order]
+            engine = _engine_of(self.learner)
+            gather_gradients(engine)
+            figures = Figures(
+                self.role,
+                *self._place,
+                tokens={name: getattr(rows, name)[order][mask].double() for name in self.names},
+                loss=metrics[f"{self.role}/loss"],
+                loss_scale=0.0,
+                grad_norm=metrics[f"{self.role}/grad_norm"],
+                gradients={name: kept(gradient) for name, gradient in exported_gradients(engine)},
+                weights={name: kept(weight) for name, weight in engine.export_weights()},
+            )
+            self.recorder.write_update(self._updates, Update(figures, rows.prompt_index.unique().tolist()))
+            self._updates += 1
+        return metrics
+
+
+def gather_gradients(engine: ModelEngine) -> None:
+    """Make the gradients whole on every rank where a distributed optimizer leaves each its share; collective."""
+    for chunk in engine.chunks if isinstance(engine, MegatronEngine) else []:
+        if not (isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer):
+            continue
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                own = bucket.grad_data.view(ranks.size(), -1)[ranks.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
+
+
+def _worker_of(learner: Learner) -> LearningWorker:
+    inner = learner.model if isinstance(learner, MeteredLearner) else learner
+    assert isinstance(inner, LearningWorker), f"no engine is known behind {type(inner).__name__}"
+    return inner
+
+
+def _engine_of(learner: Learner) -> ModelEngine:
+    engine = _worker_of(learner).engine
+    assert isinstance(engine, MegatronEngine | FSDPEngine)
+    return engine
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,120 @@
+"""Files of a recorded run: the batch of each step, and the figures of each update as the real trainer has them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBatch
+
+GRADIENT, WEIGHT, TOKENS = "gradient/", "weight/", "tokens/"
+ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step of the real trainer."""
+
+    figures: Figures  # without loss_scale, which a single number of the real trainer has not
+    prompts: list[int]  # of its mini-batch
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Numbers of an update beside its tensors."""
+
+    role: str
+    step: int
+    update: int
+    prompts: list[int]
+    loss: float
+    norm: float
+
+
+def write_rows(folder: Path, step: int, rows: dict[str, Tensor]) -> None:
+    """Write the samples of a step: the tensors of `ROWS`, in any order of rows."""
+    save_file({name: rows[name].contiguous() for name in ROWS}, folder / f"step{step}.safetensors")
+
+
+def write_update(folder: Path, number: int, update: Update) -> None:
+    """Write an update; `number` counts those of a role."""
+    figures = update.figures
+    tensors = {WEIGHT + name: tensor for name, tensor in figures.weights.items()}
+    tensors |= {GRADIENT + name: tensor for name, tensor in figures.gradients.items()}
+    tensors |= {TOKENS + name: tensor for name, tensor in figures.tokens.items()}
+    facts = _Facts(
+        figures.role, figures.step, figures.update, prompts=update.prompts, loss=figures.loss, norm=figures.grad_norm
+    )
+    path = _update_path(folder, figures.role, number)
+    save_file(tensors, path.with_suffix(".safetensors"))
+    path.with_suffix(".json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+
+
+def read_batch(folder: Path, step: int) -> StepBatch:
+    """Return the samples of a step, by prompt and sample number, and its mini-batches."""
+    rows = load_file(folder / f"step{step}.safetensors")
+    samples = []
+    for i in by_sample(rows["prompt_index"], rows["sample_index"]).tolist():
+        start, end = int(rows["prompt_lengths"][i]), int(rows["lengths"][i])
+        samples.append(
+            ScoredSample(
+                tokens=rows["tokens"][i, :end].tolist(),
+                prompt_length=start,
+                prompt=int(rows["prompt_index"][i]),
+                reward=float(rows["rewards"][i]),
+                rollout_logprobs=rows["rollout_logprobs"][i, start:end].tolist(),
+            )
+        )
+    updates: dict[str, list[list[int]]] = {}
+    for facts in _facts(folder):
+        if facts.step == step:
+            updates.setdefault(facts.role, []).append(facts.prompts)
+    return StepBatch(samples, max(updates.values(), key=len, default=[]))
+
+
+def num_updates(folder: Path) -> dict[str, int]:
+    """Return the number of updates of each role."""
+    return dict(Counter(facts.role for facts in _facts(folder)))
+
+
+def read_figures(folder: Path, role: str, number: int) -> Figures | None:
+    """Return the figures of update `number` of a role, None where the real trainer made none."""
+    path = _update_path(folder, role, number).with_suffix(".json")
+    if not path.exists():
+        return None
+    facts, tensors = _Facts(**json.loads(path.read_text("utf-8"))), load_file(path.with_suffix(".safetensors"))
+
+    def below(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    return Figures(
+        facts.role,
+        facts.step,
+        facts.update,
+        tokens=below(TOKENS),
+        loss=facts.loss,
+        loss_scale=0.0,
+        grad_norm=facts.norm,
+        gradients=below(GRADIENT),
+        weights=below(WEIGHT),
+    )
+
+
+def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
+    """Return the order of rows by prompt and sample number; both [B] int64."""
+    return torch.argsort(prompt_index * (int(sample_index.max()) + 1) + sample_index)
+
+
+def _update_path(folder: Path, role: str, number: int) -> Path:
+    return folder / f"{role}_{number:04d}"
+
+
+def _facts(folder: Path) -> list[_Facts]:
+    """Return the facts of all updates, in the order of those of each role."""
+    return [_Facts(**json.loads(path.read_text("utf-8"))) for path in sorted(folder.glob("*_*.json"))]

@@ -1,0 +1,137 @@
+"""`mega-rl verify rl` from the command line: tables, JSON, exit codes, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.cli.app import main
+from mega_rl.config.keys import value_of
+from mega_rl.errors import UserError
+from mega_rl.verify.rl import run as lockstep
+from mega_rl.verify.rl.faults import FAULTS
+from mega_rl.verify.rl.inputs import SIZES, read_run
+from mega_rl.verify.rl.model import read_architecture
+from mega_rl.verify.rl.phases import TOLERANCES, UPDATES, UpdateErrors
+
+RIGHT = UpdateErrors(
+    "actor", 0, 1, {phase: 0.0 if phase == UPDATES else 1e-7 for phase in TOLERANCES}, "lm_head.weight"
+)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `mega-rl verify rl`."""
+    code = main(["verify", "rl", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def wrong_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locksteps of two updates, the second of which has another loss and so another gradient."""
+    wrong = replace(RIGHT, errors={**RIGHT.errors, "loss": 0.16, "gradient": math.inf})
+
+    def follow_layouts(config: Any, layouts: Any, folder: Path, **settings: Any) -> Iterator[lockstep.Lockstep]:
+        for layout in layouts:
+            updates = (RIGHT, wrong) if layout.name == "tp2" else (RIGHT,)
+            yield lockstep.Lockstep(layout, updates, lockstep.problem_of(updates, settings["tolerances"]))
+
+    monkeypatch.setattr(lockstep, "follow_layouts", follow_layouts)
+
+
+@pytest.mark.usefixtures("wrong_loss")
+def test_a_table_of_every_update_and_the_first_phase_that_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--layouts", "1,tp2")
+    assert code == 1
+    assert "1: agrees" in out
+    assert "tp2: DIFFERS first at step 1, actor update 2: loss off by 0.16, tolerance 1e-05" in out
+    assert "1.6e-01 !" in out
+    assert all(phase in out for phase in TOLERANCES if phase != UPDATES)
+    assert run(capsys, "--layouts", "1")[0] == 0
+    assert run(capsys, "--layouts", "tp2", "--tolerance", "loss=1,gradient=1")[0] == 1  # an infinite error never passes
+
+
+@pytest.mark.usefixtures("wrong_loss")
+def test_json_holds_every_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--layouts", "tp2", "--json", "--steps", 3)
+    answer = json.loads(out)
+    assert code == 1
+    assert not answer["good"]
+    assert answer["steps"] == 3
+    assert answer["layouts"][0]["updates"][1]["errors"]["gradient"] is None
+    assert answer["layouts"][0]["updates"][0]["errors"]["gradient"] == 1e-7
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_planted_fault_that_is_not_named_ends_with_1(
+    named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = FAULTS[0]
+    result = lockstep.PlantedFault(fault, fault.phase if named else "", "step 1, actor update 1", 0.2)
+    monkeypatch.setattr(lockstep, "self_check", lambda folder, timeout_s: iter([result]))
+    code, out, _ = run(capsys, "--self-check")
+    assert code == (0 if named else 1)
+    assert ("named" if named else "MISSED") in out
+    assert fault.name in out
+    assert f"{int(named)} of 1 planted faults" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine.megatron.tp=2"], "engine.megatron.tp: verify rl has its own; leave it out"),
+        (["quickstart", "gsm8k_qwen3_8b_8gpu"], "name one recipe"),
+        (["no_such_recipe"], "no_such_recipe"),
+        (["quickstart", "--self-check"], "--self-check has runs of its own"),
+        (["--tolerance", "speed=1"], "--tolerance=speed=1: must be PHASE=NUMBER"),
+        (["--layouts", "tp3x"], "'tp3x' is not a layout"),
+        (["model.path=nowhere"], "nowhere"),
+        (
+            ["algorithm.kl.placement=reward", "algorithm.advantage=grpo", "--layouts", "1"],
+            "algorithm.kl.placement=reward",
+        ),
+        (["trainer.minibatch_size=3", "--layouts", "1"], "trainer.minibatch_size=3"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2, out + err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+def test_ranks_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert run(capsys)[0] == 2
+
+
+def test_a_recipe_gives_its_algorithm_and_optimizer_and_the_command_the_rest() -> None:
+    """Warm-ups fit the short run; sizes of the command line win."""
+    settings = ["optim.lr=1e-4", "optim.warmup_steps=7", "rollout.temperature=0.6"]
+    recipe = read_run("quickstart", settings[1:], steps=6).config
+    assert recipe.algorithm.kl.coef == 0.01
+    assert recipe.optim.schedule == "linear"
+    assert recipe.optim.warmup_steps == 7  # given: the rules judge it
+    assert recipe.rollout.temperature == 0.6
+    assert recipe.trainer.steps == 6
+    assert all(value_of(recipe, key) == value for key, value in SIZES.items())
+    assert read_run("quickstart", settings[:1], steps=6).config.optim.warmup_steps == 2
+    assert read_run("quickstart", settings[:1], steps=3).config.optim.warmup_steps == 1
+    assert read_run("quickstart", settings[:1], steps=3).config.optim.lr == 1e-4
+
+
+def test_a_model_of_a_recipe_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "runs/quickstart/model is not there" in read_run("quickstart", [], steps=3).description
+    given = read_run("quickstart", [f"model.path={tmp_path / 'none'}"], steps=3)
+    with pytest.raises(UserError, match="org/name"):
+        read_architecture(given)

@@ -1,0 +1,131 @@
+"""`mega-rl verify rl`: the independent trainer agrees with the real one on every layout, and names what is wrong."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mega_rl.config.keys import flat
+from mega_rl.config.schema import Config
+from mega_rl.verify.layouts import Layout, fsdp, parse
+from mega_rl.verify.plan import REFERENCE, RUNS
+from mega_rl.verify.rl import independent
+from mega_rl.verify.rl.compare import follow, off
+from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
+from mega_rl.verify.rl.inputs import algorithm_run, with_layout
+from mega_rl.verify.rl.model import write_inputs
+from mega_rl.verify.rl.phases import TOLERANCES
+from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
+from mega_rl.verify.rl.run import find, problem_of
+from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import FULL
+from tests.unit_tests.converters.tiny_configs import TINY
+from tests.unit_tests.verify.cases import ROUTED, bare_config
+from tests.unit_tests.verify.lockstep_on_ranks import record_plan
+
+pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
+
+LAYOUTS = {layout.name: layout for layout in (REFERENCE, *map(parse, ("tp2", "pp2", "dp2")), fsdp(2))}
+# What else a run may do, on one rank.
+VARIANTS: dict[str, dict[str, object]] = {
+    "one update": {**ALGORITHMS["grpo"], "trainer.minibatch_size": 8},
+    "two epochs": {**ALGORITHMS["grpo_kl"], "algorithm.epochs": 2, "algorithm.loss_aggregation": "seq-mean-token-sum"},
+    "critic warm-up": {**ALGORITHMS["ppo"], "algorithm.critic_warmup_steps": 1},
+    "adaptive KL": {
+        **{**ALGORITHMS["ppo"], "algorithm.kl.control": "adaptive"},
+        **{"algorithm.kl.target": 0.01, "algorithm.kl.horizon": 64},
+    },
+    "padded": {
+        **{**ALGORITHMS["grpo_kl"], "algorithm.kl.estimator": "k2", "optim.schedule": "cosine"},
+        **{
+            "trainer.microbatch.packing": False,
+            "trainer.microbatch.max_tokens": Config().trainer.microbatch.max_tokens,
+        },
+    },
+}
+STEPS = {} if FULL else {"trainer.steps": 2}
+ALL_RUNS = ALGORITHMS | VARIANTS
+# `make test` has these; the others are those of `make test-full`.
+FEW = (("grpo", "1"), ("ppo", "1"), ("grpo", "dp2"))
+ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS)]
+CASES = ALL if FULL else list(FEW)
+FEW_FAULTS = ("population instead of sample deviation", "temperature 1", "no gradient clipping", "no value clip")
+REAL_FAULTS = {"advantages one token early": "advantages"} | ({"rate of the next step": "weights"} if FULL else {})
+
+Runs = dict[tuple[str, str], tuple[Config, Path]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Record the real run of every case: (config, trace) by (algorithm, layout)."""
+    root = tmp_path_factory.mktemp("lockstep")
+    recorded: Runs = {}
+    for name in dict.fromkeys(name for name, _ in CASES):
+        inputs = root / name
+        inputs.mkdir()
+        source = bare_config(inputs / "bare", TINY[ROUTED]) if name == "mixture" else None
+        run = algorithm_run({**SHARED, **STEPS, **ALL_RUNS[name]}, source=source)
+        config, _ = write_inputs(run, inputs, multiple=2)
+        for layout in (layout for one, layout in CASES if one == name):
+            trace = root / f"{name}_{layout}"
+            recorded[name, layout] = with_layout(config, LAYOUTS[layout], run_dir=trace / "run"), trace
+    for layout in dict.fromkeys(layout for _, layout in CASES):
+        launch([run for (_, one), run in recorded.items() if one == layout], LAYOUTS[layout])
+    return recorded
+
+
+def launch(runs: Sequence[tuple[Config, Path]], layout: Layout, *, fault: str = "") -> None:
+    """Record runs of one layout."""
+    for _, trace in runs:
+        trace.mkdir()
+    plan = runs[0][1] / "plan.json"
+    tasks = [{"settings": flat(config), "folder": str(trace)} for config, trace in runs]
+    plan.write_text(json.dumps({RUNS: tasks}), "utf-8")
+    run_ranks(layout.ranks, record_plan, str(plan), fault, timeout_s=300.0)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str, layout: str) -> None:
+    """Log-probs, advantages, loss, every parameter's gradient and the weights: see `phases.TOLERANCES`."""
+    config, trace = runs[name, layout]
+    updates = list(follow(trace, Path(config.model.path), lockstep_settings(config)))
+    assert problem_of(updates, TOLERANCES) == ""
+    assert {update.step for update in updates} == set(range(config.trainer.steps))
+    assert max(update.errors["gradient"] for update in updates) > 0.0  # sums in another order: two computations
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if FULL or fault.name in FEW_FAULTS], ids=lambda f: f.name)
+def test_a_fault_in_the_independent_trainer_is_named_by_its_phase(runs: Runs, fault: Fault) -> None:
+    result = find(fault, *runs[fault.algorithm, "1"])
+    assert result.phase == fault.phase, result
+
+
+@pytest.mark.parametrize("fault", REAL_FAULTS)
+def test_a_fault_in_the_real_trainer_is_named_by_its_phase(runs: Runs, fault: str, tmp_path: Path) -> None:
+    config, _ = runs["ppo", "1"]
+    config = with_layout(config, REFERENCE, run_dir=tmp_path / "run")
+    launch([(config, tmp_path / "trace")], REFERENCE, fault=fault)
+    first = off(follow(tmp_path / "trace", Path(config.model.path), lockstep_settings(config)))
+    assert first is not None
+    assert first[1] == REAL_FAULTS[fault]
+
+
+def test_the_independent_trainer_imports_nothing_of_the_package() -> None:
+    """It could not be a second opinion on code that it calls."""
+    modules = sorted(Path(str(independent.__file__)).parent.glob("*.py"))
+    assert len(modules) >= 5
+    lines = 0
+    for module in modules:
+        text = module.read_text("utf-8")
+        lines += text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not isinstance(node, ast.ImportFrom) or node.level == 0
+            for name in names:
+                assert not name.startswith("mega_rl") or name.startswith(independent.__name__), f"{module.name}: {name}"
+    assert lines < 650
