@@ -130,6 +130,13 @@ ADVANTAGES = (
     ),
     _fault(
         "advantages",
+        "the critic learns from the policy's lambda",
+        "advantages, _ = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
+        "advantages, returns = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
+        "algorithms/test_advantages.py",
+    ),
+    _fault(
+        "advantages",
         "failed samples in the sums of a group",
         "torch.where(self.answered, x.double(), 0.0))[self.index]",
         "x.double())[self.index]",
