@@ -78,7 +78,7 @@ LOSSES = (
         "entropy bonus with the wrong sign",
         "loss = loss - entropy_coef * (weights * entropy).sum()",
         "loss = loss + entropy_coef * (weights * entropy).sum()",
-        LOCKSTEP,
+        "algorithms/test_policy_loss.py",
     ),
     fault(
         "losses",
