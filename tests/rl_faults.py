@@ -115,7 +115,7 @@ CORRECTIONS = (
         "importance weights do not reach the loss",
         "token_loss = torch.where(active, correction, 0.0) * token_loss",
         "token_loss = torch.where(active, torch.ones_like(correction), 0.0) * token_loss",
-        LOCKSTEP,
+        "algorithms/test_importance.py",
     ),
     fault(
         "corrections",

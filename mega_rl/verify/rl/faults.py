@@ -79,9 +79,7 @@ FAULTS = (
         "advantages",
         formulas=lambda: Formulas(deviation=_population_deviation),
     ),
-    Fault(
-        "no division by the deviation", "grpo", "advantages", settings=lambda run: replace(run, normalise_groups=False)
-    ),
+    Fault("no division by the deviation", "grpo", "advantages", settings=lambda run: replace(run, deviation="none")),
     Fault("temperature 1", "grpo", "log-probs", settings=lambda run: replace(run, temperature=1.0)),
     Fault(
         "token-mean instead of seq-mean-token-mean",

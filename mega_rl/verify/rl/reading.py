@@ -8,8 +8,10 @@ from mega_rl.config.schema.algorithms import (
     ADVANTAGES,
     CORRECTIONS,
     LOSSES,
+    CISPOSettings,
     GAESettings,
     GRPOSettings,
+    GSPOSettings,
     PPOSettings,
     TISSettings,
 )
@@ -49,7 +51,11 @@ ALGORITHMS: dict[str, dict[str, object]] = {
     },
 }
 # Choices that the independent trainer has formulas for.
-FOLLOWED = ((ADVANTAGE, ("gae", "grpo")), (LOSS, ("ppo",)), (CORRECTION, ("none", "tis")))
+FOLLOWED = (
+    (ADVANTAGE, ("gae", "grpo", "rloo")),
+    (LOSS, ("ppo", "gspo", "cispo")),
+    (CORRECTION, ("none", "tis")),
+)
 
 
 def lockstep_settings(config: Config) -> LockstepSettings:
@@ -62,25 +68,34 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         for choice, names in FOLLOWED
         if chosen(config, choice) not in names
     ]
+    if config.algorithm.loss == "gspo" and config.algorithm.advantage == "gae":
+        problems.append(
+            "algorithm.loss=gspo with algorithm.advantage=gae: the independent trainer has its formula for advantages "
+            "that are equal within a response; legal: grpo rloo"
+        )
     if problems:
         raise UserErrors(problems)
     advantage = ADVANTAGES[config.algorithm.advantage](**settings_of(config, ADVANTAGE))
     loss = LOSSES[config.algorithm.loss](**settings_of(config, LOSS))
     correction = CORRECTIONS[config.algorithm.correction](**settings_of(config, CORRECTION))
     generalized = advantage if isinstance(advantage, GAESettings) else GAESettings()
-    assert isinstance(loss, PPOSettings)
+    clips = loss if isinstance(loss, PPOSettings | GSPOSettings) else PPOSettings()
     algorithm, optim, kl = config.algorithm, config.optim, config.algorithm.kl
     usual_estimator = {"none": "k3", "reward": "k1", "loss": "k3"}[kl.placement]
     return LockstepSettings(
         advantage=algorithm.advantage,
-        normalise_groups=isinstance(advantage, GRPOSettings) and advantage.std == "group",
+        deviation=advantage.std if isinstance(advantage, GRPOSettings) else "none",
         gamma=generalized.gamma,
         lam=generalized.gae_lambda,
+        policy_lam=generalized.policy_lambda,
+        length_alpha=generalized.length_alpha,
         whiten=generalized.whiten,
         temperature=config.rollout.temperature,
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip,
+        loss=algorithm.loss,
+        ratio_cap=loss.cap if isinstance(loss, CISPOSettings) else 0.0,
+        clip_low=clips.clip_low,
+        clip_high=clips.clip_high,
+        dual_clip=clips.dual_clip if isinstance(clips, PPOSettings) else 0.0,
         value_clip=algorithm.value_clip,
         entropy_coef=algorithm.entropy_coef,
         aggregation=algorithm.loss_aggregation,

@@ -128,4 +128,4 @@ def test_the_independent_trainer_imports_nothing_of_the_package() -> None:
             assert not isinstance(node, ast.ImportFrom) or node.level == 0
             for name in names:
                 assert not name.startswith("mega_rl") or name.startswith(independent.__name__), f"{module.name}: {name}"
-    assert lines < 650
+    assert lines < 700

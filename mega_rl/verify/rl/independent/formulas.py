@@ -23,16 +23,29 @@ def sample_deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 
 
-def group_advantages(rewards: Sequence[float], *, normalise: bool, deviation: Callable[[Row], float]) -> Row:
+def group_advantages(rewards: Sequence[float], *, deviation: Callable[[Row], float] | None) -> Row:
     """Return (r - mean) / (std + 1e-6) of each sample of a prompt (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    Without `normalise` r - mean (Dr. GRPO, arXiv:2503.20783); zeros where all rewards are equal.
+    Without a deviation r - mean (Dr. GRPO, arXiv:2503.20783); zeros where all rewards are equal.
     """
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
-    below = deviation(list(rewards)) + 1e-6 if normalise else 1.0
+    below = deviation(list(rewards)) + 1e-6 if deviation is not None else 1.0
     return [(reward - mean) / below for reward in rewards]
+
+
+def leave_one_out(rewards: Sequence[float]) -> Row:
+    """Return each sample's reward less the mean of the prompt's other samples (RLOO, arXiv:2402.14740)."""
+    others = len(rewards) - 1
+    return [reward - (sum(rewards) - reward) / others for reward in rewards]
+
+
+def policy_lambda(length: int, settings: LockstepSettings) -> float:
+    """Return the decay of the policy's advantages in a response of so many tokens (VAPO, arXiv:2504.05118)."""
+    if settings.length_alpha > 0:
+        return max(1 - 1 / (settings.length_alpha * length), 0.0)
+    return settings.policy_lam or settings.lam
 
 
 def token_rewards(reward: float, logprobs: Row, ref_logprobs: Row, coef: float) -> Row:
@@ -80,6 +93,19 @@ def clipped_term(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) 
         bounded = torch.maximum(objective, settings.dual_clip * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
     return -objective
+
+
+def response_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
+    """Return the geometric mean of a response's ratios, one number for all its tokens (GSPO, arXiv:2507.18071, eq. 7).
+
+    For advantages that are equal within a response, as those of groups are.
+    """
+    return torch.exp((logprobs - old).mean()).expand(len(old))
+
+
+def capped_term(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> Tensor:
+    """Return REINFORCE's loss of each token, weighted by its capped ratio (CISPO, arXiv:2506.13585, eq. 4)."""
+    return -ratio.detach().clamp(max=cap) * advantages * logprobs
 
 
 def importance_weights(old: Tensor, rollout: Tensor, settings: LockstepSettings) -> Tensor:

@@ -12,12 +12,16 @@ from torch import Tensor
 class LockstepSettings:
     """The numbers of a run that its mathematics depends on."""
 
-    advantage: str  # gae, or grpo
-    normalise_groups: bool  # divide by the group's standard deviation (GRPO); else not (Dr. GRPO)
+    advantage: str  # gae, grpo, rloo
+    deviation: str  # that GRPO divides by: of the group, of the batch, none
     gamma: float
     lam: float
+    policy_lam: float  # of the policy's advantages; 0: lam
+    length_alpha: float  # lambda of the policy's advantages by a response's length; 0: one for all
     whiten: bool
     temperature: float
+    loss: str  # ppo, gspo, cispo
+    ratio_cap: float  # of cispo
     clip_low: float
     clip_high: float
     dual_clip: float  # 0: none

@@ -14,11 +14,15 @@ from mega_rl.verify.rl.independent.formulas import (
     Row,
     adapted_coefficient,
     aggregation_weights,
+    capped_term,
     group_advantages,
     importance_weights,
     kl_estimate,
     kl_term,
     learning_rate,
+    leave_one_out,
+    policy_lambda,
+    response_ratio,
     token_rewards,
 )
 from mega_rl.verify.rl.independent.networks import Adam, CriticNetwork, Network, PolicyNetwork
@@ -123,7 +127,7 @@ class IndependentTrainer:
             values = [torch.zeros_like(row) for row in old]
             if self._critic is not None:
                 values = [self._critic.values(sample) for sample in samples]
-        if self._settings.advantage == "grpo":
+        if self._critic is None:
             advantages, returns = self._group_relative(samples), [[0.0] * sample.length for sample in samples]
         else:
             advantages, returns = self._generalized(samples, old, ref, values)
@@ -133,16 +137,18 @@ class IndependentTrainer:
 
     def _group_relative(self, samples: Sequence[ScoredSample]) -> list[Row]:
         """Return the same advantage for all tokens of a sample, by the rewards of its prompt's samples."""
-        rows: list[Row] = [[] for _ in samples]
+        settings, rows = self._settings, list[Row]([] for _ in samples)
+        deviation = self._formulas.deviation if settings.deviation == "group" else None
         for prompt in {sample.prompt for sample in samples}:
             group = [i for i, sample in enumerate(samples) if sample.prompt == prompt]
-            numbers = group_advantages(
-                [samples[i].reward for i in group],
-                normalise=self._settings.normalise_groups,
-                deviation=self._formulas.deviation,
-            )
+            rewards = [samples[i].reward for i in group]
+            is_grpo = settings.advantage == "grpo"
+            numbers = group_advantages(rewards, deviation=deviation) if is_grpo else leave_one_out(rewards)
             for i, number in zip(group, numbers, strict=True):
                 rows[i] = [number] * samples[i].length
+        if settings.advantage == "grpo" and settings.deviation == "batch":  # Lite PPO, arXiv:2508.08221
+            below = self._formulas.deviation([row[0] for row in rows]) + 1e-6
+            rows = [[number / below for number in row] for row in rows]
         return rows
 
     def _generalized(
@@ -151,11 +157,12 @@ class IndependentTrainer:
         """Return (advantages, returns) by the critic's values, with the KL in the rewards where it has its place."""
         settings = self._settings
         coef = self._kl_coef if settings.kl_placement == "reward" else 0.0
-        both = []
+        advantages, returns = list[Row](), list[Row]()
         for sample, logprobs, references, before in zip(samples, old, ref, values, strict=True):
             rewards = token_rewards(sample.reward, logprobs.tolist(), references.tolist(), coef)
-            both.append(self._formulas.gae(rewards, before.tolist(), settings.gamma, settings.lam))
-        advantages, returns = [row[0] for row in both], [row[1] for row in both]
+            decay = policy_lambda(sample.length, settings)
+            advantages.append(self._formulas.gae(rewards, before.tolist(), settings.gamma, decay)[0])
+            returns.append(self._formulas.gae(rewards, before.tolist(), settings.gamma, settings.lam)[1])
         return (self._formulas.whitened(advantages) if settings.whiten else advantages), returns
 
     def _update_critic(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
@@ -190,7 +197,11 @@ class IndependentTrainer:
             row = rows[i]
             logprobs, entropy = self._policy.logprobs(row.sample, settings.temperature)
             ratio = torch.exp(logprobs - anchors[i])
-            loss = formulas.clipped_term(ratio, row.advantages, settings)
+            if settings.loss == "cispo":
+                loss = capped_term(logprobs, ratio, row.advantages, settings.ratio_cap)
+            else:
+                bounded = response_ratio(logprobs, anchors[i]) if settings.loss == "gspo" else ratio
+                loss = formulas.clipped_term(bounded, row.advantages, settings)
             if settings.tis_cap > 0:
                 loss = loss * importance_weights(anchors[i], _row(row.sample.rollout_logprobs), settings)
             loss = loss - settings.entropy_coef * entropy
