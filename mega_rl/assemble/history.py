@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mega_rl import progress
 from mega_rl.algorithms.kl import KLController
@@ -53,15 +53,25 @@ def _identity(config: Config, ranks: GroupRanks, *, data_fingerprint: str) -> di
     return own | broadcast_json(read, ranks)
 
 
-def resume(checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int) -> int:
-    """Restore the latest checkpoint and return the steps that it had done; 0 when the run starts afresh.
+class Restored(NamedTuple):
+    """Position that a run starts at."""
 
-    `steps` of the run are all that there are to do.
+    steps: int = 0  # done
+    prompts_drawn: int = 0
+
+
+def resume(
+    checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int, prompts_per_step: int
+) -> Restored:
+    """Restore the latest checkpoint and return the position that it had come to; zeros when the run starts afresh.
+
+    `steps` of the run are all that there are to do. prompts_per_step: drawn by each step of a checkpoint of a version
+    that kept no number.
     """
     with progress.phase("reading the checkpoint"):
         checkpoint = checkpoints.restore()
     if checkpoint is None:
-        return 0
+        return Restored()
     kl.restore(checkpoint.state["kl"])
     sync.resume_at(checkpoint.state["weight_version"])
     log.info("resumed after step %d", checkpoint.step)
@@ -69,7 +79,7 @@ def resume(checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, s
         log.info(
             "step %d of %d is done: nothing is left to train; raise trainer.steps to train on", checkpoint.step, steps
         )
-    return checkpoint.step
+    return Restored(checkpoint.step, int(checkpoint.state.get("prompts_drawn", checkpoint.step * prompts_per_step)))
 
 
 def saves_nothing(config: Config) -> bool:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
 from mega_rl.assemble.data import Tokens, load_data, read_tokens, warn_of_date, warn_of_few
-from mega_rl.assemble.history import build_checkpoints, resume, saves_nothing
+from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
@@ -26,7 +28,7 @@ from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, TrainerConfig
 from mega_rl.data.prompts import PromptSampler, fingerprint
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
@@ -36,12 +38,15 @@ from mega_rl.metrics.steps import StepMeter, StepTraces
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, RolloutSource
+from mega_rl.protocols import MetricsSink, RolloutSource, Scorer
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
+from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
 from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.loop import PromptSource
 from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
+from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import TextScorer
@@ -73,7 +78,7 @@ class _LoadedRun:
     roles: Roles
     prompts: PromptSampler
     rollouts: Rollouts
-    start: int  # steps done by the checkpoint that all of it was restored from
+    restored: Restored  # from the checkpoint that all of it comes from
 
 
 def build_trainer(
@@ -108,9 +113,9 @@ def build_trainer(
             plan, accelerator, world, servers, roles,
             checkpoints=checkpoints, prompts=prompts.batch, resources=resources,
         )  # fmt: skip
-    start = _restore(checkpoints, roles, rollouts, steps=config.trainer.steps)
+    restored = _restore(checkpoints, roles, rollouts, config.trainer)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))
-    parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, start)
+    parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, restored)
     metrics = _open_records(parts)
     resources.push(partial(_close_metrics, metrics))
     return _connect(parts, metrics, _step_meter(parts, accelerator), stop_requested)
@@ -135,14 +140,14 @@ def _read_inputs(
     return _RunInputs(tokens, reward, train, held_out)
 
 
-def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, *, steps: int) -> int:
-    """Return the steps done by the checkpoint that everything was restored from; 0 when the run starts afresh."""
+def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig) -> Restored:
+    """Return the position of the checkpoint that everything was restored from; zeros when the run starts afresh."""
     for role in TRAINED_ROLES:
         if role in roles.engines:
             checkpoints.add_engine(role, roles.models.in_turn(role))
     if rollouts.pending is not None:
         checkpoints.add_rank_state("rollout", rollouts.pending)
-    return resume(checkpoints, roles.kl, rollouts.sync, steps=steps)
+    return resume(checkpoints, roles.kl, rollouts.sync, steps=trainer.steps, prompts_per_step=trainer.prompts_per_step)
 
 
 def _open_records(parts: _LoadedRun) -> MetricsSink:
@@ -160,7 +165,7 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
         config.metrics,
         run_dir,
         is_writer=is_writer,
-        resume_step=parts.start + 1,
+        resume_step=parts.restored.steps + 1,
         total_steps=config.trainer.steps,
         settings=as_record(config),
     )
@@ -192,7 +197,7 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
         peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
         peak_memory=accelerator.take_peak_memory,
         traces=traces,
-        step=parts.start,
+        step=parts.restored.steps,
     )
 
 
@@ -201,26 +206,20 @@ def _connect(
 ) -> PPOTrainer:
     config, roles, rollouts, tokens = parts.plan.config, parts.roles, parts.rollouts, parts.inputs.tokens
     actor = roles.actor_engine
+    sampling = _sampling(parts, timer)
     return PPOTrainer(
         settings=run_settings(config),
-        prompts=parts.prompts,
+        prompts=sampling.prompts,
         val_prompts=parts.inputs.held_out,
-        rollout=_known_tokens(rollouts.source, roles, parts.world),
-        reward=build_reward(
-            config,
-            parts.inputs.reward,
-            roles,
-            decode=tokens.decode,
-            everyone=parts.world,
-            on_device=rollouts.on_device,
-            listen=rollouts.listen,
-        ),
+        rollout=sampling.rollout,
+        reward=sampling.reward,
         actor=roles.actor,
         critic=roles.critic,
         reference=roles.reference,
         estimator=build_estimator(config),
         reward_kl=build_reward_kl(config, roles.kl),
         minibatches=minibatch_plan(config),
+        overlong=Overlong(config.rollout.max_new_tokens, **dataclasses.asdict(config.reward.overlong)),
         kl=roles.kl,
         staleness=StalenessGuard(
             limit=config.trainer.async_steps, ranks=actor.data_parallel, current=lambda: rollouts.sync.weight_version
@@ -235,8 +234,44 @@ def _connect(
         decode=tokens.decode,
         render=tokens.render,
         stop_requested=stop_requested,
-        start=parts.start,
+        start=parts.restored.steps,
     )
+
+
+class _Sampling(NamedTuple):
+    """Parts of the trainer that sample and score."""
+
+    prompts: PromptSource
+    rollout: RolloutSource
+    reward: Scorer
+
+
+def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
+    """Return the sources of prompts, rollouts and rewards; with dynamic sampling one object is all three."""
+    config, rollouts = parts.plan.config, parts.rollouts
+    rollout = _known_tokens(rollouts.source, parts.roles, parts.world)
+    reward = build_reward(
+        config,
+        parts.inputs.reward,
+        parts.roles,
+        decode=parts.inputs.tokens.decode,
+        everyone=parts.world,
+        on_device=rollouts.on_device,
+        listen=rollouts.listen,
+    )
+    settings, per_step = config.rollout.dynamic_sampling, config.trainer.prompts_per_step
+    if not settings.max_generations:
+        return _Sampling(parts.prompts, rollout, reward)
+    dynamic = DynamicSampling(
+        draw=parts.prompts.take,
+        source=rollout,
+        scorer=reward,
+        ranks=parts.roles.actor_engine.data_parallel,
+        phase=timer.phase,
+        plan=SamplingPlan(per_step, settings.prompts or per_step, settings.max_generations),
+        drawn=parts.restored.prompts_drawn,
+    )
+    return _Sampling(dynamic, dynamic, dynamic)
 
 
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:

@@ -181,6 +181,12 @@ _NEEDS = (
         "reward.pool.workers other than 0",
         lambda pool: pool.workers != 0,
     ),
+    _within(
+        "reward.overlong",
+        "penalty",
+        "reward.overlong.buffer_tokens above 0",
+        lambda overlong: overlong.buffer_tokens > 0,
+    ),
     _within("trainer.profile", "ranks memory", "trainer.profile.steps", lambda profile: bool(profile.steps)),
     Need(
         ("optim.warmup_steps",),
@@ -249,6 +255,24 @@ _NEEDS = (
         ("rollout.sglang.return_routing",),
         "engine.backend=megatron with engine.megatron.moe.routing_replay=true, which replays what servers report",
         lambda config: config.engine.backend == "megatron" and config.engine.megatron.moe.routing_replay,
+    ),
+    _within(
+        "rollout.dynamic_sampling",
+        "prompts",
+        "rollout.dynamic_sampling.max_generations above 0",
+        lambda dynamic: dynamic.max_generations > 0,
+    ),
+    Need(
+        ("rollout.dynamic_sampling.max_generations",),
+        "an estimator that compares samples of a prompt, as " + ADVANTAGE.with_need("needs_groups"),
+        lambda config: ADVANTAGE.needs(config, "needs_groups"),
+        fault="drops groups that others learn from",
+    ),
+    Need(
+        ("rollout.dynamic_sampling.max_generations",),
+        "trainer.async_steps=0: the prompts of the next step are known when this one's are scored",
+        lambda config: config.trainer.async_steps == 0,
+        fault="cannot run ahead",
     ),
     Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
     _within(

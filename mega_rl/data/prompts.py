@@ -151,8 +151,15 @@ class PromptSampler:
     def batch(self, step: int) -> list[Prompt]:
         """Return the prompts of one step, counted from 0."""
         assert step >= 0, f"step={step}"
-        first = step * self._batch_size
-        return [self._prompts[self._position(number)] for number in range(first, first + self._batch_size)]
+        return self.take(self.drawn_after(step), self._batch_size)
+
+    def drawn_after(self, done: int) -> int:
+        """Return the number of prompts in the batches of the first `done` steps."""
+        return done * self._batch_size
+
+    def take(self, first: int, count: int) -> list[Prompt]:
+        """Return `count` prompts from number `first` of the endless order on, counted from 0."""
+        return [self._prompts[self._position(number)] for number in range(first, first + count)]
 
     def _position(self, number: int) -> int:
         epoch, offset = divmod(number, len(self._prompts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -26,14 +26,21 @@ from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
+from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
 from mega_rl.types import Metrics, Prompt, Rollout
 
 
 class PromptSource(Protocol):
-    """The order of the training prompts, a pure function of the step."""
+    """The prompts that steps train on; their order is a pure function of how many were drawn before."""
 
-    def batch(self, step: int) -> list[Prompt]: ...
+    def batch(self, step: int) -> list[Prompt]:
+        """Return the prompts of a step, counted from 0; asked for once for each step, in order."""
+        ...
+
+    def drawn_after(self, done: int) -> int:
+        """Return the number of prompts drawn when so many steps are done; a checkpoint keeps it."""
+        ...
 
 
 class Timer(Protocol):
@@ -87,6 +94,7 @@ class PPOTrainer:
     decode: Callable[[Sequence[int]], str]  # as rewards read it
     render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
+    overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:
@@ -131,6 +139,7 @@ class PPOTrainer:
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
             metrics |= rollout_metrics(rollout, rewards, self.ranks) | self.reward.metrics()
+            shaped, of_overlong = self.overlong.shape(rollout, rewards, self.ranks)
         with phase("old_logprobs"):
             old, mismatch = self.old_logprobs.evaluate(rollout)
         with phase("ref_logprobs"):
@@ -139,10 +148,11 @@ class PPOTrainer:
             values = self.critic.evaluate(rollout)
         with phase("advantages"):
             experience = build_experience(
-                rollout, rewards, old=old, ref=ref, critic=values,
+                rollout, shaped, old=old, ref=ref, critic=values,
                 estimator=self.estimator, reward_kl=self.reward_kl, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
-            metrics |= mismatch | experience_metrics(
+            experience = self.overlong.leave_out(experience, rollout)
+            metrics |= mismatch | of_overlong | experience_metrics(
                 experience, self.ranks,
                 has_reference=ref.logprobs is not None, has_critic=values.values is not None,
             )  # fmt: skip
@@ -188,7 +198,11 @@ class PPOTrainer:
         last = done == settings.steps
         with self.timer.phase("checkpoint"):
             if stopping or (last and settings.save_final) or _due(done, settings.save_interval):
-                state = {"kl": self.kl.state(), "weight_version": self.sync.weight_version}
+                state = {
+                    "kl": self.kl.state(),
+                    "weight_version": self.sync.weight_version,
+                    "prompts_drawn": self.prompts.drawn_after(done),
+                }
                 self.checkpoints.save(done, state, metrics=metrics)
             if (last and settings.hf_final) or _due(done, settings.hf_interval):
                 self.export(done)

@@ -43,6 +43,9 @@ class FakePrompts:
     def batch(self, step: int) -> list[Prompt]:
         return [Prompt(index=i, token_ids=(2 + i, 1), text=f"p{i}", answer=str(i)) for i in range(4)]
 
+    def drawn_after(self, done: int) -> int:
+        return 4 * done
+
 
 class FakePolicy:
     """Actor, rollout engine and weight sync in one: token v of the vocabulary has a logit that training moves.

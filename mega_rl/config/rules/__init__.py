@@ -145,6 +145,12 @@ def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.source == "model" and not reward.model.path:
         yield "reward.source=model needs reward.model.path: name a sequence-classification checkpoint directory"
+    limit, buffer = config.rollout.max_new_tokens, reward.overlong.buffer_tokens
+    if buffer >= limit:
+        yield (
+            f"reward.overlong.buffer_tokens={buffer} leaves no length without a punishment: responses have at most "
+            f"rollout.max_new_tokens={limit} tokens; make it smaller"
+        )
     if reward.source == "http" and not reward.http.url.startswith(("http://", "https://")):
         yield (
             f"reward.http.url={reward.http.url!r}: reward.source=http needs an address that begins with http:// or "

@@ -19,6 +19,7 @@ def rollouts(config: Config) -> Iterator[str]:
             f"trainer.async_steps={trainer.async_steps} with algorithm.correction=none: samples of old weights would "
             "pass for the policy's own; set algorithm.correction=tis, or algorithm.old_logprobs=rollout"
         )
+    yield from _dynamic_sampling(config)
     if config.rollout.backend != "sglang":
         return
     yield from _addresses(config)
@@ -43,6 +44,22 @@ def rollouts(config: Config) -> Iterator[str]:
         yield (
             f"rollout.sglang.sync.transport=shared_memory with rollout.sglang.urls={remote}: memory is shared on one "
             "host alone; legal: auto, distributed, disk"
+        )
+
+
+def _dynamic_sampling(config: Config) -> Iterator[str]:
+    dynamic, per_step = config.rollout.dynamic_sampling, config.trainer.prompts_per_step
+    drawn = dynamic.max_generations * (dynamic.prompts or per_step)
+    if dynamic.max_generations and drawn < per_step:
+        yield (
+            f"rollout.dynamic_sampling.max_generations*prompts={dynamic.max_generations}*{dynamic.prompts}={drawn} "
+            f"cannot fill a step of trainer.prompts_per_step={per_step}; raise either"
+        )
+    if dynamic.max_generations and drawn == per_step:
+        yield (
+            f"rollout.dynamic_sampling.max_generations={dynamic.max_generations} has no effect: a step draws the "
+            f"trainer.prompts_per_step={per_step} prompts that it trains on, and has none to choose from; raise it, or "
+            "rollout.dynamic_sampling.prompts"
         )
 
 

@@ -180,6 +180,20 @@ class MismatchConfig:
 
 
 @dataclass(frozen=True)
+class DynamicSamplingConfig:
+    """Steps that draw prompts until enough of them have samples of different rewards."""
+
+    max_generations: int = setting(
+        0,
+        "Generations of a step at most; when they run out, prompts of equal rewards fill it. 0 trains on whatever one "
+        "generation gives.",
+        unit="generations",
+        min=0,
+    )
+    prompts: int = setting(0, "Prompts of each generation; 0 takes trainer.prompts_per_step.", unit="prompts", min=0)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Rollouts: backend, sampling, weight sync."""
 
@@ -208,6 +222,7 @@ class RolloutConfig:
         min=1,
     )
     bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
+    dynamic_sampling: DynamicSamplingConfig = dataclasses.field(default_factory=DynamicSamplingConfig)
     mismatch: MismatchConfig = dataclasses.field(default_factory=MismatchConfig)
     hf: EmbeddedConfig = dataclasses.field(default_factory=EmbeddedConfig)
     sglang: SglangConfig = dataclasses.field(default_factory=SglangConfig)
@@ -263,6 +278,24 @@ class RewardPoolConfig:
 
 
 @dataclass(frozen=True)
+class OverlongConfig:
+    """Responses that reach rollout.max_new_tokens."""
+
+    filter: bool = setting(
+        False,
+        "Leave responses that the length limit cut off out of every loss; their rewards still count in the statistics "
+        "that the other samples are compared with.",
+    )
+    buffer_tokens: int = setting(
+        0,
+        "Last tokens before the limit over which the reward falls by up to reward.overlong.penalty; 0 punishes none.",
+        unit="tokens",
+        min=0,
+    )
+    penalty: float = setting(1.0, "What a response of the full length loses.", unit="reward", above=0.0)
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Rewards: functions, services, reward models."""
 
@@ -280,3 +313,4 @@ class RewardConfig:
     pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)
+    overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)

@@ -1,0 +1,146 @@
+"""Responses that reach the length limit: punishment, filter, and what the loop does with both."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mega_rl.algorithms.advantages.grpo import GRPO
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
+from mega_rl.config.rules import check
+from mega_rl.config.schema import Config, OverlongConfig, RewardConfig, RolloutConfig
+from mega_rl.trainer import RunSettings
+from mega_rl.trainer.experience import MinibatchPlan, build_experience
+from mega_rl.trainer.overlong import PER_TOKEN, Overlong, soft_punishment
+from mega_rl.types import Experience, Rollout, TokenOutputs
+from tests.helpers.fakes import FakePolicy, FakeRanks
+from tests.helpers.rollouts import make_rollout
+from tests.unit_tests.trainer.test_loop import make_trainer
+
+LENGTHS = [3, 8, 5, 8, 7, 6, 2, 8]
+TRUNCATED = torch.tensor([False, True, False, False, False, False, False, True])  # one of full length ended by itself
+
+
+def sampled() -> tuple[Rollout, torch.Tensor]:
+    """(four samples of each of two prompts, at most 8 tokens long, their rewards)."""
+    rollout = make_rollout(LENGTHS, samples=4)
+    rollout.finished = ~TRUNCATED
+    return rollout, torch.rand(len(LENGTHS), generator=torch.Generator().manual_seed(2))
+
+
+def experience_of(rollout: Rollout, rewards: torch.Tensor) -> Experience:
+    return build_experience(
+        rollout,
+        rewards,
+        old=TokenOutputs(logprobs=rollout.rollout_logprobs),
+        ref=TokenOutputs(),
+        critic=TokenOutputs(values=0.3 * rollout.rollout_logprobs),
+        estimator=GRPO(),
+        sum_over_ranks=FakeRanks().sum,
+    )
+
+
+@pytest.mark.parametrize(("limit", "buffer"), [(20, 5), (20, 1), (7, 6), (16384, 4096)])
+def test_the_punishment_is_that_of_the_paper(limit: int, buffer: int) -> None:
+    """Equation 13 case by case in float64; to the last bit of a float32."""
+    lengths = sorted({0, 1, limit // 2, limit - buffer, limit - buffer + 1, limit - buffer // 2, limit - 1, limit})
+    expected = []
+    for length in lengths:
+        if length <= limit - buffer:
+            expected.append(0.0)
+        elif length <= limit:
+            expected.append(((limit - buffer) - length) / buffer)
+        else:
+            expected.append(-1.0)
+    actual = soft_punishment(torch.tensor(lengths), limit=limit, buffer=buffer)
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=6e-8, atol=0)
+    assert actual[-1] == -1.0
+    assert actual.min() >= -1.0
+
+
+def test_rewards_fall_over_the_last_tokens() -> None:
+    """By the tokens of the policy, whether a stop token or the limit ended them; a failed sample loses nothing."""
+    rollout, rewards = sampled()
+    rollout.failed = torch.arange(len(LENGTHS)) == 6
+    rollout.loss_mask[6] = False
+    overlong = Overlong(8, buffer_tokens=4, penalty=2.0)
+    shaped, metrics = overlong.shape(rollout, rewards, FakeRanks())
+    expected = [0.0, -2.0, -0.5, -2.0, -1.5, -1.0, 0.0, -2.0]
+    torch.testing.assert_close(shaped - rewards, torch.tensor(expected), rtol=0, atol=2e-7)
+    assert metrics == {"reward/overlong_punishment_mean": pytest.approx(sum(expected) / 7)}
+
+
+def test_without_settings_nothing_changes() -> None:
+    rollout, rewards = sampled()
+    shaped, metrics = Overlong().shape(rollout, rewards, FakeRanks())
+    assert torch.equal(shaped, rewards)
+    assert metrics == {}
+    expected = experience_of(rollout, rewards)
+    actual = Overlong().leave_out(experience_of(rollout, rewards), rollout)
+    assert all(torch.equal(value, expected.get(name)) for name, value in actual.items() if value is not None)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.values())
+def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation) -> None:
+    """The others have the advantages of the whole group, and loss weights as if the filtered rows were not there."""
+    rollout, rewards = sampled()
+    overlong = Overlong(8, filter=True)
+    assert overlong.shape(rollout, rewards, FakeRanks())[1] == {"rollout/filtered_fraction": 0.25}
+    whole = experience_of(rollout, rewards)
+    filtered = overlong.leave_out(experience_of(rollout, rewards), rollout)
+    kept = (~TRUNCATED).nonzero().flatten()
+    for name in ("loss_mask", "rows", *PER_TOKEN):
+        assert not getattr(filtered, name)[TRUNCATED].any()
+        assert torch.equal(getattr(filtered, name)[kept] != 0, getattr(whole, name)[kept] != 0)
+    assert torch.equal(filtered.advantages[kept], whole.advantages[kept])
+    plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation=aggregation, max_response_tokens=8, seed=0)
+    (actual,) = plan.cut(filtered, num_prompts=2, step=0, ranks=FakeRanks())
+    (expected,) = plan.cut(whole[kept], num_prompts=2, step=0, ranks=FakeRanks())  # type: ignore[index]
+    trains = actual.loss_mask.any(dim=1)
+    for name in ("loss_weights", "token_weights"):
+        assert torch.equal(getattr(actual, name)[trains], getattr(expected, name))
+        assert not getattr(actual, name)[~trains].any()
+
+
+class Interrupted(FakePolicy):
+    """A rollout engine in which length ends the first half of the samples."""
+
+    def generate(self, prompts: object, *, step: int, greedy: bool = False) -> Rollout:
+        rollout = super().generate(prompts, step=step, greedy=greedy)  # type: ignore[arg-type]
+        rollout.finished = torch.arange(len(rollout.finished)) >= len(rollout.finished) // 2
+        return rollout
+
+
+def test_a_step_punishes_and_filters() -> None:
+    """Updates get no token of a filtered response; reported rewards are those of the scorer."""
+    policy = Interrupted([])
+    trainer = make_trainer(
+        grpo=True, rollout=policy, actor=policy, sync=policy, settings=RunSettings(steps=1, rollout_interval=1)
+    )
+    trainer.settings = dataclasses.replace(trainer.settings, rollout_samples=8)
+    trainer.overlong = Overlong(4, filter=True, buffer_tokens=2, penalty=0.5)
+    minibatches: list[Experience] = []
+    update = policy.update
+    policy.update = lambda batch, **kwargs: minibatches.append(batch) or update(batch, **kwargs)  # type: ignore
+    trainer.fit()
+    record = trainer.metrics.records[1]
+    assert record["rollout/filtered_fraction"] == 0.5
+    assert record["reward/overlong_punishment_mean"] == -0.5
+    assert record["reward/min"] >= 0.0
+    assert all(row["reward"] >= 0.0 for row in trainer.metrics.dumps[1])
+    assert sum(int(batch.loss_mask.any(dim=1).sum()) for batch in minibatches) == 4
+    assert {int(index) for batch in minibatches for index in batch.prompt_index[batch.loss_mask.any(dim=1)]} == {2, 3}
+
+
+def test_settings_without_effect_are_refused() -> None:
+    config = Config(reward=RewardConfig(overlong=OverlongConfig(penalty=2.0)))
+    assert any(
+        "reward.overlong.penalty=2.0 has no effect: it needs reward.overlong.buffer_tokens above 0" in line
+        for line in check(config, world_size=1)
+    )
+    config = Config(
+        reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=64)), rollout=RolloutConfig(max_new_tokens=64)
+    )
+    assert any("reward.overlong.buffer_tokens=64 leaves no length" in line for line in check(config, world_size=1))
