@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,12 +182,12 @@ def _trimmed(rows: Rollout) -> Rollout:
     return Rollout.from_rows(**fields)
 
 
-def _columns(rows: Any) -> dict[str, Tensor]:
+def _columns(rows: Rollout) -> dict[str, Tensor]:
     """Return the fields of a rollout by name, without optional ones that it lacks."""
-    return {name: column for name, column in rows.items() if column is not None}
+    columns = {name: getattr(rows, name) for name in Rollout.__annotations__}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
-def _selected(rows: Any, numbers: Tensor) -> Rollout:
+def _selected(rows: Rollout, numbers: Tensor) -> Rollout:
     """Return some rows of a rollout in this order; numbers: [n] int64."""
-    selected: Rollout = rows[numbers]
-    return selected
+    return Rollout.from_rows(**{name: column[numbers] for name, column in _columns(rows).items()})

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
+from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, OverlongConfig, RewardConfig, RolloutConfig
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
-from mega_rl.trainer.overlong import PER_TOKEN, Overlong, soft_punishment
+from mega_rl.trainer.overlong import Overlong, soft_punishment
 from mega_rl.types import Experience, Rollout, TokenOutputs
 from tests.helpers.fakes import FakePolicy, FakeRanks
 from tests.helpers.rollouts import make_rollout
 from tests.unit_tests.trainer.test_loop import make_trainer
 
+TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 LENGTHS = [3, 8, 5, 8, 7, 6, 2, 8]
 TRUNCATED = torch.tensor([False, True, False, False, False, False, False, True])  # one of full length ended by itself
 
@@ -91,7 +91,7 @@ def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation)
     whole = experience_of(rollout, rewards)
     filtered = overlong.leave_out(experience_of(rollout, rewards), rollout)
     kept = (~TRUNCATED).nonzero().flatten()
-    for name in ("loss_mask", "rows", *PER_TOKEN):
+    for name in (*TOKEN_FIELDS, "loss_mask", "rows"):
         assert not getattr(filtered, name)[TRUNCATED].any()
         assert torch.equal(getattr(filtered, name)[kept] != 0, getattr(whole, name)[kept] != 0)
     assert torch.equal(filtered.advantages[kept], whole.advantages[kept])
@@ -114,12 +114,21 @@ class Interrupted(FakePolicy):
 
 
 def test_a_step_punishes_and_filters() -> None:
-    """Updates get no token of a filtered response; reported rewards are those of the scorer."""
-    policy = Interrupted([])
+    """Advantages are of punished rewards, reports of the scorer's; no update gets a token of a filtered response."""
+    policy, trained_on = Interrupted([]), list[torch.Tensor]()
+
+    def estimator(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        trained_on.append(inputs.rewards)
+        return GRPO()(inputs)
+
     trainer = make_trainer(
-        grpo=True, rollout=policy, actor=policy, sync=policy, settings=RunSettings(steps=1, rollout_interval=1)
+        grpo=True,
+        rollout=policy,
+        actor=policy,
+        sync=policy,
+        estimator=estimator,
+        settings=RunSettings(steps=1, rollout_interval=1, rollout_samples=8),
     )
-    trainer.settings = dataclasses.replace(trainer.settings, rollout_samples=8)
     trainer.overlong = Overlong(4, filter=True, buffer_tokens=2, penalty=0.5)
     minibatches: list[Experience] = []
     update = policy.update
@@ -129,6 +138,7 @@ def test_a_step_punishes_and_filters() -> None:
     assert record["rollout/filtered_fraction"] == 0.5
     assert record["reward/overlong_punishment_mean"] == -0.5
     assert record["reward/min"] >= 0.0
+    assert float(trained_on[0].mean()) == pytest.approx(record["reward/mean"] - 0.5)
     assert all(row["reward"] >= 0.0 for row in trainer.metrics.dumps[1])
     assert sum(int(batch.loss_mask.any(dim=1).sum()) for batch in minibatches) == 4
     assert {int(index) for batch in minibatches for index in batch.prompt_index[batch.loss_mask.any(dim=1)]} == {2, 3}
