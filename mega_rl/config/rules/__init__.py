@@ -110,7 +110,8 @@ def _loss(config: Config) -> Iterator[str]:
     if LOSS.needs(config, "needs_updates") and at_old_policy:
         yield (
             f"algorithm.loss={algorithm.loss} has no effect with one optimizer step for each batch, in which the "
-            "policy is still the one before the update; lower trainer.minibatch_size or raise algorithm.epochs"
+            "policy is still the one before the update; lower trainer.minibatch_size, raise algorithm.epochs, or set "
+            "algorithm.old_logprobs=rollout"
         )
 
 
