@@ -106,6 +106,11 @@ def _loss(config: Config) -> Iterator[str]:
             "advantage for a response, so what a critic says of single tokens is lost; set algorithm.loss=gspo, or an "
             "estimator without a critic"
         )
+    elif LOSS.needs(config, "needs_response_advantages") and algorithm.kl.placement == "reward":
+        yield (
+            f"algorithm.loss={algorithm.loss} with algorithm.kl.placement=reward: the loss reads one advantage for a "
+            "response, so the KL of single tokens is lost; set algorithm.kl.placement=loss"
+        )
     at_old_policy = updates_of_a_batch(config) == 1 and algorithm.old_logprobs != "rollout"
     if LOSS.needs(config, "needs_updates") and at_old_policy:
         yield (

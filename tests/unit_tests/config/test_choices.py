@@ -261,6 +261,11 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "has no place in it; legal: none, loss",
         ),
         (
+            "algorithm.advantage=reinforce_plus_plus algorithm.kl.placement=reward algorithm.loss=gmpo",
+            "algorithm.loss=gmpo with algorithm.kl.placement=reward: the loss reads one advantage for a response, so "
+            "the KL of single tokens is lost; set algorithm.kl.placement=loss",
+        ),
+        (
             "algorithm.advantage_settings.policy_lambda=0.95 algorithm.advantage_settings.length_alpha=0.05",
             "algorithm.advantage_settings.policy_lambda=0.95 has no effect beside length_alpha=0.05",
         ),
