@@ -32,7 +32,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device two-hosts campaign-checkpoint planted-faults parity terminal-check docs site
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -186,6 +186,10 @@ campaign-checkpoint: setup
 PLANTED ?=
 planted-faults: setup
 	@$(BIN)/python -m tests.planted_faults $(PLANTED)
+
+# Those of reinforcement learning alone.
+campaign-rl: setup
+	@$(BIN)/python -m tests.planted_faults --areas algorithms advantages losses corrections experience data trainer steps
 
 # How long the quickstart leaves a terminal silent; COMMAND measures another.
 COMMAND ?= $(BIN)/mega-rl quickstart --run-dir runs/terminal-check

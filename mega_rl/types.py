@@ -6,8 +6,8 @@ L mixtures of experts, K experts that a token goes to.
 Alignment: every per-token tensor is aligned to the token that it describes. `old_logprobs[b, t]` is the log-probability
 of `tokens[b, t]` given `tokens[b, :t]`, and `values[b, t]` is the value predicted just before that token is emitted.
 The shift between a model's output position and the token it predicts happens in one place, `mega_rl.data.packing`.
-Rows are right-padded: prompt, response, padding. Batches live on the host; an engine moves each micro-batch to its
-device and brings results back.
+Rows are right-padded: prompt, response, padding; between two turns of a response stand tokens that are off the loss
+mask. Batches live on the host; an engine moves each micro-batch to its device and brings results back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.fault_table import FAULTS, Fault
+from tests.fault import Fault
+from tests.fault_table import FAULTS
 
 PROJECT = Path(__file__).parents[1]
 PACKAGE = "mega_rl"
@@ -139,10 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; exit code 1 if a fault was not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted_faults", description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="faults whose area and name hold this text")
+    parser.add_argument("--areas", nargs="*", default=[], metavar="AREA", help="faults of these areas")
     parser.add_argument("--tree", type=Path, default=PROJECT, metavar="FOLDER", help="another checkout of the project")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the targets without a fault first")
     options = parser.parse_args(arguments)
-    chosen = [fault for fault in FAULTS if options.only in f"{fault.area}: {fault.name}"]
+    in_areas = [fault for fault in FAULTS if not options.areas or fault.area in options.areas]
+    chosen = [fault for fault in in_areas if options.only in f"{fault.area}: {fault.name}"]
+    if unknown := set(options.areas) - {fault.area for fault in FAULTS}:
+        parser.error(f"--areas {' '.join(sorted(unknown))}: legal: {', '.join(dict.fromkeys(f.area for f in FAULTS))}")
     if not chosen:
         parser.error(f"--only={options.only}: no fault's area and name hold this text")
     table = Table("area", "fault", "where", "found by", "s")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import planted_faults
-from tests.fault_table import FAULTS, Fault
+from tests.fault import Fault
+from tests.fault_table import FAULTS
 from tests.planted_faults import PROJECT, locate, outcome, planted, run_tests, try_fault
 
 FAULT = Fault("area", "one is two", "ONE = 1", "ONE = 2", ("tests/test_one.py",))

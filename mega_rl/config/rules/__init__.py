@@ -106,7 +106,8 @@ def _loss(config: Config) -> Iterator[str]:
             "advantage for a response, so what a critic says of single tokens is lost; set algorithm.loss=gspo, or an "
             "estimator without a critic"
         )
-    if LOSS.needs(config, "needs_updates") and updates_of_a_batch(config) == 1:
+    at_old_policy = updates_of_a_batch(config) == 1 and algorithm.old_logprobs != "rollout"
+    if LOSS.needs(config, "needs_updates") and at_old_policy:
         yield (
             f"algorithm.loss={algorithm.loss} has no effect with one optimizer step for each batch, in which the "
             "policy is still the one before the update; lower trainer.minibatch_size or raise algorithm.epochs"

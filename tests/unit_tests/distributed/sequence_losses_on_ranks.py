@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
 from mega_rl.algorithms.losses.registry import OBJECTIVES
@@ -69,14 +70,21 @@ SETTINGS: dict[str, dict[str, float]] = {
     "clip_cov": {"threshold": 0.5},
     "kl_cov": {"threshold": 0.5},
 }
+CORRECTION_SETTINGS: dict[str, dict[str, Any]] = {
+    "tis": {"level": "sequence"},
+    "geometric_rejection": {"low": 0.9, "high": 1.1},
+}
 
 
 def losses_of(name: str) -> dict[str, Any]:
-    """The losses of a case: that of this file, and every policy loss."""
+    """The losses of a case: that of this file, every policy loss, and PPO's with every correction."""
     losses: dict[str, Any] = {"ratio": SequenceRatioLoss()}
     if name in EVERY_LOSS:
         made = {loss: objective(**SETTINGS.get(loss, {})) for loss, objective in OBJECTIVES.items()}
         losses |= {loss: PolicyLoss(objective, kl=None, kl_estimator=k2) for loss, objective in made.items()}
+        for correction, build in CORRECTIONS.items():
+            weights = build(**CORRECTION_SETTINGS.get(correction, {}))
+            losses[correction] = PolicyLoss(OBJECTIVES["ppo"](), kl=None, kl_estimator=k2, correction=weights)
     return losses
 
 

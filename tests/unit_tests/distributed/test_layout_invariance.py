@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,
@@ -73,6 +74,15 @@ ALGORITHMS = {
 }
 ALONE = ("1", "experts 1")  # what the other layouts are compared with
 COMPARED = covering((layout, algorithm) for layout in ALL_LAYOUTS if layout not in ALONE for algorithm in ALGORITHMS)
+# Policy losses in four updates of each batch, each on another layout; `make test` has one that reads whole responses.
+LOSSES = {
+    f"grpo with {loss}": AlgorithmConfig(
+        advantage="grpo", advantage_settings={}, loss=loss, loss_aggregation="seq-mean-token-mean", epochs=2
+    )
+    for loss in (OBJECTIVES if FULL else ("gmpo",))
+}
+OTHERS = [layout for layout in ("cp2", *ALL_LAYOUTS) if layout not in (*ALONE, *EXPERT_LAYOUTS)]
+COMPARED += list(zip(OTHERS, sorted(LOSSES, key=lambda name: "gmpo" not in name), strict=False))
 RECOMPUTED = dataclasses.replace(ALGORITHMS["grpo"], old_logprobs="recompute")
 REWARD = '''
 def share_of_odd_digits(prompt, response, answer):
@@ -113,12 +123,13 @@ def write_inputs(folder: Path) -> Path:
 def run_config(folder: Path, layout: str, algorithm: str) -> Config:
     """Eight prompts, four samples each; PPO in two mini-batches twice over, GRPO in a single on-policy update."""
     experts = layout in EXPERT_LAYOUTS
+    algorithm_config = (ALGORITHMS | LOSSES | {"grpo recomputed": RECOMPUTED})[algorithm]
     return make_config(
         folder / ("experts" if experts else "model"),
         engine="fsdp" if layout in FSDP_LAYOUTS else "megatron",
         megatron=MegatronConfig(**ALL_LAYOUTS[layout][1]),
         moe=MoeConfig(routing_replay=experts),
-        algorithm=(ALGORITHMS | {"grpo recomputed": RECOMPUTED})[algorithm],
+        algorithm=algorithm_config,
         data=DataConfig(train_files=[str(folder / "train.jsonl")], max_prompt_tokens=8),
         rollout=RolloutConfig(n=4, max_new_tokens=8, temperature=0.8, verify_interval=1),
         reward=RewardConfig(
@@ -130,7 +141,7 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             run_dir=str(folder / f"run-{layout}-{algorithm}"),
             steps=STEPS,
             prompts_per_step=8,
-            minibatch_size=4 if algorithm == "ppo" else 8,
+            minibatch_size=4 if algorithm_config.epochs > 1 else 8,
             timeout_s=60.0,
             microbatch=MicrobatchConfig(max_tokens=96),
         ),
@@ -159,7 +170,7 @@ def run_all(rank: int, folder: str, runs: list[tuple[str, str]]) -> dict[str, An
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    wanted = [*product(ALONE, ALGORITHMS), ("1", "grpo recomputed"), *COMPARED]
+    wanted = [*product(ALONE, ALGORITHMS), *product(["1"], LOSSES), ("1", "grpo recomputed"), *COMPARED]
     results: dict[str, Any] = {}
     for world_size in sorted({size for size, _ in ALL_LAYOUTS.values()}):
         of_this_size = [run for run in wanted if ALL_LAYOUTS[run[0]][0] == world_size]

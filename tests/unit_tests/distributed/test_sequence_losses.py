@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
+from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.types import TokenOutputs
@@ -54,9 +56,11 @@ def test_the_cases_are_different(results: dict[str, Any]) -> None:
     one = {loss: result["metrics"] for loss, result in results["1"].items()}
     assert abs(one["ratio"]["actor/ratio"] - 1.0) > 0.1
     names = ("clip_fraction_low", "capped_fraction", "masked_fraction", "covariance_fraction")
-    shares = {(loss, name): one[loss].get(f"actor/{name}") for loss in one for name in names}
+    shares = {(loss, name): one[loss].get(f"actor/{name}") for loss in OBJECTIVES for name in names}
+    shares |= {(loss, ""): one[loss]["actor/correction_masked_fraction"] for loss in CORRECTIONS if loss != "tis"}
+    shares["tis", ""] = one["tis"]["actor/tis_truncated_fraction"]
     shares = {place: share for place, share in shares.items() if share is not None}
-    assert len(shares) == 9
+    assert len(shares) == 9 + len(CORRECTIONS)
     assert all(0.0 < share < 1.0 for share in shares.values()), shares
     norms = [metrics["grad_norm"] for metrics in one.values()]
     assert len({round(norm, 4) for norm in norms}) == len(norms)  # no two losses are the same

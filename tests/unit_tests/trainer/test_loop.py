@@ -12,8 +12,10 @@ import torch
 
 from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.advantages.grpo import GRPO
+from mega_rl.algorithms.advantages.registry import ESTIMATORS
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.config.schema.algorithms import ADVANTAGES
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
@@ -84,6 +86,17 @@ def test_the_policy_learns_what_is_rewarded(grpo: bool) -> None:
     records = trainer.metrics.records
     assert records[1]["reward/mean"] < 0.3
     assert records[80]["reward/mean"] > 0.8
+
+
+@pytest.mark.parametrize("name", [name for name, area in ADVANTAGES.items() if not area.needs_critic])
+def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
+    """Two samples of each prompt; a reward is the share of right tokens, of which pass_at_k asks for one in four."""
+    settings = {"pass_at_k": {"k": 1, "right_above": 0.2}}.get(name, {})
+    trainer = make_trainer(grpo=True, settings=RunSettings(steps=80), estimator=ESTIMATORS[name](**settings))
+    trainer.fit()
+    records = trainer.metrics.records
+    assert records[1]["reward/mean"] < 0.3
+    assert records[80]["reward/mean"] > 0.5
 
 
 def test_validation_saving_and_dumps_keep_their_intervals() -> None:
