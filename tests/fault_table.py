@@ -126,14 +126,14 @@ ADVANTAGES = (
         "return torch.where(known, returns, 0.0)",
         "algorithms/test_group_advantages.py",
     ),
-    _fault(
+    fault(
         "advantages",
         "greedy rewards of other prompts",
         "own = self.rewards[inputs.experience.prompt_index]",
         "own = self.rewards[inputs.experience.prompt_index - 1]",
         "trainer/test_greedy.py",
     ),
-    _fault(
+    fault(
         "advantages",
         "failed samples in the sums of a group",
         "torch.where(self.answered, x.double(), 0.0))[self.index]",
