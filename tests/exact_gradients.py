@@ -39,6 +39,7 @@ ESTIMATED: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "gae, lambda 0.5": ("gae", {"whiten": False, "gae_lambda": 0.5}, None),
     "reinforce_plus_plus": ("reinforce_plus_plus", {}, 1.0),
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}, (GROUP - 1) / GROUP),
+    "remax": ("remax", {}, 1.0),
     "rloo": ("rloo", {}, 1.0),
     "grpo, no deviation": ("grpo", {"std": "none"}, (GROUP - 1) / GROUP),
     "grpo, batch": ("grpo", {"std": "batch"}, (GROUP - 1) / GROUP),
@@ -112,6 +113,8 @@ class World:
         after = (self.logits[WORDS:].view(WORDS, WORDS).softmax(1) * self.rewards).sum(1)
         right = torch.cat([(self.logits[:WORDS].softmax(0) * after).sum()[None], after])
         self.values = right + 0.1 * normal(1 + WORDS)  # before the first token, and after each: a critic that learns
+        first = int(self.logits[:WORDS].argmax())
+        self.greedy = first, int(self.logits[WORDS:].view(WORDS, WORDS)[first].argmax())
         self.responses = torch.cartesian_prod(torch.arange(WORDS), torch.arange(WORDS))
 
     def logprobs(self, logits: Tensor, responses: Tensor) -> Tensor:
@@ -197,7 +200,8 @@ def gradients(world: World, case: Case, groups: Tensor, weights: Tensor, moments
     if case.placement == "reward":
         penalty = RewardKL(controller, KL_ESTIMATORS["k1"]).penalty(experience.old_logprobs, experience.ref_logprobs)
     rewards = world.rewards[responses[:, 0], responses[:, 1]]
-    inputs = AdvantageInputs(experience, rewards.float(), penalty, moments)
+    greedy = world.rewards[world.greedy].float().expand(count)
+    inputs = AdvantageInputs(experience, rewards.float(), penalty, moments, greedy)
     advantages, _ = ESTIMATORS[name](**settings)(inputs)
     correction = None
     if case.correction != "none":

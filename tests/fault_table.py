@@ -121,6 +121,20 @@ ADVANTAGES = (
     ),
     fault(
         "advantages",
+        "ReMax without its baseline",
+        "return torch.where(known, returns - greedy_rewards[:, None], 0.0)",
+        "return torch.where(known, returns, 0.0)",
+        "algorithms/test_group_advantages.py",
+    ),
+    fault(
+        "advantages",
+        "greedy rewards of other prompts",
+        "own = self.rewards[inputs.experience.prompt_index]",
+        "own = self.rewards[inputs.experience.prompt_index - 1]",
+        "trainer/test_greedy.py",
+    ),
+    fault(
+        "advantages",
         "failed samples in the sums of a group",
         "torch.where(self.answered, x.double(), 0.0))[self.index]",
         "x.double())[self.index]",

@@ -16,30 +16,23 @@ from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.config.needs import kl_estimator
 from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects, settings_of
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import AdvantageSettings
+from mega_rl.config.schema.algorithms import AdvantageSettings, LossSettings, Settings
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
 from mega_rl.workers.user_files import load_from_file
 
-NEEDS = tuple(name for name in vars(AdvantageSettings) if name.startswith(("needs_", "takes_")))
-
 
 def build_estimator(config: Config) -> AdvantageEstimator:
-    """Return the advantage estimator that the recipe chooses. Raises UserError: see `_build`."""
+    """Return the advantage estimator that the recipe chooses. Raises UserError: see `_build`, `_check_needs`."""
     estimator: AdvantageEstimator = _build(config, ADVANTAGE, ESTIMATORS)
-    for need in NEEDS:
-        if getattr(estimator, need, False) != ADVANTAGE.needs(config, need):
-            raise UserError(
-                f"algorithm.advantage={config.algorithm.advantage!r}: its {need} is not what the text of its class "
-                f"says; write {need} = {bool(getattr(estimator, need))} into the body of the class, where it is read "
-                "before anything runs"
-            )
+    _check_needs(config, ADVANTAGE, AdvantageSettings, estimator)
     return estimator
 
 
 def build_objective(config: Config) -> PolicyObjective:
-    """Return the policy loss that the recipe chooses. Raises UserError: see `_build`."""
+    """Return the policy loss that the recipe chooses. Raises UserError: see `_build`, `_check_needs`."""
     objective: PolicyObjective = _build(config, LOSS, OBJECTIVES)
+    _check_needs(config, LOSS, LossSettings, objective)
     return objective
 
 
@@ -73,3 +66,14 @@ def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., 
     except TypeError as error:
         raise UserError(f"{choice.key}={name!r}: it is called with one {choice.argument}, but {error}") from error
     return made
+
+
+def _check_needs(config: Config, choice: Choice, area: type[Settings], made: object) -> None:
+    """Raise UserError where class variables that say what a class needs of a run are not in its own text."""
+    for need in (name for name in vars(area) if name.startswith(("needs_", "takes_"))):
+        if getattr(made, need, False) != choice.needs(config, need):
+            value = bool(getattr(made, need))
+            raise UserError(
+                f"{choice.key}={chosen(config, choice)!r}: its {need} is not what the text of its class says; write "
+                f"{need} = {value} into the body of the class, where it is read before anything runs"
+            )

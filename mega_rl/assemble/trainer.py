@@ -26,6 +26,7 @@ from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
+from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
@@ -234,6 +235,7 @@ def _connect(
         decode=tokens.decode,
         render=tokens.render,
         stop_requested=stop_requested,
+        greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
         start=parts.restored.steps,
     )
 

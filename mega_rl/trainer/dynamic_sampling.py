@@ -31,7 +31,7 @@ class DynamicSampling:
     """Prompt source, rollout source and scorer of steps that train on prompts whose rewards differ.
 
     The prompts of a step are known when it has sampled them, so `batch` generates and scores; `generate` and `score`,
-    called with the prompts that it returned, hand out what it kept, and pass other prompts (a validation's) on.
+    called with the prompts that it returned, hand out what it kept, and pass on what else they are asked (validation).
 
     Prompts come in the order of `draw`, each generation the next ones, and its place in that order seeds its samples:
     both depend on nothing but the number of prompts drawn before, which a checkpoint keeps. Every rank takes the same
@@ -86,13 +86,13 @@ class DynamicSampling:
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         """Return this replica's rows of the prompts that `batch` returned; of others, as the source generates them."""
-        if prompts is self._prompts and self._kept is not None:
+        if prompts is self._prompts and self._kept is not None and not greedy:
             return self._kept[0]
         return self.source.generate(prompts, step=step, greedy=greedy)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the rewards of what `generate` returned, [B]."""
-        if prompts is self._prompts and self._kept is not None:
+        """Return the rewards of what `generate` returned, [B]; of other rollouts, as the scorer gives them."""
+        if self._kept is not None and rollout is self._kept[0]:
             return self._kept[1]
         return self.scorer.score(rollout, prompts)
 

@@ -24,6 +24,7 @@ from mega_rl.protocols import (
 )
 from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
+from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
@@ -95,6 +96,7 @@ class PPOTrainer:
     render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
     overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
+    greedy_baseline: bool = False  # the estimator needs rewards of greedy responses
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:
@@ -133,9 +135,10 @@ class PPOTrainer:
         """Generate, score, evaluate, learn, publish."""
         phase = self.timer.phase
         prompts = self.prompts.batch(step)
+        estimator, baseline = self._estimator(prompts, step)
         with phase("generate"):
             rollout = self.rollout.generate(prompts, step=step)
-            metrics = self.rollout.metrics() | self.staleness(rollout)
+            metrics = baseline | self.rollout.metrics() | self.staleness(rollout)
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
             metrics |= rollout_metrics(rollout, rewards, self.ranks) | self.reward.metrics()
@@ -149,7 +152,7 @@ class PPOTrainer:
         with phase("advantages"):
             experience = build_experience(
                 rollout, shaped, old=old, ref=ref, critic=values,
-                estimator=self.estimator, reward_kl=self.reward_kl, sum_over_ranks=self.ranks.sum,
+                estimator=estimator, reward_kl=self.reward_kl, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
             experience = self.overlong.leave_out(experience, rollout)
             metrics |= mismatch | of_overlong | experience_metrics(
@@ -176,6 +179,16 @@ class PPOTrainer:
         if _due(step + 1, self.settings.rollout_interval):
             self._dump(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
         return metrics
+
+    def _estimator(self, prompts: Sequence[Prompt], step: int) -> tuple[AdvantageEstimator, Metrics]:
+        """Return the step's estimator, with greedy rewards from the current weights where it needs them; metrics."""
+        if not self.greedy_baseline:
+            return self.estimator, {}
+        with self.timer.phase("baseline"):
+            rollout = self.rollout.generate(prompts, step=step, greedy=True)
+            scores = self.reward.score(rollout, prompts)
+            rewards = greedy_rewards(rollout, scores, num_prompts=len(prompts))
+            return WithGreedyRewards(self.estimator, rewards), greedy_metrics(rewards, self.ranks)
 
     def _validate(self, done: int) -> Metrics:
         """Return mean reward and length of greedy answers to the held-out prompts; empty without validation."""

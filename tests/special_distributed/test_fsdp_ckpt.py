@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.types import Experience
 from tests.helpers.engines import load_state, make_config, own_rows, running_engine, save_state
 from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.helpers.selection import FULL
 from tests.special_distributed.program import device, finish, pass_on_four_ranks, world
 
 KINDS = {"weights", "exp_avg", "exp_avg_sq", "numbers"}
@@ -120,6 +122,7 @@ def main() -> None:
         finish(ranks)
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full: half a minute; checkpoint/test_fsdp_engine.py has two ranks")
 def test_on_four_ranks() -> None:
     pass_on_four_ranks(main)
 

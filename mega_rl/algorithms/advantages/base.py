@@ -23,6 +23,8 @@ class AdvantageInputs:
     rewards: Tensor  # [B] float32
     kl_penalty: Tensor | None  # [B, S] float32, coefficient times KL, to be taken off token rewards; None: without
     sum_over_ranks: SumOverRanks  # over data parallelism
+    # [B] float32, of the greedy response to the row's prompt, NaN where that has failed; None: no estimator needs it
+    greedy_rewards: Tensor | None = None
 
 
 class AdvantageEstimator(Protocol):

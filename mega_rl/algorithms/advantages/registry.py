@@ -11,6 +11,7 @@ from mega_rl.algorithms.advantages.opo import OPO
 from mega_rl.algorithms.advantages.pass_at_k import PassAtK
 from mega_rl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
 from mega_rl.algorithms.advantages.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
+from mega_rl.algorithms.advantages.remax import ReMax
 from mega_rl.algorithms.advantages.rloo import RLOO
 
 # Called with the settings of the recipe; names and settings as in `mega_rl.config.schema.algorithms.ADVANTAGES`.
@@ -20,6 +21,7 @@ ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
     "rloo": RLOO,
     "reinforce_plus_plus": ReinforcePlusPlus,
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
+    "remax": ReMax,
     "opo": OPO,
     "pass_at_k": PassAtK,
 }

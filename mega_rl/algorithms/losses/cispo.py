@@ -4,7 +4,7 @@
 
 PPO's clip silences a token once it has moved far enough, and rare tokens move far at once: those that begin a new line
 of thought. Here a token's gradient is never 0, only its weight is bounded.
-Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5, which has no lower bound in practice; the cap, 4 to 8
+Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, which has no lower bound in practice; the cap, 4 to 8
 without a difference: Khatri et al. 2025 (ScaleRL), arXiv:2510.13786.
 """
 

@@ -4,11 +4,10 @@
     clip_cov: loss = that of PPO; no gradient where c >= threshold
     kl_cov:   loss = -A * ratio, + coef * |log_ratio| where c >= threshold; bounded by dual_clip as PPO's
 
-A step changes the entropy by minus the covariance of advantage and log-prob, which few tokens make up: 0.02 % have a
-mean of 5.65 nats, 0.2 % one of 3.1, all of them one of 0.003 (the paper's table 1). The paper centres both factors over
-a batch and takes a share of its tokens, in clip_cov by lot; either would depend on which tokens share a micro-batch.
-Here log-probs are centred over their response, advantages are centred as they come, and a threshold takes the place of
-the share.
+A step changes the entropy by minus the covariance of advantage and log-prob, which very few tokens make up. The paper
+centres both factors over a batch and takes a share of its tokens, in clip_cov by lot; either would depend on which
+tokens share a micro-batch. Here log-probs are centred over their response, advantages are centred as they come, and a
+threshold takes the place of the share.
 Source: Cui et al. 2025, arXiv:2505.22617, section 4; |log_ratio|: the authors' code.
 """
 

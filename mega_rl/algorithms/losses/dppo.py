@@ -9,7 +9,7 @@ p and q are the new and the old probability of the sampled token; D is the diver
 or another", a lower bound of that of the whole vocabulary. A ratio of 2 is nothing for a token of probability 1e-4 and
 a lot for one of 0.4: PPO's clip holds back the first as much as the second.
 Source: Qi et al. 2026, arXiv:2602.04879; cap: section 5.4; thresholds: the authors' recipes. The paper's q is that of
-the rollout engine.
+the sampler, as here with algorithm.old_logprobs=rollout.
 """
 
 from __future__ import annotations

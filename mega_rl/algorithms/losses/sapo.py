@@ -5,7 +5,7 @@
 Its derivative by the ratio is -A * 4 g (1 - g), g the sigmoid: -A at a ratio of 1, as without a clip, and falling on
 both sides without an edge. The steeper gate for negative advantages damps gradients that raise the logits of all
 tokens but the sampled one.
-Source: Gao et al. 2025, arXiv:2511.20347, eq. 5 and 6, whose experiments have these two tau.
+Source: Gao et al. 2025, arXiv:2511.20347, whose experiments have these two tau.
 """
 
 from __future__ import annotations

@@ -106,11 +106,17 @@ def _loss(config: Config) -> Iterator[str]:
             "advantage for a response, so what a critic says of single tokens is lost; set algorithm.loss=gspo, or an "
             "estimator without a critic"
         )
+    elif LOSS.needs(config, "needs_response_advantages") and algorithm.kl.placement == "reward":
+        yield (
+            f"algorithm.loss={algorithm.loss} with algorithm.kl.placement=reward: the loss reads one advantage for a "
+            "response, so the KL of single tokens is lost; set algorithm.kl.placement=loss"
+        )
     at_old_policy = updates_of_a_batch(config) == 1 and algorithm.old_logprobs != "rollout"
     if LOSS.needs(config, "needs_updates") and at_old_policy:
         yield (
             f"algorithm.loss={algorithm.loss} has no effect with one optimizer step for each batch, in which the "
-            "policy is still the one before the update; lower trainer.minibatch_size or raise algorithm.epochs"
+            "policy is still the one before the update; lower trainer.minibatch_size, raise algorithm.epochs, or set "
+            "algorithm.old_logprobs=rollout"
         )
 
 

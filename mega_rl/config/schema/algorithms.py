@@ -29,6 +29,7 @@ class AdvantageSettings(Settings):
 
     needs_critic: ClassVar[bool] = False  # values of a critic, which then trains
     needs_groups: ClassVar[bool] = False  # several samples of each prompt
+    needs_greedy: ClassVar[bool] = False  # the reward of a greedy response to each prompt
     takes_kl: ClassVar[bool] = False  # has rewards of single tokens, which a KL penalty may enter
 
 
@@ -83,6 +84,14 @@ class RLOOSettings(AdvantageSettings):
     """Rewards relative to the mean of the prompt's other samples."""
 
     needs_groups: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class ReMaxSettings(AdvantageSettings):
+    """Returns relative to the reward of the prompt's greedy response."""
+
+    needs_greedy: ClassVar[bool] = True
+    takes_kl: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -313,6 +322,7 @@ ADVANTAGES: dict[str, type[AdvantageSettings]] = {
     "rloo": RLOOSettings,
     "reinforce_plus_plus": ReinforcePlusPlusSettings,
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaselineSettings,
+    "remax": ReMaxSettings,
     "opo": OPOSettings,
     "pass_at_k": PassAtKSettings,
 }

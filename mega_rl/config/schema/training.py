@@ -113,7 +113,7 @@ class AlgorithmConfig:
     advantage: str = setting(
         "gae",
         "Advantage estimator: gae (needs a critic), grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, "
-        "opo, pass_at_k, or path/to/file.py:class.",
+        "remax, opo, pass_at_k, or path/to/file.py:class.",
     )
     advantage_settings: dict[str, object] = setting(
         defaults(GAESettings), "Settings of the estimator by name, as gamma or std."

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
@@ -23,7 +23,7 @@ VOCABULARY = (*SPECIAL, *CHARACTERS)
 EOS = 1
 # The architecture without a model: that of the quickstart, with grouped heads.
 ARCHITECTURE = {
-    "model_type": "qwen3",
+    "model_type": Qwen3Config.model_type,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,

@@ -63,18 +63,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
 
     Raises UserErrors for choices that the independent trainer has no formula for.
     """
-    problems = [
-        f"{choice.key}={chosen(config, choice)}: the independent trainer has no formula of it; legal: {' '.join(names)}"
-        for choice, names in FOLLOWED
-        if chosen(config, choice) not in names
-    ]
-    if config.algorithm.loss == "gspo" and config.algorithm.advantage == "gae":
-        problems.append(
-            "algorithm.loss=gspo with algorithm.advantage=gae: the independent trainer has its formula for advantages "
-            "that are equal within a response; legal: grpo rloo"
-        )
-    if problems:
-        raise UserErrors(problems)
+    _check_followed(config)
     advantage = ADVANTAGES[config.algorithm.advantage](**settings_of(config, ADVANTAGE))
     loss = LOSSES[config.algorithm.loss](**settings_of(config, LOSS))
     correction = CORRECTIONS[config.algorithm.correction](**settings_of(config, CORRECTION))
@@ -121,3 +110,19 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         min_lr_ratio=optim.min_lr_ratio,
         steps=config.trainer.steps,
     )
+
+
+def _check_followed(config: Config) -> None:
+    """Raise UserErrors for choices that the independent trainer has no formula for."""
+    problems = [
+        f"{choice.key}={chosen(config, choice)}: the independent trainer has no formula of it; legal: {' '.join(names)}"
+        for choice, names in FOLLOWED
+        if chosen(config, choice) not in names
+    ]
+    if config.algorithm.loss == "gspo" and config.algorithm.advantage == "gae":
+        problems.append(
+            "algorithm.loss=gspo with algorithm.advantage=gae: the independent trainer has its formula for advantages "
+            "that are equal within a response; legal: grpo rloo"
+        )
+    if problems:
+        raise UserErrors(problems)

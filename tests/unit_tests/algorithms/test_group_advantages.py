@@ -43,6 +43,7 @@ class Sample(NamedTuple):
     reward: float
     length: int
     kl: list[float]  # of each response token
+    greedy: float  # reward of the greedy response to the prompt
 
 
 Group = Sequence[Sample]
@@ -133,6 +134,16 @@ def whitened_returns(
     return [[next(whitened) for _ in group] for group in groups]
 
 
+def above_greedy(groups: Sequence[Group]) -> list[list[list[float]]]:
+    """Of each token of each sample."""
+    return [[[s.reward - sum(s.kl[t:]) - s.greedy for t in range(s.length)] for s in g] for g in groups]
+
+
+def greedy_rewards(batch: Batch) -> Tensor:
+    """[B] float32, one number for each prompt."""
+    return 0.05 * batch.group_ids.float()
+
+
 def on_tokens(batch: Batch, formula: Formula) -> Tensor:
     """[B, S] float64, the formula's numbers of the answered rows on their response tokens."""
     groups: dict[int, list[int]] = {}
@@ -145,7 +156,7 @@ def on_tokens(batch: Batch, formula: Formula) -> Tensor:
 
     def sample(row: int) -> Sample:
         kl = batch.kl_penalty[row][batch.mask[row]].tolist()
-        return Sample(float(batch.rewards[row]), len(kl), kl)
+        return Sample(float(batch.rewards[row]), len(kl), kl, float(greedy_rewards(batch)[row]))
 
     numbers = formula([[sample(row) for row in rows] for rows in groups.values()])
     for rows, values in zip(groups.values(), numbers, strict=True):
@@ -165,7 +176,9 @@ def built(name: str, **settings: object) -> Estimate:
             rows, prompt_lengths=lengths, lengths=lengths, loss_mask=batch.mask, prompt_index=batch.group_ids
         )
         penalty = batch.kl_penalty if type(estimator).takes_kl else None
-        advantages, returns = estimator(AdvantageInputs(experience, batch.rewards, penalty, sum_over_ranks))
+        greedy = greedy_rewards(batch) if type(estimator).needs_greedy else None
+        inputs = AdvantageInputs(experience, batch.rewards, penalty, sum_over_ranks, greedy)
+        advantages, returns = estimator(inputs)
         assert not returns.any()
         assert advantages.dtype == returns.dtype == torch.float32
         return advantages
@@ -182,6 +195,7 @@ ESTIMATORS: Mapping[str, tuple[Estimate, Formula]] = {
     "pass@1": (built("pass_at_k", k=1), partial(mean_of_sets, k=1, normalize=True)),
     "pass@2": (built("pass_at_k", k=2), partial(mean_of_sets, k=2, normalize=True)),
     "pass@3": (built("pass_at_k", k=3, std="none"), partial(mean_of_sets, k=3, normalize=False)),
+    "remax": (built("remax"), above_greedy),
     "reinforce++": (
         built("reinforce_plus_plus", gamma=GAMMA),
         lambda gs: whitened_returns(gs, scores=[[s.reward for s in g] for g in gs], gamma=GAMMA),
@@ -220,7 +234,7 @@ def test_ranks_give_what_one_rank_gives(name: str) -> None:
         torch.testing.assert_close(piece, whole[part], rtol=1e-6, atol=1e-7)
 
 
-GROUP_RELATIVE = [name for name in ESTIMATORS if name != "reinforce++"]
+GROUP_RELATIVE = [name for name in ESTIMATORS if name not in ("reinforce++", "remax")]
 
 
 @pytest.mark.parametrize("name", GROUP_RELATIVE)

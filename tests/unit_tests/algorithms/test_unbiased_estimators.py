@@ -16,6 +16,7 @@ from torch import Tensor
 from mega_rl.algorithms.advantages.grpo import grpo
 from mega_rl.algorithms.advantages.opo import opo
 from mega_rl.algorithms.advantages.pass_at_k import pass_at_k
+from mega_rl.algorithms.advantages.remax import remax
 from mega_rl.algorithms.advantages.rloo import rloo
 
 REWARDS = torch.tensor([1.0, 0.25, -2.0, 0.5], dtype=torch.float64)
@@ -48,6 +49,16 @@ def test_leave_one_out_gives_the_gradient_of_the_mean_reward(n: int) -> None:
     """Advantages are float32: 1e-6 of numbers below 1."""
     exact = exact_gradient(lambda p: (p * REWARDS).sum())
     torch.testing.assert_close(expected_gradient(rloo, REWARDS, n=n), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_a_baseline_of_another_sample_gives_the_gradient_of_the_mean_reward() -> None:
+    """Of ReMax, whatever the greedy reward is; with one sample."""
+    exact = exact_gradient(lambda p: (p * REWARDS).sum())
+    for greedy in (0.0, 0.7):
+        gradient = expected_gradient(
+            lambda rewards, _, mask, own=greedy: remax(rewards, torch.full_like(rewards, own), mask), REWARDS, n=1
+        )
+        torch.testing.assert_close(gradient, exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])

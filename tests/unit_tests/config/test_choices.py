@@ -261,6 +261,11 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "has no place in it; legal: none, loss",
         ),
         (
+            "algorithm.advantage=reinforce_plus_plus algorithm.kl.placement=reward algorithm.loss=gmpo",
+            "algorithm.loss=gmpo with algorithm.kl.placement=reward: the loss reads one advantage for a response, so "
+            "the KL of single tokens is lost; set algorithm.kl.placement=loss",
+        ),
+        (
             "algorithm.advantage_settings.policy_lambda=0.95 algorithm.advantage_settings.length_alpha=0.05",
             "algorithm.advantage_settings.policy_lambda=0.95 has no effect beside length_alpha=0.05",
         ),
@@ -268,3 +273,12 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
 )
 def test_what_an_estimator_needs_of_a_run(overrides: str, line: str) -> None:
     assert line in check(load(None, overrides.split()), world_size=1)
+
+
+def test_a_loss_says_what_it_needs_in_its_own_text(tmp_path: Path) -> None:
+    """A variable that another class has is read too late for the checks."""
+    text = "class First:\n    needs_updates = True\n    def __call__(self, tokens): ...\nclass Second(First): ...\n"
+    (tmp_path / "losses.py").write_text(text)
+    assert build_objective(load(None, [f"algorithm.loss={tmp_path}/losses.py:First"]))
+    with pytest.raises(UserError, match="its needs_updates is not what the text of its class says"):
+        build_objective(load(None, [f"algorithm.loss={tmp_path}/losses.py:Second"]))

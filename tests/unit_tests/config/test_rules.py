@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mega_rl.config.facts import ModelFacts, leave_out
@@ -248,7 +250,8 @@ RULES = [
         1,
         "algorithm.loss=kl_cov",
         "algorithm.loss=kl_cov has no effect with one optimizer step for each batch, in which the policy is still the "
-        "one before the update; lower trainer.minibatch_size or raise algorithm.epochs",
+        "one before the update; lower trainer.minibatch_size, raise algorithm.epochs, or set "
+        "algorithm.old_logprobs=rollout",
     ),
     (
         3,
@@ -567,6 +570,30 @@ def test_every_model_is_checked_and_named() -> None:
     config = load(None, ["engine.megatron.pp=2"])
     (line,) = check(config, world_size=2, models={"model.path": FACTS, "model.critic_path": critic})
     assert "the 9 layers of model.critic_path" in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm.loss=gspo algorithm.loss_aggregation=seq-mean-token-mean",
+        "algorithm.loss=gmpo algorithm.loss_aggregation=seq-mean-token-mean algorithm.advantage=grpo rollout.n=4",
+        "algorithm.loss=kl_cov algorithm.epochs=2",
+        "algorithm.loss=kl_cov algorithm.old_logprobs=rollout",
+        "algorithm.loss=clip_cov",
+    ],
+)
+def test_losses_run_where_something_is_left_of_them(overrides: str) -> None:
+    assert broken(*overrides.split()) == []
+
+
+def test_a_loss_of_ones_own_says_what_it_needs(tmp_path: Path) -> None:
+    """By class variables, which are read from its text."""
+    (tmp_path / "mine.py").write_text("class Mine:\n    needs_response_mean = True\n    needs_updates = True\n")
+    lines = broken(f"algorithm.loss={tmp_path}/mine.py:Mine")
+    assert [line.partition(" ")[0] for line in lines] == [
+        "algorithm.loss_aggregation=token-mean",
+        f"algorithm.loss={tmp_path}/mine.py:Mine",
+    ]
 
 
 def test_rules_without_a_model_and_all_at_once() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.schema import AlgorithmConfig, Config, MegatronOptimizerConfig, OptimConfig, TrainerConfig
 from mega_rl.types import Experience, TokenOutputs
 from tests.helpers.distributed import run_ranks
@@ -191,7 +192,8 @@ def reference_loss(model: torch.nn.Module, batch: Experience) -> torch.Tensor:
     logprobs = distribution.gather(-1, batch.tokens[:, 1:, None])[..., 0]
     entropy = -(distribution.exp() * distribution).sum(-1)
     fields = {name: value[:, 1:] for name, value in batch.items() if value.dim() == 2}
-    loss: torch.Tensor = losses("lm")(TokenOutputs(logprobs=logprobs, entropy=entropy), fields).loss
+    outputs, sequences = TokenOutputs(logprobs=logprobs, entropy=entropy), Sequences(fields["rows"], len(batch.rows))
+    loss: torch.Tensor = losses("lm")(outputs, fields, sequences).loss
     return loss
 
 

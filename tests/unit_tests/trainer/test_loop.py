@@ -92,11 +92,26 @@ def test_the_policy_learns_what_is_rewarded(grpo: bool) -> None:
 def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
     """Two samples of each prompt; a reward is the share of right tokens, of which pass_at_k asks for one in four."""
     settings = {"pass_at_k": {"k": 1, "right_above": 0.2}}.get(name, {})
-    trainer = make_trainer(grpo=True, settings=RunSettings(steps=80), estimator=ESTIMATORS[name](**settings))
+    trainer = make_trainer(
+        grpo=True,
+        settings=RunSettings(steps=80),
+        estimator=ESTIMATORS[name](**settings),
+        greedy_baseline=ADVANTAGES[name].needs_greedy,
+    )
     trainer.fit()
     records = trainer.metrics.records
     assert records[1]["reward/mean"] < 0.3
     assert records[80]["reward/mean"] > 0.5
+
+
+def test_a_greedy_baseline_is_sampled_and_scored_before_the_step() -> None:
+    trainer = make_trainer(
+        grpo=True, settings=RunSettings(steps=1), estimator=ESTIMATORS["remax"](), greedy_baseline=True
+    )
+    trainer.fit()
+    assert trainer.events[:5] == ["publish", "validate", "reward", "generate", "reward"]  # type: ignore[attr-defined]
+    assert trainer.metrics.records[1]["reward/greedy_mean"] == 0.0  # the first word of equal ones, not the right one
+    assert "baseline" in trainer.timer.phases
 
 
 def test_validation_saving_and_dumps_keep_their_intervals() -> None:

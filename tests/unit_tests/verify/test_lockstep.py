@@ -31,21 +31,35 @@ pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of
 
 LAYOUTS = {layout.name: layout for layout in (REFERENCE, *map(parse, ("tp2", "pp2", "dp2")), fsdp(2))}
 # What else a run may do, on one rank.
+GROUP_OF_SEQUENCES, KL_LOSS = ALGORITHMS["grpo"], ALGORITHMS["grpo_kl"]
 VARIANTS: dict[str, dict[str, object]] = {
-    "one update": {**ALGORITHMS["grpo"], "trainer.minibatch_size": 8},
-    "two epochs": {**ALGORITHMS["grpo_kl"], "algorithm.epochs": 2, "algorithm.loss_aggregation": "seq-mean-token-sum"},
+    "one update": {**GROUP_OF_SEQUENCES, "trainer.minibatch_size": 8},
+    "two epochs": {**KL_LOSS, "algorithm.epochs": 2, "algorithm.loss_aggregation": "seq-mean-token-sum"},
     "critic warm-up": {**ALGORITHMS["ppo"], "algorithm.critic_warmup_steps": 1},
     "adaptive KL": {
-        **{**ALGORITHMS["ppo"], "algorithm.kl.control": "adaptive"},
-        **{"algorithm.kl.target": 0.01, "algorithm.kl.horizon": 64},
+        **ALGORITHMS["ppo"],
+        "algorithm.kl.control": "adaptive",
+        "algorithm.kl.target": 0.01,
+        "algorithm.kl.horizon": 64,
     },
     "padded": {
-        **{**ALGORITHMS["grpo_kl"], "algorithm.kl.estimator": "k2", "optim.schedule": "cosine"},
-        **{
-            "trainer.microbatch.packing": False,
-            "trainer.microbatch.max_tokens": Config().trainer.microbatch.max_tokens,
-        },
+        **KL_LOSS,
+        "algorithm.kl.estimator": "k2",
+        "optim.schedule": "cosine",
+        "trainer.microbatch.packing": False,
     },
+    "importance of whole responses": {
+        **ALGORITHMS["tis"],
+        "algorithm.correction_settings": {"level": "sequence", "cap": 1.5},
+    },
+    "ratio to what sampled": {**GROUP_OF_SEQUENCES, "algorithm.old_logprobs": "rollout"},
+    "leave one out": {"algorithm.advantage": "rloo"},
+    "deviation of the batch": {"algorithm.advantage": "grpo", "algorithm.advantage_settings": {"std": "batch"}},
+    "lambda of the policy": {"algorithm.advantage_settings": {"gae_lambda": 0.95, "policy_lambda": 0.8}},
+    "lambda by length": {"algorithm.advantage_settings": {"length_alpha": 0.5, "gamma": 0.9}},
+    "gspo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "gspo"},
+    "cispo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "cispo", "algorithm.loss_settings": {"cap": 1.5}},
+    "mixture": ALGORITHMS["ppo"],
 }
 STEPS = {} if FULL else {"trainer.steps": 2}
 ALL_RUNS = ALGORITHMS | VARIANTS
