@@ -141,6 +141,8 @@ def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, *, s
     for role in TRAINED_ROLES:
         if role in roles.engines:
             checkpoints.add_engine(role, roles.models.in_turn(role))
+    if roles.average is not None:
+        checkpoints.add_engine("reference", roles.average)
     if rollouts.pending is not None:
         checkpoints.add_rank_state("rollout", rollouts.pending)
     return resume(checkpoints, roles.kl, rollouts.sync, steps=steps)
@@ -223,6 +225,7 @@ def _connect(
         reward_kl=build_reward_kl(config, roles.kl),
         minibatches=minibatch_plan(config),
         kl=roles.kl,
+        update_reference=roles.reference_updates(config.algorithm.kl),
         staleness=StalenessGuard(
             limit=config.trainer.async_steps, ranks=actor.data_parallel, current=lambda: rollouts.sync.weight_version
         ),
