@@ -33,7 +33,7 @@ WORDS, LENGTH, GROUP, BETA = 4, 2, 3, 0.3
 PARAMETERS = WORDS + WORDS * WORDS  # logits of the first token, and of the second after each first
 UNBOUNDED = 1e9
 # Estimators and their settings, and the multiple of the reward's gradient that each is meant to have; None: another
-# direction. The KL's gradient is never scaled.
+# direction. The KL's gradient is never scaled. Of distillation the objective is -KL, without a reward.
 ESTIMATED: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "gae": ("gae", {"whiten": False}, 1.0),
     "gae, lambda 0.5": ("gae", {"whiten": False, "gae_lambda": 0.5}, None),
@@ -46,6 +46,8 @@ ESTIMATED: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "grpo": ("grpo", {}, None),
     "opo": ("opo", {}, (GROUP - 1) / GROUP),
     "pass_at_k": ("pass_at_k", {"k": 2}, None),
+    "distillation": ("distillation", {}, None),
+    "distillation, gamma 1": ("distillation", {"gamma": 1.0}, 1.0),
 }
 CORRECTED: dict[str, tuple[str, dict[str, Any], bool]] = {  # name, settings, whether without bias
     "tis of sequences": ("tis", {"level": "sequence", "cap": UNBOUNDED}, True),
@@ -89,7 +91,7 @@ def cases() -> Iterator[Case]:
     """Yield every combination that a run accepts."""
     for estimator, loss in itertools.product(ESTIMATED, OBJECTIVES):
         area = ADVANTAGES[ESTIMATED[estimator][0]]
-        if LOSSES[loss].needs_response_advantages and area.needs_critic:
+        if LOSSES[loss].needs_response_advantages and (area.needs_critic or area.needs_reference):
             continue
         for placement in ("none", "loss", *(["reward"] if area.takes_kl else [])):
             if placement != "reward" or not LOSSES[loss].needs_response_advantages:
@@ -250,8 +252,11 @@ def measure(case: Case, *, samples: int, seed: int = 0) -> Result:
     # Whitening divides by one number of the batch: rewards, and a KL among them, but no KL of the loss.
     sampled, expected = sampled * moments.deviation, expected * moments.deviation
     beta = {"none": 0.0, "reward": BETA, "loss": BETA * moments.deviation}[case.placement]
+    scale = ESTIMATED[case.estimator][2] or 1.0
+    if ADVANTAGES[ESTIMATED[case.estimator][0]].needs_reference:
+        scale, beta = 0.0, 1.0 + beta
     # The loss is a mean over the two tokens of a response, the objective a sum.
-    exact = world.exact(scale=ESTIMATED[case.estimator][2] or 1.0, beta=beta) / LENGTH
+    exact = world.exact(scale=scale, beta=beta) / LENGTH
     error = sampled.std(0) / samples**0.5
     deviations = (sampled.mean(0) - (exact if case.is_exact else expected)).abs() / error
     return Result(

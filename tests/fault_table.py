@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.fault import Fault, fault
+from tests.reference_faults import REFERENCE
 from tests.rl_faults import CORRECTIONS, EXPERIENCE, LOSSES
 
 MATRIX = "verify/test_matrix.py"
@@ -826,6 +827,7 @@ FAULTS: tuple[Fault, ...] = (
     *LOSSES,
     *CORRECTIONS,
     *EXPERIENCE,
+    *REFERENCE,
     *DATA,
     *PARALLEL,
     *ROLLOUT,

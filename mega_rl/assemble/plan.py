@@ -11,7 +11,7 @@ import torch
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role, requested_attention
-from mega_rl.config.plugins.choices import needs_critic
+from mega_rl.config.plugins.choices import has_reference, needs_critic
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
@@ -96,11 +96,10 @@ def engine_settings(config: Config) -> EngineSettings:
 
 def roles_of(config: Config) -> list[Role]:
     """Return the roles of a run that are models."""
-    algorithm = config.algorithm
     there: dict[Role, bool] = {
         "actor": True,
         "critic": needs_critic(config),
-        "reference": algorithm.kl.placement != "none",
+        "reference": has_reference(config),
         "reward": config.reward.source == "model",
     }
     return [role for role, is_there in there.items() if is_there]

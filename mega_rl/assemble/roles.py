@@ -20,13 +20,22 @@ from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
+from mega_rl.engines.weight_average import WeightAverage
 from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.startup import RoleFacts
 from mega_rl.metrics.steps import WorkMeter
+from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Learner, ModelPasses, TokenModel
 from mega_rl.workers.metered import MeteredLearner, MeteredModel
-from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+from mega_rl.workers.models import (
+    AbsentWorker,
+    LearningWorker,
+    PolicyLoss,
+    ReferenceUpdates,
+    ReferenceWorker,
+    ValueLoss,
+)
 from mega_rl.workers.turns import ResidentModels
 
 
@@ -37,6 +46,7 @@ class Roles:
     actor: Learner
     critic: Learner
     reference: TokenModel
+    average: WeightAverage | None  # of a reference that follows the policy
     kl: KLController
     engines: Mapping[Role, ModelEngine]  # of the roles that the run has, the actor's first
     models: ResidentModels  # the same, on and off the device
@@ -46,6 +56,12 @@ class Roles:
     def actor_engine(self) -> ModelEngine:
         """Return the engine of the policy."""
         return self.engines["actor"]
+
+    def reference_updates(self, kl: KlConfig) -> ReferenceUpdates:
+        """Return the updates of the reference's weights."""
+        return (
+            ReferenceUpdates() if self.average is None else ReferenceUpdates(kl.reference_interval, self.average.update)
+        )
 
 
 def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colocated: bool) -> Roles:
@@ -62,10 +78,14 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
     if "critic" in engines:
         critic = _metered(build_critic_role(plan.config, models.in_turn("critic")), engines["critic"], meter)
     reference: TokenModel = AbsentWorker()
+    average = None
     if "reference" in engines:
-        engine, worker = engines["reference"], ReferenceWorker(models.in_turn("reference"))
-        reference = MeteredModel(worker, _work(engine), meter, replica_size=engine.replica.size)
-    return Roles(actor, critic, reference, kl, engines, models, meter)
+        engine, frozen = engines["reference"], models.in_turn("reference")
+        reference = MeteredModel(ReferenceWorker(frozen), _work(engine), meter, replica_size=engine.replica.size)
+        if (settings := plan.config.algorithm.kl).reference_interval:
+            everyone = GroupRanks(groups.host_world)
+            average = WeightAverage(frozen, models.in_turn("actor"), settings.reference_rate, everyone)
+    return Roles(actor, critic, reference, average, kl, engines, models, meter)
 
 
 def _metered(role: Learner, engine: ModelEngine, meter: WorkMeter) -> Learner:

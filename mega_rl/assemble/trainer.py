@@ -146,6 +146,8 @@ def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trai
     for role in TRAINED_ROLES:
         if role in roles.engines:
             checkpoints.add_engine(role, roles.models.in_turn(role))
+    if roles.average is not None:
+        checkpoints.add_engine("reference", roles.average)
     if rollouts.pending is not None:
         checkpoints.add_rank_state("rollout", rollouts.pending)
     return resume(checkpoints, roles.kl, rollouts.sync, steps=trainer.steps, prompts_per_step=trainer.prompts_per_step)
@@ -222,6 +224,7 @@ def _connect(
         minibatches=minibatch_plan(config),
         overlong=Overlong(config.rollout.max_new_tokens, **dataclasses.asdict(config.reward.overlong)),
         kl=roles.kl,
+        update_reference=roles.reference_updates(config.algorithm.kl),
         staleness=StalenessGuard(
             limit=config.trainer.async_steps, ranks=actor.data_parallel, current=lambda: rollouts.sync.weight_version
         ),

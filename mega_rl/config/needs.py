@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mega_rl.config.keys import flat, keys_below, keys_in
-from mega_rl.config.plugins.choices import ADVANTAGE, corrects, needs_critic
+from mega_rl.config.plugins.choices import ADVANTAGE, corrects, has_reference, needs_critic
 from mega_rl.config.schema import Config, KlConfig
 
 # Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
@@ -80,12 +80,16 @@ _NEEDS = (
         needs_critic,
     ),
     Need(
+        ("model.ref_path", "model.ref_attn_implementation"),
+        f"a reference: algorithm.kl.placement=reward or loss, or {ADVANTAGE.with_need('needs_reference')}",
+        has_reference,
+    ),
+    Need(
         (
-            "model.ref_path",
-            "model.ref_attn_implementation",
             "algorithm.kl.estimator",
             "algorithm.kl.coef",
             "algorithm.kl.control",
+            "algorithm.kl.reference_interval",
         ),
         "algorithm.kl.placement=reward or loss",
         lambda config: config.algorithm.kl.placement != "none",
@@ -95,10 +99,28 @@ _NEEDS = (
         "algorithm.kl.control=adaptive",
         lambda config: config.algorithm.kl.control == "adaptive",
     ),
+    _within(
+        "algorithm.kl",
+        "reference_rate",
+        "algorithm.kl.reference_interval above 0",
+        lambda kl: kl.reference_interval > 0,
+    ),
+    Need(
+        ("algorithm.kl.reference_interval",),
+        "trainer.steps above it, or the reference never changes",
+        lambda config: config.algorithm.kl.reference_interval < config.trainer.steps,
+    ),
+    Need(
+        ("algorithm.kl.reference_interval",),
+        "engine.backend=fsdp or engine.megatron.ddp.implementation=ddp: others leave a rank a share of the actor and "
+        "the whole reference",
+        lambda config: config.engine.backend == "fsdp" or config.engine.megatron.ddp.implementation == "ddp",
+        fault="cannot work",
+    ),
     Need(
         ("engine.resident_roles",),
-        f"a second model: {ADVANTAGE.with_need('needs_critic')}, algorithm.kl.placement=reward or loss, or "
-        "reward.source=model",
+        f"a second model: {ADVANTAGE.with_need('needs_critic')} or {ADVANTAGE.with_need('needs_reference')}, "
+        "algorithm.kl.placement=reward or loss, or reward.source=model",
         lambda config: has_several_models(config),
     ),
     Need(
@@ -153,8 +175,8 @@ _NEEDS = (
     ),
     Need(
         ("engine.megatron.moe.routing_replay",),
-        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step or "
-        "a KL in the reward",
+        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step, "
+        "a KL in the reward or a teacher",
         lambda config: has_pass_for_old_logprobs(config),
     ),
     _within(
@@ -302,7 +324,7 @@ def _warms_up_too_late(config: Config) -> bool:
 
 def has_several_models(config: Config) -> bool:
     """Return whether a run has a model besides the actor."""
-    return needs_critic(config) or config.algorithm.kl.placement != "none" or config.reward.source == "model"
+    return needs_critic(config) or has_reference(config) or config.reward.source == "model"
 
 
 def models_take_turns(config: Config, *, colocated: bool) -> bool:
@@ -326,7 +348,8 @@ def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = updates_of_a_batch(config) == 1
-    needed_before = algorithm.kl.placement == "reward" or algorithm.critic_warmup_steps > 0 or corrects(config)
+    needed_before = algorithm.kl.placement == "reward" or ADVANTAGE.needs(config, "needs_reference")
+    needed_before = needed_before or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from mega_rl.config.attention import Role
 from mega_rl.config.needs import models_take_turns
-from mega_rl.config.plugins.choices import needs_critic
+from mega_rl.config.plugins.choices import has_reference, needs_critic
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
@@ -126,11 +126,11 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
 
     A role without a checkpoint of its own has the actor's.
     """
-    actor, algorithm = checkpoints["model.path"], config.algorithm
+    actor = checkpoints["model.path"]
     models: dict[Role, PlannedModel] = {"actor": PlannedModel("actor", actor, "lm", trainable=True)}
     if needs_critic(config):
         models["critic"] = PlannedModel("critic", checkpoints.get("model.critic_path", actor), "value", trainable=True)
-    if algorithm.kl.placement != "none":
+    if has_reference(config):
         models["reference"] = PlannedModel("reference", checkpoints.get("model.ref_path", actor), "lm", trainable=False)
     if config.reward.source == "model":
         models["reward"] = PlannedModel("reward", checkpoints.get("reward.model.path", actor), "value", trainable=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mega_rl.config.schema import Config
@@ -14,6 +15,9 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 from mega_rl.preflight.known_bugs import known_bug
 from mega_rl.storage.safetensors_header import read_entries
+
+# Properties of a checkpoint that its forward does not depend on.
+_NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range")
 
 
 def checkpoint_paths(config: Config) -> dict[str, str]:
@@ -59,6 +63,21 @@ def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Itera
             layout.layers_of(0, checkpoint.num_layers)
         except ValueError as error:
             yield f"engine.megatron.pipeline: {key}: {error}"
+
+
+def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield a problem if the reference is to take in the weights of an actor of another architecture."""
+    interval, pair = config.algorithm.kl.reference_interval, ("model.path", "model.ref_path")
+    if not interval or not all(key in checkpoints for key in pair):
+        return
+    actor, reference = (asdict(replace(checkpoints[key], raw={})) for key in pair)
+    different = [name for name, value in actor.items() if reference[name] != value and name not in _NOT_COMPUTED]
+    if different:
+        sides = "; ".join(f"{name} {actor[name]} and {reference[name]}" for name in different[:3])
+        yield (
+            f"algorithm.kl.reference_interval={interval}: the reference takes in the actor's weights, but model.path "
+            f"and model.ref_path differ in {sides}; name a reference of the actor's architecture, or set it to 0"
+        )
 
 
 def tensor_shape(directory: Path, name: str) -> list[int] | None:

@@ -124,7 +124,8 @@ def _bytes_of_a_save(config: Config, checkpoints: Mapping[str, HFConfig]) -> int
     settings = config.checkpoint
     weight = 2 if config.model.dtype == "bf16" else 4
     trained = ["model.path"]
-    if settings.save_final or settings.save_interval:
+    saves_state = settings.save_final or settings.save_interval > 0
+    if saves_state:
         if not config.model.frozen:
             # Weights, FP32 main parameters where they are not FP32 themselves, and two moments.
             weight = 12 if weight == 4 or config.engine.backend == "fsdp" else 14
@@ -132,7 +133,13 @@ def _bytes_of_a_save(config: Config, checkpoints: Mapping[str, HFConfig]) -> int
             trained.append("model.critic_path" if config.model.critic_path else "model.path")
     elif not (settings.hf_final or settings.hf_interval):
         return 0
-    return sum(weight * _num_parameters(checkpoints[key]) for key in trained if key in checkpoints)
+    total = sum(weight * _num_parameters(checkpoints[key]) for key in trained if key in checkpoints)
+    kl = config.algorithm.kl
+    if saves_state and kl.reference_interval and "model.path" in checkpoints:  # the reference is of its architecture
+        in_fp32 = config.model.dtype == "fp32" or config.engine.backend == "fsdp"
+        averaged = 0 if in_fp32 or kl.reference_rate == 1.0 else 4
+        total += ((4 if in_fp32 else 2) + averaged) * _num_parameters(checkpoints["model.path"])
+    return total
 
 
 def _num_parameters(hf: HFConfig) -> int:

@@ -84,6 +84,7 @@ class PPOTrainer:
     reward_kl: RewardKL | None  # the KL penalty in token rewards
     minibatches: MinibatchPlan
     kl: KLController
+    update_reference: Callable[[int], Metrics]  # where it is due after so many steps; collective
     staleness: Callable[[Rollout], Metrics]  # raises for samples that are older than the run allows
     old_logprobs: OldLogprobs
     sync: WeightSync
@@ -174,6 +175,7 @@ class PPOTrainer:
             moved = any(update and not update.get("actor/skipped_steps") for update in updates)
             if moved and "kl/ref" in metrics:
                 self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
+            metrics |= self.update_reference(step + 1)
         with phase("sync_weights"):
             metrics |= self.sync.publish()
         if _due(step + 1, self.settings.rollout_interval):

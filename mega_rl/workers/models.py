@@ -154,6 +154,27 @@ class ReferenceWorker:
         return self.engine.forward(batch)
 
 
+@dataclass(frozen=True)
+class ReferenceUpdates:
+    """Updates of the reference's weights from the policy's, every `interval` trainer steps.
+
+    mix: makes one, and returns the relative distance of the two models before it; collective. None: the reference
+    stays as it is.
+    """
+
+    interval: int = 0
+    mix: Callable[[], float] | None = None
+
+    def __call__(self, done: int) -> Metrics:
+        """Update the reference where it is due after so many steps of the run; collective."""
+        if self.mix is None:
+            return {}
+        metrics = {"kl/reference_step": float(done - done % self.interval)}
+        if done % self.interval == 0:
+            metrics["kl/reference_distance"] = self.mix()
+        return metrics
+
+
 class AbsentWorker:
     """Role that the run does not have: its outputs are empty and it learns nothing."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
+from mega_rl.algorithms.advantages.distillation import Distillation
 from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.advantages.opo import OPO
@@ -24,4 +25,5 @@ ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
     "remax": ReMax,
     "opo": OPO,
     "pass_at_k": PassAtK,
+    "distillation": Distillation,
 }

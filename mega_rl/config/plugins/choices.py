@@ -152,6 +152,11 @@ def needs_critic(config: Config) -> bool:
     return ADVANTAGE.needs(config, "needs_critic")
 
 
+def has_reference(config: Config) -> bool:
+    """Return whether a run has a reference: for a KL to it, or an estimator that reads its log-probs."""
+    return config.algorithm.kl.placement != "none" or ADVANTAGE.needs(config, "needs_reference")
+
+
 def corrects(config: Config) -> bool:
     """Return whether token losses are weighted for what sampled the tokens."""
     return config.algorithm.correction != "none"

@@ -75,6 +75,7 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.advantage_settings.k={sets} with rollout.n={config.rollout.n}: pass_at_k compares sets of k "
             f"samples of a prompt, of which there must be several; legal: at most {config.rollout.n - 1}"
         )
+    yield from _teacher(config)
     if algorithm.kl.placement == "reward" and not ADVANTAGE.needs(config, "takes_kl"):
         yield (
             f"algorithm.kl.placement=reward with advantage={algorithm.advantage}: it has one reward for a whole "
@@ -93,6 +94,34 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield from choice.problems(config)
 
 
+def _teacher(config: Config) -> Iterator[str]:
+    """Yield what keeps an estimator from the log-probs of a reference that it reads, or makes nothing of them."""
+    algorithm, name = config.algorithm, config.algorithm.advantage
+    if ADVANTAGE.needs(config, "needs_reference") and algorithm.old_logprobs == "rollout":
+        yield (
+            f"algorithm.old_logprobs=rollout with algorithm.advantage={name}: the difference of engine and trainer "
+            "would count as one to the reference; legal: auto, recompute"
+        )
+    if name != "distillation":
+        return
+    weight = algorithm.advantage_settings.get("reward_weight")
+    if weight and config.rollout.n < 2:
+        yield (
+            f"algorithm.advantage_settings.reward_weight={weight} with rollout.n={config.rollout.n}: a reward is "
+            "compared with those of the prompt's other samples; set rollout.n to 2 or more, or the weight to 0"
+        )
+    if not config.model.ref_path:
+        yield (
+            "algorithm.advantage=distillation needs model.ref_path, the teacher: the student's own start teaches it "
+            "nothing"
+        )
+    if algorithm.kl.reference_interval:
+        yield (
+            f"algorithm.kl.reference_interval={algorithm.kl.reference_interval} with algorithm.advantage=distillation: "
+            "the teacher would become its student; set it to 0"
+        )
+
+
 def _loss(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if LOSS.needs(config, "needs_response_mean") and algorithm.loss_aggregation != "seq-mean-token-mean":
@@ -100,11 +129,12 @@ def _loss(config: Config) -> Iterator[str]:
             f"algorithm.loss_aggregation={algorithm.loss_aggregation} with algorithm.loss={algorithm.loss}: the loss "
             "has one number for a response, which this would weigh by the response's length; legal: seq-mean-token-mean"
         )
-    if LOSS.needs(config, "needs_response_advantages") and needs_critic(config):
+    of_tokens = needs_critic(config) or algorithm.advantage == "distillation"
+    if LOSS.needs(config, "needs_response_advantages") and of_tokens:
         yield (
             f"algorithm.loss={algorithm.loss} with algorithm.advantage={algorithm.advantage}: the loss reads one "
-            "advantage for a response, so what a critic says of single tokens is lost; set algorithm.loss=gspo, or an "
-            "estimator without a critic"
+            "advantage for a response, so what a critic or a teacher says of single tokens is lost; set "
+            "algorithm.loss=gspo, or an estimator with one number for a response"
         )
     elif LOSS.needs(config, "needs_response_advantages") and algorithm.kl.placement == "reward":
         yield (

@@ -29,6 +29,7 @@ class AdvantageSettings(Settings):
 
     needs_critic: ClassVar[bool] = False  # values of a critic, which then trains
     needs_groups: ClassVar[bool] = False  # several samples of each prompt
+    needs_reference: ClassVar[bool] = False  # log-probs of the reference, which is built even without a KL to it
     needs_greedy: ClassVar[bool] = False  # the reward of a greedy response to each prompt
     takes_kl: ClassVar[bool] = False  # has rewards of single tokens, which a KL penalty may enter
 
@@ -131,6 +132,20 @@ class ReinforcePlusPlusBaselineSettings(AdvantageSettings):
 
     needs_groups: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class DistillationSettings(AdvantageSettings):
+    """On-policy distillation: log ratios of a teacher, the model of model.ref_path, to the student."""
+
+    needs_reference: ClassVar[bool] = True
+
+    gamma: float = setting(
+        0.0, "Discount per token of later tokens' log ratios; 0: every token answers for itself.", min=0.0, max=1.0
+    )
+    reward_weight: float = setting(
+        0.0, "Weight of the reward, less the mean of the prompt's other samples, that is added; 0: no reward.", min=0.0
+    )
 
 
 @dataclass(frozen=True)
@@ -325,6 +340,7 @@ ADVANTAGES: dict[str, type[AdvantageSettings]] = {
     "remax": ReMaxSettings,
     "opo": OPOSettings,
     "pass_at_k": PassAtKSettings,
+    "distillation": DistillationSettings,
 }
 LOSSES: dict[str, type[LossSettings]] = {
     "ppo": PPOSettings,

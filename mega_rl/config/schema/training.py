@@ -104,6 +104,15 @@ class KlConfig:
     control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
     horizon: int = setting(10_000, "Horizon of the adaptive controller.", unit="sequences", min=1)
+    reference_interval: int = setting(
+        0, "The reference takes in the policy's weights every N steps; 0: it stays as it is.", unit="steps", min=0
+    )
+    reference_rate: float = setting(
+        1.0,
+        "Share of the policy in the reference's new weights; 1 is a copy, less a moving average.",
+        above=0.0,
+        max=1.0,
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class AlgorithmConfig:
     advantage: str = setting(
         "gae",
         "Advantage estimator: gae (needs a critic), grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, "
-        "remax, opo, pass_at_k, or path/to/file.py:class.",
+        "remax, opo, pass_at_k, distillation (needs a reference), or path/to/file.py:class.",
     )
     advantage_settings: dict[str, object] = setting(
         defaults(GAESettings), "Settings of the estimator by name, as gamma or std."

@@ -124,5 +124,7 @@ def _check_followed(config: Config) -> None:
             "algorithm.loss=gspo with algorithm.advantage=gae: the independent trainer has its formula for advantages "
             "that are equal within a response; legal: grpo rloo"
         )
+    if config.algorithm.kl.reference_interval:
+        problems.append("algorithm.kl.reference_interval: the reference of the independent trainer stays; legal: 0")
     if problems:
         raise UserErrors(problems)

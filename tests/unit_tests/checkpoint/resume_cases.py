@@ -27,8 +27,11 @@ class Run(NamedTuple):
 
 
 def config_of(folder: Path, name: str, run: Run) -> Config:
-    """PPO with a critic, an adaptive KL coefficient, and one validation prompt: fewer than there are ranks."""
+    """PPO with a critic, an adaptive KL coefficient, a reference that follows the policy, and one validation prompt:
+    fewer than there are ranks.
+    """
     config = run_config(folder, run.layout, "ppo")
+    config = replaced(config, "algorithm.kl", reference_interval=1, reference_rate=0.3)
     config = replaced(config, "model", dtype=run.dtype)
     config = replaced(config, "data", val_size=1)
     config = replaced(config, "optim", schedule="linear", warmup_steps=1, min_lr_ratio=0.1, weight_decay=0.1)

@@ -115,6 +115,8 @@ def test_a_resumed_run_is_bit_equal(folder: Path, runs: dict[str, Any], run: str
     assert list(expected) == list(range(STEPS + 1))
     assert actual == {step: expected[step] for step in AFTER}
     assert actual[4].keys() > actual[3].keys()  # step 4 validates
+    assert actual[3]["kl/reference_step"] == 3.0
+    assert actual[3]["kl/reference_distance"] > 0.0  # of a reference that is neither the policy nor its start
     for after_full, after_resume in zip(runs[full]["steps"][SAVED:], runs[run]["steps"], strict=True):
         assert all(torch.equal(after_full[name], after_resume[name]) for name in after_full)
     assert_same_tokens(runs[full]["tokens"], runs[run]["tokens"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,14 +15,18 @@ from mega_rl.algorithms.advantages.registry import ESTIMATORS
 from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.assemble.algorithms import build_correction, build_estimator, build_objective
+from mega_rl.assemble.plan import roles_of
 from mega_rl.config.loader import load
-from mega_rl.config.needs import has_several_models
+from mega_rl.config.needs import has_several_models, is_on_policy
 from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, needs_critic
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.algorithms import GAESettings, defaults
+from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.plan.setup import models_of
+from tests.helpers.inputs import qwen3_config
 
 MINE = """
 from dataclasses import dataclass
@@ -190,6 +195,34 @@ def test_the_needs_of_a_class_are_read_without_running_it(mine: Path) -> None:
     assert not needs_critic(load(None, [f"algorithm.advantage={mine}/mine.py:plain"]))
 
 
+def test_a_teacher_is_a_reference_without_a_kl() -> None:
+    """Its log-probs are compared with the trainer's, so old ones are not those of the rollout engine."""
+    config = load(
+        None,
+        [
+            "algorithm.advantage=distillation",
+            "model.ref_path=teacher",
+            "trainer.prompts_per_step=8",
+            "trainer.minibatch_size=8",
+        ],
+    )
+    assert roles_of(config) == ["actor", "reference"]
+    assert has_several_models(config)
+    assert not is_on_policy(config)
+    architecture = parse_hf_config(qwen3_config("8b"))
+    teacher = replace(architecture, num_layers=2)
+    models = models_of(config, {"model.path": architecture, "model.ref_path": teacher})
+    assert {role: model.hf.num_layers for role, model in models.items()} == {
+        "actor": architecture.num_layers,
+        "reference": 2,
+    }
+    other = load(
+        None, ["algorithm.advantage=grpo", "rollout.n=2", "trainer.prompts_per_step=8", "trainer.minibatch_size=8"]
+    )
+    assert roles_of(other) == ["actor"]
+    assert is_on_policy(other)
+
+
 def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
     chosen = f"algorithm.advantage={mine}/runs.py:Estimator"
     estimator = build_estimator(load(None, [chosen, "algorithm.advantage_settings={alpha: 2.0}"]))
@@ -259,6 +292,51 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "algorithm.advantage=rloo rollout.n=4 algorithm.kl.placement=reward",
             "algorithm.kl.placement=reward with advantage=rloo: it has one reward for a whole response, a KL per token "
             "has no place in it; legal: none, loss",
+        ),
+        (
+            "algorithm.advantage=distillation",
+            "algorithm.advantage=distillation needs model.ref_path, the teacher: the student's own start teaches it "
+            "nothing",
+        ),
+        (
+            "algorithm.advantage=distillation model.ref_path=t algorithm.old_logprobs=rollout",
+            "algorithm.old_logprobs=rollout with algorithm.advantage=distillation: the difference of engine and "
+            "trainer would count as one to the reference; legal: auto, recompute",
+        ),
+        (
+            "algorithm.advantage=distillation model.ref_path=t algorithm.advantage_settings.reward_weight=0.5",
+            "algorithm.advantage_settings.reward_weight=0.5 with rollout.n=1: a reward is compared with those of the "
+            "prompt's other samples; set rollout.n to 2 or more, or the weight to 0",
+        ),
+        (
+            "algorithm.advantage=distillation model.ref_path=t algorithm.kl.placement=loss "
+            "algorithm.kl.reference_interval=2",
+            "algorithm.kl.reference_interval=2 with algorithm.advantage=distillation: the teacher would become its "
+            "student; set it to 0",
+        ),
+        (
+            "algorithm.advantage=distillation model.ref_path=t algorithm.loss=gmpo "
+            "algorithm.loss_aggregation=seq-mean-token-mean",
+            "algorithm.loss=gmpo with algorithm.advantage=distillation: the loss reads one advantage for a response, "
+            "so what a critic or a teacher says of single tokens is lost; set algorithm.loss=gspo, or an estimator "
+            "with one number for a response",
+        ),
+        (
+            "algorithm.kl.reference_interval=10",
+            "algorithm.kl.reference_interval=10 has no effect: it needs algorithm.kl.placement=reward or loss; set "
+            "that or leave it out (on a command line: algorithm.kl.reference_interval=null)",
+        ),
+        (
+            "algorithm.kl.placement=loss algorithm.kl.reference_rate=0.5",
+            "algorithm.kl.reference_rate=0.5 has no effect: it needs algorithm.kl.reference_interval above 0; set that "
+            "or leave it out (on a command line: algorithm.kl.reference_rate=null)",
+        ),
+        (
+            "algorithm.kl.placement=loss algorithm.kl.reference_interval=10 "
+            "engine.megatron.ddp.implementation=torch_fsdp2",
+            "algorithm.kl.reference_interval=10 cannot work: it needs engine.backend=fsdp or "
+            "engine.megatron.ddp.implementation=ddp: others leave a rank a share of the actor and the whole reference; "
+            "set that or leave it out (on a command line: algorithm.kl.reference_interval=null)",
         ),
         (
             "algorithm.advantage=reinforce_plus_plus algorithm.kl.placement=reward algorithm.loss=gmpo",

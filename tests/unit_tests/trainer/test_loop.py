@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.algorithms.advantages.distillation import Distillation
 from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.advantages.registry import ESTIMATORS
@@ -20,7 +21,7 @@ from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs, RolloutLogprobs
-from mega_rl.workers.models import AbsentWorker
+from mega_rl.workers.models import AbsentWorker, ReferenceUpdates
 from tests.helpers.fakes import (
     FakeCritic,
     FakePolicy,
@@ -51,6 +52,7 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "reward_kl": None,
         "minibatches": MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=4, seed=0),
         "kl": kl,
+        "update_reference": ReferenceUpdates(),
         "staleness": lambda rollout: {},
         "old_logprobs": RecomputedLogprobs(
             policy, MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
@@ -88,7 +90,10 @@ def test_the_policy_learns_what_is_rewarded(grpo: bool) -> None:
     assert records[80]["reward/mean"] > 0.8
 
 
-@pytest.mark.parametrize("name", [name for name, area in ADVANTAGES.items() if not area.needs_critic])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, area in ADVANTAGES.items() if not (area.needs_critic or area.needs_reference)],
+)
 def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
     """Two samples of each prompt; a reward is the share of right tokens, of which pass_at_k asks for one in four."""
     settings = {"pass_at_k": {"k": 1, "right_above": 0.2}}.get(name, {})
@@ -102,6 +107,39 @@ def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
     records = trainer.metrics.records
     assert records[1]["reward/mean"] < 0.3
     assert records[80]["reward/mean"] > 0.5
+
+
+def test_a_student_comes_to_its_teacher_without_a_reward() -> None:
+    """The teacher prefers token 3 and the reward token 5; the KL between the two policies themselves, exactly."""
+    trainer = make_trainer(grpo=True, reference=FakeFrozen(), estimator=Distillation(), settings=RunSettings(steps=60))
+    teacher = torch.zeros(8)
+    teacher[3] = 1.0
+    far = float(torch.nn.functional.kl_div(teacher.log_softmax(0), torch.full((8,), 0.125), reduction="sum"))
+    trainer.fit()
+    student = trainer.actor.logits.log_softmax(0)
+    near = float((student.exp() * (student - teacher.log_softmax(0))).sum())
+    assert near < 0.02 * far
+    assert trainer.metrics.records[60]["kl/ref"] < 0.1 * trainer.metrics.records[1]["kl/ref"]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_the_reference_is_updated_after_the_policy(interval: int) -> None:
+    trainer = make_trainer(settings=RunSettings(steps=4, save_interval=1))
+    events = trainer.events  # type: ignore[attr-defined]
+
+    def mix() -> float:
+        events.append("mix")
+        return 0.25
+
+    trainer.update_reference = ReferenceUpdates(interval, mix)
+    trainer.fit()
+    records = trainer.metrics.records
+    assert [record["kl/reference_step"] for record in records.values()] == [n - n % interval for n in range(1, 5)]
+    assert [n for n, record in records.items() if record.get("kl/reference_distance")] == [
+        n for n in range(1, 5) if n % interval == 0
+    ]
+    first = events.index("mix")
+    assert events[first - 1 : first + 2] == ["update_actor", "mix", "publish"]  # and so before the step is saved
 
 
 def test_a_greedy_baseline_is_sampled_and_scored_before_the_step() -> None:

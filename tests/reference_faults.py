@@ -1,0 +1,68 @@
+"""Faults of a reference that follows the policy, and of distillation (see tests/fault_table.py)."""
+
+from __future__ import annotations
+
+from tests.fault import fault
+
+AVERAGE = "engines/test_weight_average.py"
+DISTILLATION = "algorithms/test_distillation.py"
+
+REFERENCE = (
+    fault(
+        "reference",
+        "an average of bf16 weights in bf16",
+        "return self.rate < 1.0 and piece.data.is_floating_point() and piece.data.dtype != torch.float32",
+        "return False",
+        AVERAGE,
+    ),
+    fault("reference", "rate and its complement exchanged", "alpha=rate)", "alpha=1 - rate)", AVERAGE),
+    fault(
+        "reference",
+        "the host keeps the weights of before",
+        "        self.model.resume_from(state.numbers)\n",
+        "",
+        AVERAGE,
+    ),
+    fault(
+        "reference",
+        "copies of weights count in the distance",
+        "_mix(own, theirs, self.rate) * piece.owned",
+        "_mix(own, theirs, self.rate)",
+        AVERAGE,
+    ),
+    fault(
+        "reference",
+        "checkpoints without the reference",
+        'checkpoints.add_engine("reference", roles.average)',
+        "pass",
+        "checkpoint/test_resume.py",
+    ),
+    fault(
+        "reference",
+        "the reference takes in the weights before the step",
+        "if done % self.interval == 0:",
+        "if (done - 1) % self.interval == 0:",
+        "trainer/test_loop.py",
+    ),
+    fault(
+        "reference",
+        "the student runs from its teacher",
+        "teacher.float() - student.float()",
+        "student.float() - teacher.float()",
+        DISTILLATION,
+    ),
+    fault(
+        "reference",
+        "a token answers for those before it alone",
+        "gaps, torch.zeros_like(gaps), mask, gamma=gamma, lam=1.0",
+        "gaps, torch.zeros_like(gaps), mask, gamma=0.0, lam=1.0",
+        DISTILLATION,
+    ),
+    fault(
+        "reference",
+        "a teacher's run takes the rollout engine's log-probs for the student's",
+        '"reward" or ADVANTAGE.needs(config, "needs_reference")',
+        '"reward"',
+        "config/test_choices.py",
+    ),
+)

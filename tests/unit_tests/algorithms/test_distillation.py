@@ -1,0 +1,61 @@
+"""Distillation advantages against a loop over Python numbers, and what a recipe may make of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.advantages.distillation import Distillation, distillation
+from mega_rl.algorithms.advantages.rloo import rloo
+from mega_rl.types import Experience
+
+G = torch.Generator().manual_seed(3)
+ROWS, WIDTH = 6, 9
+MASK = torch.rand(ROWS, WIDTH, generator=G) < 0.6  # several turns in a row
+MASK[4] = False  # a failed sample
+STUDENT, TEACHER = (-3 * torch.rand(ROWS, WIDTH, generator=G) for _ in range(2))
+REWARDS = torch.rand(ROWS, generator=G)
+PROMPTS = torch.tensor([0, 0, 0, 1, 1, 1])
+
+
+def by_hand(gamma: float) -> torch.Tensor:
+    """A_t as a sum over the response tokens from t on, in Python's float64."""
+    out = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for row in range(ROWS):
+        places = MASK[row].nonzero().flatten().tolist()
+        gaps = [float(TEACHER[row, place]) - float(STUDENT[row, place]) for place in places]
+        for t, place in enumerate(places):
+            out[row, place] = sum(gamma ** (k - t) * gaps[k] for k in range(t, len(gaps)))
+    return out
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_it_is_the_discounted_sum_of_log_ratios(gamma: float) -> None:
+    """Sums of at most nine numbers below 3 in float32: 1e-6 of each."""
+    actual = distillation(STUDENT, TEACHER, MASK, gamma=gamma)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), by_hand(gamma), rtol=1e-6, atol=3e-6)
+    assert not actual[~MASK].any()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_a_reward_is_added_with_its_weight(weight: float) -> None:
+    """Log-probs off the mask and, without a weight, rewards that are not numbers are never read."""
+    experience = Experience.from_rows(
+        torch.ones(ROWS, WIDTH, dtype=torch.int64),
+        loss_mask=MASK,
+        prompt_lengths=torch.zeros(ROWS, dtype=torch.int64),
+        lengths=torch.full((ROWS,), WIDTH),
+        prompt_index=PROMPTS,
+        old_logprobs=torch.where(MASK, STUDENT, torch.nan),
+        ref_logprobs=torch.where(MASK, TEACHER, torch.nan),
+    )
+    rewards = REWARDS if weight else torch.full((ROWS,), torch.nan)
+    inputs = AdvantageInputs(experience, rewards, None, lambda tensor: tensor)
+    advantages, returns = Distillation(reward_weight=weight)(inputs)
+    expected = torch.where(MASK, TEACHER - STUDENT, 0.0)
+    if weight:
+        expected = expected + weight * rloo(REWARDS, PROMPTS, MASK)
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=0)
+    assert not returns.any()

@@ -1,0 +1,34 @@
+"""A reference that takes in the actor's weights must be of its architecture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mega_rl.config.loader import load
+from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.preflight.checkpoints import check_reference
+from tests.helpers.inputs import qwen3_config
+
+ACTOR = parse_hf_config(qwen3_config("8b"))
+
+
+def problems(interval: int, **changes: object) -> list[str]:
+    config = load(None, ["algorithm.kl.placement=loss", f"algorithm.kl.reference_interval={interval}"])
+    checkpoints = {"model.path": ACTOR, "model.ref_path": replace(ACTOR, **changes)}  # type: ignore[arg-type]
+    return list(check_reference(config, checkpoints))
+
+
+def test_another_architecture_is_refused() -> None:
+    assert problems(5, num_layers=2, norm_eps=1e-3) == [
+        "algorithm.kl.reference_interval=5: the reference takes in the actor's weights, but model.path and "
+        f"model.ref_path differ in num_layers {ACTOR.num_layers} and 2; norm_eps {ACTOR.norm_eps} and 0.001; name a "
+        "reference of the actor's architecture, or set it to 0"
+    ]
+
+
+def test_another_checkpoint_of_the_architecture_is_not() -> None:
+    assert problems(5, eos_token_ids=(7,), dtype="float32", initializer_range=0.5) == []
+
+
+def test_a_reference_that_stays_may_be_any() -> None:
+    assert problems(0, num_layers=2) == []
