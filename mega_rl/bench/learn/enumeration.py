@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mega_rl.bench.learn.task import Task
+from mega_rl.bench.learn.task import LearningTask
 from mega_rl.protocols import TokenModel
 from mega_rl.trainer import PPOTrainer
 from mega_rl.types import Rollout
@@ -31,7 +31,7 @@ def expected_reward(trainer: PPOTrainer, rows: Rollout, rewards: Tensor) -> floa
     return float((policy.exp() * rewards).sum(-1).mean())
 
 
-def enumerate_responses(task: Task, *, length: int) -> tuple[Rollout, Tensor]:
+def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Tensor]:
     """Return a row for every response of `length` tokens to every prompt, and rewards, [prompts, responses] float64.
 
     Prompts are of one length.

@@ -32,13 +32,13 @@ def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
         initializer_range=0.08,  # the usual 0.02 suits widths of thousands
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=None,
-        eos_token_id=vocabulary.index(stop) if stop else len(vocabulary),
+        eos_token_id=vocabulary.index(stop) if stop else None,
         pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id)
+    model.generation_config = GenerationConfig(eos_token_id=vocabulary.index(stop) if stop else len(vocabulary))
     disable_progress_bar()
     model.save_pretrained(folder)
     _tokenizer(vocabulary).save_pretrained(folder)

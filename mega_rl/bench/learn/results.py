@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mega_rl.bench.learn.task import Reaches, Statement, Task
+from mega_rl.bench.learn.task import LearningTask, Reaches, Statement
 
 MOST_SEEDS = 10
 # Quantile 0.975 of Student's t by degrees of freedom, 1 to MOST_SEEDS - 1.
@@ -28,7 +28,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Band:
+class ConfidenceBand:
     """A mean over seeds and the ends of its 95 % confidence interval; one seed has an interval of no width."""
 
     mean: float
@@ -36,11 +36,11 @@ class Band:
     high: float
 
 
-def band(values: Sequence[float]) -> Band:
+def band(values: Sequence[float]) -> ConfidenceBand:
     """Return the mean and its interval, by Student's t: mean -+ t * s / sqrt(n), s the sample deviation."""
     mean, n = statistics.fmean(values), len(values)
     half = T_975[n - 2] * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
-    return Band(mean, mean - half, mean + half)
+    return ConfidenceBand(mean, mean - half, mean + half)
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class VariantResult:
 
     name: str
     curves: tuple[Curve, ...]
-    final: Band
+    final: ConfidenceBand
 
     @property
-    def bands(self) -> list[tuple[int, Band]]:
+    def bands(self) -> list[tuple[int, ConfidenceBand]]:
         """Return (steps done, band) of every point."""
         steps = [step for step, _ in self.curves[0].points]
         return [(step, band([curve.points[i][1] for curve in self.curves])) for i, step in enumerate(steps)]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """A statement in words and whether it holds."""
 
     text: str
@@ -70,12 +70,12 @@ class Verdict:
 class TaskResult:
     """Result of a task."""
 
-    task: Task
+    task: LearningTask
     variants: tuple[VariantResult, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Judgement, ...]
 
 
-def summarize(task: Task, curves: Mapping[str, Sequence[Curve]]) -> TaskResult:
+def summarize(task: LearningTask, curves: Mapping[str, Sequence[Curve]]) -> TaskResult:
     """Return the result of a task from the curves of its variants, by their names."""
     variants = tuple(
         VariantResult(name, tuple(runs), band([run.final(task.final_points) for run in runs]))
@@ -85,7 +85,7 @@ def summarize(task: Task, curves: Mapping[str, Sequence[Curve]]) -> TaskResult:
     return TaskResult(task, variants, tuple(judge(task, statement, finals) for statement in task.statements))
 
 
-def judge(task: Task, statement: Statement, finals: Mapping[str, Band]) -> Verdict:
+def judge(task: LearningTask, statement: Statement, finals: Mapping[str, ConfidenceBand]) -> Judgement:
     """Return whether a statement holds for the final bands of the variants."""
     above = task.better == "higher"
     own = finals[statement.variant]
@@ -93,10 +93,10 @@ def judge(task: Task, statement: Statement, finals: Mapping[str, Band]) -> Verdi
     if isinstance(statement, Reaches):
         sign = ">=" if above else "<="
         holds = end >= statement.bound if above else end <= statement.bound
-        return Verdict(f"{statement.variant}: band {sign} {statement.bound:g}", holds)
+        return Judgement(f"{statement.variant}: band {sign} {statement.bound:g}", holds)
     other = finals[statement.other]
     holds = end > other.high if above else end < other.low
-    return Verdict(f"{statement.variant} beats {statement.other}, bands apart", holds)
+    return Judgement(f"{statement.variant} beats {statement.other}, bands apart", holds)
 
 
 def record(result: TaskResult) -> dict[str, object]:

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mega_rl import api
 from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_responses, expected_reward
 from mega_rl.bench.learn.model import write_model
 from mega_rl.bench.learn.noise import mix_with_uniform
 from mega_rl.bench.learn.results import Curve
-from mega_rl.bench.learn.task import ExpectedReward, StepMetric, Task, Variant
+from mega_rl.bench.learn.task import ExpectedReward, LearningTask, StepMetric, Variant
+from mega_rl.progress.terminal import standard_error
 from mega_rl.protocols import MetricsSink
 from mega_rl.trainer import PPOTrainer
 from mega_rl.types import Metrics
@@ -46,7 +46,7 @@ Probe = Callable[[int, Metrics], float | None]
 
 
 @dataclass
-class Recorder:
+class CurveRecorder:
     """Sink of metrics that also measures the trainer; called after every step."""
 
     sink: MetricsSink
@@ -59,14 +59,14 @@ class Recorder:
         if value is not None:
             self.points.append((step, value))
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, object]], *, validation: bool = False) -> None:
         self.sink.dump_rollouts(step, rows, validation=validation)
 
     def close(self, *, failed: bool = False) -> None:
         self.sink.close(failed=failed)
 
 
-def build_probe(task: Task, trainer: PPOTrainer) -> Probe:
+def build_probe(task: LearningTask, trainer: PPOTrainer) -> Probe:
     """Return the task's measure of a trainer."""
     measure = task.measure
     if isinstance(measure, StepMetric):
@@ -79,7 +79,7 @@ def build_probe(task: Task, trainer: PPOTrainer) -> Probe:
     return lambda step, metrics: None if step % measure.interval else value()
 
 
-def run_variant(task: Task, variant: Variant, *, seed: int, steps: int | None = None) -> Curve:
+def run_variant(task: LearningTask, variant: Variant, *, seed: int, steps: int | None = None) -> Curve:
     """Train a variant of a task with a seed of model, data order and sampling; `steps` in place of the task's own."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mega-rl-learn-") as name:
@@ -105,12 +105,12 @@ def run_variant(task: Task, variant: Variant, *, seed: int, steps: int | None = 
             loop = trainer.loop
             if variant.noise:
                 mix_with_uniform(loop.rollout, share=variant.noise)
-            loop.metrics = recorder = Recorder(loop.metrics, build_probe(task, loop))
+            loop.metrics = recorder = CurveRecorder(loop.metrics, build_probe(task, loop))
             trainer.fit()
     return Curve(seed, tuple(recorder.points), time.perf_counter() - started)
 
 
-def run_task(task: Task, variants: Sequence[Variant], *, seeds: int) -> dict[str, list[Curve]]:
+def run_task(task: LearningTask, variants: Sequence[Variant], *, seeds: int) -> dict[str, list[Curve]]:
     """Train variants of a task with seeds 0, 1, ...; returns the curves by variant."""
     curves: dict[str, list[Curve]] = {}
     for variant in variants:
@@ -126,10 +126,12 @@ def run_task(task: Task, variants: Sequence[Variant], *, seeds: int) -> dict[str
 @contextmanager
 def _quiet_trainer() -> Iterator[None]:
     """Leave out the trainer's own lines: a task has dozens of runs."""
-    logger = logging.getLogger("mega_rl")
+    logger, console = logging.getLogger("mega_rl"), standard_error()
     before = logger.level
     logger.setLevel(logging.ERROR)
+    console.quiet = True  # for the table of each run's start
     try:
         yield
     finally:
+        console.quiet = False
         logger.setLevel(before)

@@ -68,7 +68,7 @@ Statement = Reaches | Beats
 
 
 @dataclass(frozen=True)
-class Task:
+class LearningTask:
     """A task with everything that a run of it needs."""
 
     name: str

@@ -16,8 +16,8 @@ from torch import Tensor
 from mega_rl.bench.learn import run
 from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_responses, expected_reward
 from mega_rl.bench.learn.noise import mix_with_uniform
-from mega_rl.bench.learn.results import Band, Curve, band, judge, summarize
-from mega_rl.bench.learn.task import Beats, Reaches, StepMetric, Task, Variant
+from mega_rl.bench.learn.results import ConfidenceBand, Curve, band, judge, summarize
+from mega_rl.bench.learn.task import Beats, LearningTask, Reaches, StepMetric, Variant
 from mega_rl.bench.learn.tasks import TASKS
 from mega_rl.bench.learn.tasks.bandit import BANDIT
 from mega_rl.bench.learn.tasks.off_policy import NOISE, SAFE_REWARD, TOKENS
@@ -27,7 +27,7 @@ from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.types import Rollout, TokenOutputs
 from mega_rl.workers.rollout import RolloutWorker
 
-TINY = Task(
+TINY = LearningTask(
     name="tiny",
     summary="two arms",
     vocabulary="ab",
@@ -61,7 +61,7 @@ def test_the_band_is_students_interval() -> None:
     assert result.mean == 3.0
     assert result.high - 3.0 == pytest.approx(2.776 * math.sqrt(0.5))
     assert 3.0 - result.low == pytest.approx(2.776 * math.sqrt(0.5))
-    assert band([2.0]) == Band(2.0, 2.0, 2.0)
+    assert band([2.0]) == ConfidenceBand(2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,11 @@ def test_the_band_is_students_interval() -> None:
     ],
 )
 def test_statements_are_about_whole_bands(better: str, statement: Reaches | Beats, holds: bool) -> None:
-    finals = {"a": Band(0.95, 0.9, 1.0), "b": Band(0.7, 0.6, 0.8), "c": Band(0.85, 0.8, 0.91)}
+    finals = {
+        "a": ConfidenceBand(0.95, 0.9, 1.0),
+        "b": ConfidenceBand(0.7, 0.6, 0.8),
+        "c": ConfidenceBand(0.85, 0.8, 0.91),
+    }
     assert judge(replace(TINY, better=better), statement, finals).holds is holds
 
 
@@ -177,7 +181,7 @@ def test_the_sampler_draws_the_share_of_noise_and_reports_the_mixtures_logprobs(
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task whose runs are made up."""
 
-    def run_task(task: Task, variants: list[Variant], *, seeds: int) -> dict[str, list[Curve]]:
+    def run_task(task: LearningTask, variants: list[Variant], *, seeds: int) -> dict[str, list[Curve]]:
         ends = {"right": 0.9, "wrong": 0.2}
         return {
             variant.name: [Curve(seed, ((1, 0.1), (2, ends[variant.name] + 0.01 * seed)), 1.0) for seed in range(seeds)]
@@ -203,7 +207,7 @@ def test_a_table_with_verdicts_json_and_a_plot(tmp_path: Path, capsys: pytest.Ca
     (record,) = json.loads((tmp_path / "r.json").read_text())
     assert record["holds"] is True
     assert record["variants"][0]["final"]["mean"] == pytest.approx(0.91)
-    assert [seed["points"][-1] for seed in record["variants"][1]["seeds"]] == [[2, 0.2], [2, 0.21], [2, 0.22]]
+    assert [seed["points"][-1][1] for seed in record["variants"][1]["seeds"]] == pytest.approx([0.2, 0.21, 0.22])
 
 
 @pytest.mark.usefixtures("tiny")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_rl.bench.learn.task import ClosedFormDistance, Reaches, Task, Variant
+from mega_rl.bench.learn.task import ClosedFormDistance, LearningTask, Reaches, Variant
 
 ARMS = "abcdefghijklmnop"
 BETA = 0.5
@@ -15,7 +15,7 @@ def reward(prompt: str, response: str) -> float:
 
 
 KL = {"algorithm.kl.coef": BETA}
-BANDIT = Task(
+BANDIT = LearningTask(
     name="bandit",
     summary="a KL-constrained bandit ends at ref * exp(reward / beta)",
     vocabulary=ARMS,

@@ -6,7 +6,7 @@ with them, the first token's own error is there at once: the values after it kno
 
 from __future__ import annotations
 
-from mega_rl.bench.learn.task import Beats, Reaches, StepMetric, Task, Variant
+from mega_rl.bench.learn.task import Beats, LearningTask, Reaches, StepMetric, Variant
 
 TOKENS = "abcdefghijklmnop"
 STATES = "abcd"
@@ -18,7 +18,7 @@ def reward(prompt: str, response: str) -> float:
     return ((7 * TOKENS.index(response[0]) + 5 * TOKENS.index(prompt)) % 16) / 15
 
 
-DELAYED_CREDIT = Task(
+DELAYED_CREDIT = LearningTask(
     name="delayed_credit",
     summary="the first of 48 tokens decides the reward, lambda < 1: the critic must find it",
     vocabulary=TOKENS,
@@ -31,7 +31,7 @@ DELAYED_CREDIT = Task(
         "trainer.minibatch_size": 4,
         "algorithm.advantage": "gae",
         "algorithm.advantage_settings": {"gae_lambda": 0.9},
-        "rollout.n": 32,
+        "rollout.n": 16,
         "rollout.max_new_tokens": LENGTH,
         "optim.lr": 2e-3,
         "optim.critic_lr": 3e-3,

@@ -7,12 +7,12 @@ precise response earns less than a safe one, with the policy's own it earns more
 
 from __future__ import annotations
 
-from mega_rl.bench.learn.task import Beats, ExpectedReward, Reaches, Task, Variant
+from mega_rl.bench.learn.task import Beats, ExpectedReward, LearningTask, Reaches, Variant
 
 TOKENS = "abcdefghijklmnop"
 STATES = "abcd"
 SAFE = "ab"  # first tokens that make a response safe
-SAFE_REWARD = 0.78
+SAFE_REWARD = 0.8
 NOISE = 0.6  # share of tokens that the sampler draws at random
 
 
@@ -23,7 +23,7 @@ def reward(prompt: str, response: str) -> float:
     return ((7 * TOKENS.index(response[1]) + 5 * TOKENS.index(prompt)) % 16) / 15
 
 
-OFF_POLICY = Task(
+OFF_POLICY = LearningTask(
     name="off_policy",
     summary="with a sampler that is not the policy, importance sampling finds the better response",
     vocabulary=TOKENS,
@@ -31,11 +31,11 @@ OFF_POLICY = Task(
     held_out=[],
     reward=reward,
     settings={
-        "trainer.steps": 120,
+        "trainer.steps": 150,
         "trainer.prompts_per_step": 4,
         "trainer.minibatch_size": 4,
         "algorithm.advantage": "rloo",
-        "rollout.n": 64,
+        "rollout.n": 128,
         "rollout.max_new_tokens": 2,
         # The noise is on purpose, so the guards against a wrong engine are open.
         "rollout.mismatch.mean_limit": 100.0,

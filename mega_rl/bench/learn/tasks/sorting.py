@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from mega_rl.bench.learn.task import Reaches, StepMetric, Task, Variant
+from mega_rl.bench.learn.task import LearningTask, Reaches, StepMetric, Variant
 
 DIGITS = "0123456789"
 STOP = "."
@@ -27,7 +27,7 @@ def _rows() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 
 TRAIN, HELD_OUT = _rows()
-SORTING = Task(
+SORTING = LearningTask(
     name="sorting",
     summary="GRPO learns to sort two digits from random weights",
     vocabulary=DIGITS + "=" + STOP + "+-*/",

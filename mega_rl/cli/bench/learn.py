@@ -12,22 +12,14 @@ import typer
 from mega_rl import progress
 from mega_rl.bench.learn.plot import plot_tasks
 from mega_rl.bench.learn.results import MOST_SEEDS, TaskResult, record, summarize
-from mega_rl.bench.learn.task import Task
+from mega_rl.bench.learn.task import LearningTask
 from mega_rl.bench.learn.tasks import TASKS
-from mega_rl.cli.help import Commands
 from mega_rl.cli.verify import EXIT_DIFFERS, refuse_launcher
 from mega_rl.errors import UserError
 
-app = Commands(name="bench", help="Tasks that show whether the trainer learns.")
 PICTURES = (".svg", ".png", ".pdf")
 
 
-@app.callback()
-def _bench() -> None:
-    """Tasks that show whether the trainer learns."""
-
-
-@app.command()
 def learn(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="TASK", help=f"Of {', '.join(TASKS)}; all unless given.")
@@ -67,7 +59,7 @@ def learn(
         raise typer.Exit(EXIT_DIFFERS)
 
 
-def _chosen(names: Sequence[str]) -> list[Task]:
+def _chosen(names: Sequence[str]) -> list[LearningTask]:
     """Return the tasks of these names. Raises UserError for a name that no task has."""
     unknown = [name for name in names if name not in TASKS]
     if unknown:
