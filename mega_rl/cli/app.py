@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from mega_rl import __version__, progress
-from mega_rl.cli import checkpoint, convert, data, plan, plot, quickstart, recipes, run_export, verify, verify_rl
+from mega_rl.cli import bench, checkpoint, convert, data, plan, plot, quickstart, recipes, run_export, verify, verify_rl
 from mega_rl.cli.help import Commands
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
@@ -40,6 +40,7 @@ app.add_typer(verify.app)
 checkpoint.app.command("export")(run_export.export)
 app.add_typer(checkpoint.app)
 app.add_typer(data.app)
+app.add_typer(bench.app)
 
 
 def _show_version(asked: bool) -> None:

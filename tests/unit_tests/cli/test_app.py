@@ -321,7 +321,7 @@ def test_a_rank_whose_peer_has_died_says_so_in_one_line(
     assert err.endswith(f"error: {cli.LOST_CONNECTION}\n")
 
 
-@pytest.mark.parametrize("command", ["verify", "convert", "checkpoint"])
+@pytest.mark.parametrize("command", ["verify", "bench", "convert", "checkpoint"])
 def test_a_group_of_commands_alone_shows_its_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command]) == 0
     alone = capfd.readouterr().out
@@ -329,7 +329,9 @@ def test_a_group_of_commands_alone_shows_its_help(command: str, capfd: pytest.Ca
     assert capfd.readouterr().out == alone
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["verify"], ["convert"], ["convert", "import"], ["checkpoint"]])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["verify"], ["bench", "learn"], ["convert"], ["convert", "import"], ["checkpoint"]]
+)
 def test_help_cuts_nothing_off(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks of the product itself, as commands: `mega-rl bench learn`."""

@@ -1,0 +1,53 @@
+"""Exact figures of a policy, by enumeration of every response."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from mega_rl.bench.learn.task import LearningTask
+from mega_rl.protocols import TokenModel
+from mega_rl.trainer import PPOTrainer
+from mega_rl.types import Rollout
+
+
+def closed_form_distance(trainer: PPOTrainer, rows: Rollout, rewards: Tensor, *, beta: float) -> float:
+    """Return KL(pi || pi*) in nats, the mean over prompts, of pi*(y) ~ ref(y) exp(r(y) / beta).
+
+    rows, rewards: of `enumerate_responses`. pi and ref are evaluated by the trainer's own actor and reference.
+    Source of the closed form: Korbak et al. 2022, arXiv:2205.11275, eq. 4.
+    """
+    policy = sequence_logprobs(trainer.actor, rows).view_as(rewards)
+    reference = sequence_logprobs(trainer.reference, rows).view_as(rewards)
+    optimum = (reference + rewards / beta).log_softmax(-1)
+    return float((policy.exp() * (policy - optimum)).sum(-1).mean())
+
+
+def expected_reward(trainer: PPOTrainer, rows: Rollout, rewards: Tensor) -> float:
+    """Return the expected reward of the actor, the mean over prompts; rows, rewards: of `enumerate_responses`."""
+    policy = sequence_logprobs(trainer.actor, rows).view_as(rewards)
+    return float((policy.exp() * rewards).sum(-1).mean())
+
+
+def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Tensor]:
+    """Return a row for every response of `length` tokens to every prompt, and rewards, [prompts, responses] float64.
+
+    Prompts are of one length.
+    """
+    prompts = [prompt for prompt, _ in task.prompts]
+    responses = ["".join(characters) for characters in product(task.vocabulary, repeat=length)]
+    ids = {character: i for i, character in enumerate(task.vocabulary)}
+    tokens = torch.tensor([[ids[c] for c in prompt + response] for prompt in prompts for response in responses])
+    lengths = torch.full((len(tokens),), tokens.size(1))
+    rows = Rollout.from_rows(tokens, prompt_lengths=lengths - length, lengths=lengths)
+    rewards = [[task.reward(prompt, response) for response in responses] for prompt in prompts]
+    return rows, torch.tensor(rewards, dtype=torch.float64)
+
+
+def sequence_logprobs(model: TokenModel, rows: Rollout) -> Tensor:
+    """Return the log-prob of every row's response, [B] float64."""
+    logprobs = model.evaluate(rows).logprobs
+    assert logprobs is not None
+    return logprobs.double().sum(-1)

@@ -1,0 +1,87 @@
+"""Descriptions of learning tasks: prompts, reward, settings, variants, and the statements that must hold.
+
+Imports no torch, so that `--help` and a mistake answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Settings = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class StepMetric:
+    """Measure: a metric of the trainer's own, at the steps that have it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class ExpectedReward:
+    """Measure: the policy's expected reward, exact, over every response of `length` tokens to every prompt."""
+
+    length: int
+    interval: int = 10  # steps between two points
+
+
+@dataclass(frozen=True)
+class ClosedFormDistance:
+    """Measure: KL(pi || pi*) in nats of pi*(y) ~ ref(y) exp(r(y) / beta), exact, over every response as above."""
+
+    length: int
+    beta: float
+    interval: int = 10  # steps between two points
+
+
+Measure = StepMetric | ExpectedReward | ClosedFormDistance
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train on a task."""
+
+    name: str
+    settings: Settings = field(default_factory=dict)  # beside the task's own
+    ablation: bool = False  # lacks a part, and runs with --ablations alone
+    noise: float = 0.0  # share of tokens that the sampler draws at random; its log-probs are those of this mixture
+
+
+@dataclass(frozen=True)
+class Reaches:
+    """The statement that the 95 % band of a variant ends on the right side of a bound."""
+
+    variant: str
+    bound: float
+
+
+@dataclass(frozen=True)
+class Beats:
+    """The statement that the 95 % bands of two variants are apart, the first one on the better side."""
+
+    variant: str
+    other: str
+
+
+Statement = Reaches | Beats
+
+
+@dataclass(frozen=True)
+class LearningTask:
+    """A task with everything that a run of it needs."""
+
+    name: str
+    summary: str
+    vocabulary: str  # a token each
+    prompts: Sequence[tuple[str, str]]  # (prompt, answer)
+    held_out: Sequence[tuple[str, str]]  # the same, of greedy validation; empty: none
+    reward: Callable[..., float]
+    settings: Settings
+    variants: Sequence[Variant]
+    statements: Sequence[Statement]
+    measure: Measure
+    unit: str  # of what is measured
+    better: str = "higher"  # or "lower"
+    stop: str = ""  # the character that ends a response; empty: every response has full length
+    final_points: int = 1  # last points of a curve whose mean is the run's result

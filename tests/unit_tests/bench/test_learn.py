@@ -1,0 +1,230 @@
+"""Learning tasks: the arithmetic of bands and closed forms, noise, a short run, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.bench.learn import run
+from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_responses, expected_reward
+from mega_rl.bench.learn.noise import mix_with_uniform
+from mega_rl.bench.learn.results import ConfidenceBand, Curve, band, judge, summarize
+from mega_rl.bench.learn.task import Beats, LearningTask, Reaches, StepMetric, Variant
+from mega_rl.bench.learn.tasks import TASKS
+from mega_rl.bench.learn.tasks.bandit import BANDIT
+from mega_rl.bench.learn.tasks.off_policy import NOISE, SAFE_REWARD, TOKENS
+from mega_rl.cli.app import main
+from mega_rl.errors import UserError
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.types import Rollout, TokenOutputs
+from mega_rl.workers.rollout import RolloutWorker
+
+TINY = LearningTask(
+    name="tiny",
+    summary="two arms",
+    vocabulary="ab",
+    prompts=[("a", ""), ("b", "")],
+    held_out=[],
+    reward=lambda prompt, response: float(prompt == response),
+    settings={},
+    variants=[Variant("right"), Variant("wrong")],
+    statements=[Beats("right", "wrong"), Reaches("right", 0.5)],
+    measure=StepMetric("reward/mean"),
+    unit="mean reward",
+)
+
+
+class Table:
+    """Model with a fixed log-prob for every row of an enumeration."""
+
+    def __init__(self, probabilities: list[list[float]]) -> None:
+        self.logprobs = torch.tensor(probabilities).log().flatten()
+
+    def evaluate(self, rows: Rollout) -> TokenOutputs:
+        return TokenOutputs(logprobs=self.logprobs[:, None] * rows.loss_mask)
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_the_band_is_students_interval() -> None:
+    # By hand: mean 3, s^2 = 10 / 4, s / sqrt(5) = sqrt(0.5), times t(4) = 2.776.
+    result = band([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert result.mean == 3.0
+    assert result.high - 3.0 == pytest.approx(2.776 * math.sqrt(0.5))
+    assert 3.0 - result.low == pytest.approx(2.776 * math.sqrt(0.5))
+    assert band([2.0]) == ConfidenceBand(2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("better", "statement", "holds"),
+    [
+        ("higher", Reaches("a", 0.9), True),
+        ("higher", Reaches("a", 0.95), False),  # the mean reaches it, the band does not
+        ("higher", Beats("a", "b"), True),
+        ("higher", Beats("a", "c"), False),  # bands overlap
+        ("lower", Reaches("b", 0.8), True),
+        ("lower", Reaches("b", 0.7), False),
+        ("lower", Beats("b", "a"), True),
+        ("lower", Beats("c", "a"), False),
+    ],
+)
+def test_statements_are_about_whole_bands(better: str, statement: Reaches | Beats, holds: bool) -> None:
+    finals = {
+        "a": ConfidenceBand(0.95, 0.9, 1.0),
+        "b": ConfidenceBand(0.7, 0.6, 0.8),
+        "c": ConfidenceBand(0.85, 0.8, 0.91),
+    }
+    assert judge(replace(TINY, better=better), statement, finals).holds is holds
+
+
+def test_the_distance_to_the_closed_form_is_that_of_the_formula() -> None:
+    rows, rewards = enumerate_responses(TINY, length=1)
+    assert rewards.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    beta, reference = 0.5, [[0.3, 0.7], [0.5, 0.5]]
+    weights = [[0.3 * math.exp(2), 0.7], [0.5, 0.5 * math.exp(2)]]
+    optimum = [[weight / sum(row) for weight in row] for row in weights]
+    policy = [[0.6, 0.4], [0.1, 0.9]]
+    expected = sum(
+        p * math.log(p / q) for row, best in zip(policy, optimum, strict=True) for p, q in zip(row, best, strict=True)
+    )
+    trainer: Any = SimpleNamespace(actor=Table(policy), reference=Table(reference))
+    # Log-probs are float32: 1e-6 is ten times their rounding.
+    assert closed_form_distance(trainer, rows, rewards, beta=beta) == pytest.approx(expected / 2, abs=1e-6)
+    assert expected_reward(trainer, rows, rewards) == pytest.approx((0.6 + 0.9) / 2, abs=1e-6)
+    trainer.actor = Table(optimum)
+    assert closed_form_distance(trainer, rows, rewards, beta=beta) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_two_tokens_are_enumerated_with_every_prompt() -> None:
+    rows, rewards = enumerate_responses(TASKS["off_policy"], length=2)
+    assert rows.tokens.shape == (4 * 256, 3)
+    assert rows.loss_mask.sum() == 2 * 4 * 256
+    assert rewards.shape == (4, 256)
+    assert len({tuple(row) for row in rows.tokens.tolist()}) == 1024
+
+
+# -- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def test_statements_are_about_variants_that_always_run() -> None:
+    for task in TASKS.values():
+        always = {variant.name for variant in task.variants if not variant.ablation}
+        for statement in task.statements:
+            named = {statement.variant} | ({statement.other} if isinstance(statement, Beats) else set())
+            assert named <= always, task.name
+
+
+def test_the_first_token_alone_decides_the_delayed_reward() -> None:
+    reward = TASKS["delayed_credit"].reward
+    rewards = {reward("a", first + rest * 47) for first in "c" for rest in "abp"}
+    assert len(rewards) == 1
+    assert {reward("b", first + "a" * 47) for first in TASKS["delayed_credit"].vocabulary} == {
+        i / 15 for i in range(16)
+    }
+
+
+def test_random_tokens_make_the_precise_response_the_worse_one() -> None:
+    reward = TASKS["off_policy"].reward
+    best = max(reward("a", "c" + token) for token in TOKENS)
+    noisy = (1 - NOISE) * best + NOISE * sum(reward("a", "c" + token) for token in TOKENS) / len(TOKENS)
+    assert noisy < SAFE_REWARD < best == 1.0
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def curves() -> dict[str, Curve]:
+    """The bandit by a trainer with the KL penalty, and by one without, one seed and few steps."""
+    few = replace(BANDIT, settings={**BANDIT.settings, "trainer.steps": 30})
+    right = next(variant for variant in BANDIT.variants if not variant.ablation)
+    wrong = replace(right, settings={**right.settings, "algorithm.kl.coef": 0.0})
+    return {name: run.run_variant(few, variant, seed=0) for name, variant in (("right", right), ("wrong", wrong))}
+
+
+def test_the_penalty_leads_the_bandit_to_the_closed_form(curves: dict[str, Curve]) -> None:
+    right, wrong = (dict(curves[name].points) for name in ("right", "wrong"))
+    assert list(right) == [10, 20, 30]
+    assert right[30] < 0.3 * right[10]
+    assert right[30] < 0.3 * wrong[30]
+
+
+def test_the_sampler_draws_the_share_of_noise_and_reports_the_mixtures_logprobs() -> None:
+    class Head(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    head = Head()
+    engine = HFRolloutEngine.__new__(HFRolloutEngine)
+    engine._model = SimpleNamespace(get_output_embeddings=lambda: head)  # type: ignore[assignment]
+    mix_with_uniform(RolloutWorker(engine, None, None, n=1, seed=0), share=0.25)  # type: ignore[arg-type]
+    probabilities = torch.tensor([[0.7, 0.2, 0.1, 0.0]])
+    mixture = head(probabilities.log()).softmax(-1)
+    torch.testing.assert_close(mixture, 0.75 * probabilities + 0.25 / 4)
+    with pytest.raises(UserError, match="only the embedded engine"):
+        mix_with_uniform(SimpleNamespace(), share=0.25)  # type: ignore[arg-type]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task whose runs are made up."""
+
+    def run_task(task: LearningTask, variants: list[Variant], *, seeds: int) -> dict[str, list[Curve]]:
+        ends = {"right": 0.9, "wrong": 0.2}
+        return {
+            variant.name: [Curve(seed, ((1, 0.1), (2, ends[variant.name] + 0.01 * seed)), 1.0) for seed in range(seeds)]
+            for variant in variants
+        }
+
+    monkeypatch.setattr(run, "run_task", run_task)
+    monkeypatch.setitem(TASKS, "tiny", TINY)
+    monkeypatch.setitem(TASKS, "upside_down", replace(TINY, name="upside_down", better="lower"))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_table_with_verdicts_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for file in files:
+        arguments = ["--seeds", "3", "--json", str(tmp_path / "r.json"), "--plot", str(file)]
+        assert main(["bench", "learn", "tiny", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "0.91" in out
+    assert "holds: right beats wrong, bands apart" in out
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert b"<svg" in files[0].read_bytes()
+    (record,) = json.loads((tmp_path / "r.json").read_text())
+    assert record["holds"] is True
+    assert record["variants"][0]["final"]["mean"] == pytest.approx(0.91)
+    assert [seed["points"][-1][1] for seed in record["variants"][1]["seeds"]] == pytest.approx([0.2, 0.21, 0.22])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_statement_that_fails_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "learn", "tiny", "upside_down", "--seeds", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILS: right beats wrong" in out
+
+
+def test_mistakes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "learn", "sortin"]) == 2
+    assert capsys.readouterr().err.startswith("error: sortin: is no task; legal: bandit ")
+    assert main(["bench", "learn", "--plot", "a.gif"]) == 2
+    assert "--plot=a.gif: must end in .svg, .png, .pdf" in capsys.readouterr().err
+
+
+def test_a_result_has_the_bands_of_every_point() -> None:
+    runs = [Curve(seed, ((10, float(seed)), (20, 1.0)), 0.0) for seed in range(2)]
+    result = summarize(TINY, {"right": runs, "wrong": runs})
+    assert [(step, point.mean) for step, point in result.variants[0].bands] == [(10, 0.5), (20, 1.0)]
