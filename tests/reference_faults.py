@@ -53,9 +53,9 @@ REFERENCE = (
     ),
     fault(
         "reference",
-        "a token answers for those before it alone",
-        "gaps, torch.zeros_like(gaps), mask, gamma=gamma, lam=1.0",
-        "gaps, torch.zeros_like(gaps), mask, gamma=0.0, lam=1.0",
+        "a token never answers for later ones",
+        "gae(gaps, torch.zeros_like(gaps), mask, lam=1.0, gamma=gamma)",
+        "gae(gaps, torch.zeros_like(gaps), mask, lam=1.0, gamma=0.0)",
         DISTILLATION,
     ),
     fault(

@@ -41,5 +41,5 @@ def distillation(student: Tensor, teacher: Tensor, mask: Tensor, *, gamma: float
     steers towards prefixes on which both agree, and of far smaller variance.
     """
     gaps = torch.where(mask, teacher.float() - student.float(), 0.0)
-    returns, _ = gae(gaps, torch.zeros_like(gaps), mask, gamma=gamma, lam=1.0)
+    returns, _ = gae(gaps, torch.zeros_like(gaps), mask, lam=1.0, gamma=gamma)
     return returns

@@ -244,7 +244,8 @@ RULES = [
         1,
         "algorithm.loss=gmpo algorithm.loss_aggregation=seq-mean-token-mean",
         "algorithm.loss=gmpo with algorithm.advantage=gae: the loss reads one advantage for a response, so what a "
-        "critic says of single tokens is lost; set algorithm.loss=gspo, or an estimator without a critic",
+        "critic or a teacher says of single tokens is lost; set algorithm.loss=gspo, or an estimator with one number "
+        "for a response",
     ),
     (
         1,
@@ -303,7 +304,11 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "algorithm.advantage=gae",
         ),
         ("algorithm.kl.coef=0.1", "algorithm.kl.coef", "algorithm.kl.placement=reward or loss"),
-        ("model.ref_path=x", "model.ref_path", "algorithm.kl.placement=reward or loss"),
+        (
+            "model.ref_path=x",
+            "model.ref_path",
+            "a reference: algorithm.kl.placement=reward or loss, or algorithm.advantage=distillation",
+        ),
         ("algorithm.kl.control=adaptive", "algorithm.kl.control", "algorithm.kl.placement=reward or loss"),
         ("algorithm.kl.placement=loss algorithm.kl.horizon=5", "algorithm.kl.horizon", "algorithm.kl.control=adaptive"),
         ("optim.min_lr_ratio=0.5", "optim.min_lr_ratio", "optim.schedule=linear or cosine"),
@@ -336,7 +341,8 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
         (
             "engine.resident_roles=one algorithm.advantage=grpo rollout.n=2",
             "engine.resident_roles",
-            "a second model: algorithm.advantage=gae, algorithm.kl.placement=reward or loss, or reward.source=model",
+            "a second model: algorithm.advantage=gae or algorithm.advantage=distillation, "
+            "algorithm.kl.placement=reward or loss, or reward.source=model",
         ),
         (
             "engine.resident_roles=one engine.backend=fsdp engine.fsdp.cpu_offload=true",
