@@ -230,8 +230,8 @@ DATA = (
     fault(
         "data",
         "sampler starts again after a resume",
-        "first = step * self._batch_size",
-        "first = 0 * self._batch_size",
+        "return done * self._batch_size",
+        "return 0 * self._batch_size",
         "data/test_prompts.py",
     ),
     fault(
