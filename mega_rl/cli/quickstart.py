@@ -9,7 +9,7 @@ import typer
 
 from mega_rl import versions
 from mega_rl.cli.help import Commands
-from mega_rl.quickstart import WARM_START
+from mega_rl.quickstart import WARM_START, run
 
 app = Commands()
 
@@ -30,14 +30,10 @@ def quickstart(
 ) -> None:
     """Train a tiny model to add with PPO on two ranks, in a few minutes on two cores."""
     versions.require()
-    from mega_rl.quickstart import run
-
     run.quickstart(engine=engine, seed=seed, run_dir=run_dir)
 
 
 @app.command(WARM_START, hidden=True)
 def warm_start(seed: Seed, run_dir: RunDir) -> None:
     """Run one rank of the quickstart's supervised warm start."""
-    from mega_rl.quickstart import run
-
     run.warm_start(seed=seed, run_dir=run_dir)

@@ -91,7 +91,7 @@ CHANGE_FOREIGN_MODULES = [
 
 # Ceilings of counts. Lower one when the count falls.
 CEILINGS = {
-    "own_lazy_imports": 50,
+    "own_lazy_imports": 48,
     "any_annotations": 543,
     "type_ignores": 45,
     "broad_excepts": 17,
