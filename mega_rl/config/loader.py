@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,25 @@ def load(recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
     inherited: dict[str, Any] = {}
     if recipe is not None:
         try:
-            inherited = _without_unset(dict(recipe_settings(read_recipe(Path(recipe)), problems)))
+            inherited = _without_unset(_merged(recipe_settings(read_recipe(Path(recipe)), problems), {}))
         except UserError as error:
             problems.append(str(error))
     arguments = list(given_settings(overrides, problems))
     _drop_settings_of_others(inherited, dict(arguments))
-    given: dict[str, Any] = {}
-    for key, value in arguments:
-        given[key] = value.put_into(given.get(key, inherited.get(key))) if isinstance(value, Entry) else value
+    given = _merged(arguments, inherited)
     kept = {key: value for key, value in inherited.items() if key not in given}
     config = _config({**kept, **_without_unset(given)}, problems)
     if problems:
         raise UserErrors(problems)
     return _set_aside(config, inherited, given) if kept and given else config
+
+
+def _merged(settings: Iterable[tuple[str, object]], below: Mapping[str, object]) -> dict[str, object]:
+    """Return the last value of each key; an entry of a mapping joins the mapping before it, or that of `below`."""
+    merged: dict[str, object] = {}
+    for key, value in settings:
+        merged[key] = value.put_into(merged.get(key, below.get(key))) if isinstance(value, Entry) else value
+    return merged
 
 
 def _drop_settings_of_others(inherited: dict[str, object], arguments: Mapping[str, object]) -> None:

@@ -98,8 +98,11 @@ def _legible(key: str) -> str:
 def _settings_in(content: Mapping[Any, Any], prefix: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
         key = f"{prefix}{name}"
+        mapping, _, entry = key.rpartition(".")
         if key in FIELDS:
             yield key, UNSET if value is None else value
+        elif is_mapping(mapping):
+            yield mapping, Entry(entry, UNSET if value is None else value)
         elif isinstance(value, dict) and (key in SECTIONS or key in EARLIER_SECTIONS):
             yield from _settings_in(value, f"{key}.", problems)
         elif news := moved(key):
