@@ -17,6 +17,8 @@ import torch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 
+pytestmark = pytest.mark.skipif(not FULL, reason="make test-full: upstream's own training, half a minute")
+
 # (loss, gradient norm) of steps 1 to 4, then of 3 and 4 after loading one rank's step 2, then after loading one's own.
 # Two steps after each load: the first tells of the weights, only the second of the optimizer's state.
 Record = list[tuple[float, float]]

@@ -78,6 +78,10 @@ def test_the_example_is_not_there_yet() -> None:
     assert "seed_oss" not in TINY
 
 
+def test_the_diff_applies_and_the_pages_have_it(patched: Path) -> None:
+    assert "| `seed_oss` | Seed-OSS | biases on q, k and v" in (patched / "docs/converters.md").read_text("utf-8")
+
+
 @pytest.mark.skipif(not FULL, reason="make test-full: half a minute")
 def test_its_own_tests_pass_and_the_pages_have_it(patched: Path) -> None:
     """The entry, the tables of the pages, names on disk, proof, round trips, and rollouts against transformers."""
@@ -88,6 +92,7 @@ def test_its_own_tests_pass_and_the_pages_have_it(patched: Path) -> None:
     assert "| `seed_oss` | Seed-OSS | biases on q, k and v" in (patched / "docs/converters.md").read_text("utf-8")
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full: twenty seconds")
 def test_logits_are_those_of_transformers(patched: Path, checkpoint: Path) -> None:
     report = mega_rl(patched, "convert", "verify", str(checkpoint), "--logits", "24")
     assert report["logits"]["good"], report

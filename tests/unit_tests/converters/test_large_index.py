@@ -17,9 +17,10 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.storage.safetensors_header import INDEX_FILE
 from mega_rl.storage.safetensors_reader import FP8_BLOCK, SCALE_SUFFIX
-from tests.helpers.selection import without
+from tests.helpers.selection import FULL
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
+pytestmark = pytest.mark.skipif(not FULL, reason="make test-full: an index of all tensors of DeepSeek-V3")
 NUM_SHARDS = 163
 # Measured in a process of its own, so that nothing else counts. CPU time, in units of a loop of plain Python beside it:
 # the bound is about the program, and the machine that runs the tests may be busy or slow.
@@ -94,9 +95,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-LAYOUTS = without(
-    {"one rank": {}, "tp8-pp2-ep64": {"world_size": 128, "tp": 8, "pp": 2, "ep": 64, "pipeline": [31, 30]}}, "one rank"
-)
+LAYOUTS: dict[str, dict[str, object]] = {
+    "one rank": {},
+    "tp8-pp2-ep64": {"world_size": 128, "tp": 8, "pp": 2, "ep": 64, "pipeline": [31, 30]},
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

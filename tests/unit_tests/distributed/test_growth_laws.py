@@ -14,9 +14,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import FULL
 from tests.unit_tests.parallel.counting_cases import LENGTH, RAW, everything, write_models
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for all
+pytestmark = [
+    pytest.mark.timeout(600),  # the first test pays for all
+    pytest.mark.skipif(not FULL, reason="make test-full: collectives counted on many layouts"),
+]
 
 SLOPE_TOLERANCE = 0.05
 HIDDEN = RAW["hidden_size"]

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.selection import FULL
+
+pytestmark = pytest.mark.skipif(not FULL, reason="make test-full: three launches of a script")
 FOLDER = Path("tests") / "special_distributed"
 SCRIPT = Path(__file__).parents[3] / FOLDER / "run_all.sh"
 

@@ -16,7 +16,10 @@ import pytest
 
 from mega_rl.metrics.records import read_metrics
 from mega_rl.quickstart import task
+from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
+
+pytestmark = pytest.mark.skipif(not FULL, reason="make test-full: a minute of training with a real server")
 
 ROOT = Path(__file__).parents[4]
 STEPS = 4
