@@ -143,7 +143,7 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             prompts_per_step=8,
             minibatch_size=4 if algorithm_config.epochs > 1 else 8,
             timeout_s=60.0,
-            microbatch=MicrobatchConfig(max_tokens=96),
+            microbatch=MicrobatchConfig(max_tokens=128),
         ),
     )
 
