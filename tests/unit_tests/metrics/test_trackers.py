@@ -27,6 +27,7 @@ from mega_rl.metrics.tracker_clients import Started, TrackedRun
 from mega_rl.metrics.tracker_process import serve
 from mega_rl.metrics.trackers import Deadlines, TrackerSink, without_secrets
 from mega_rl.preflight.host import check_packages
+from tests.helpers.selection import FULL
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,9 @@ def read_wandb(file: Path) -> list[Any]:
     return records
 
 
+CLIENTS = ["wandb", "mlflow"] if FULL else ["wandb"]  # each takes a dozen seconds to import and to begin a run
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps that was stopped, resumed for two more, and failed."""
@@ -91,8 +95,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("WANDB_MODE", "offline")
         environment.delenv("MLFLOW_TRACKING_URI", raising=False)
-        record_run(folder, ["wandb", "mlflow"], [0, 1, 2])
-        record_run(folder, ["wandb", "mlflow"], [3, 4], failed=True)
+        record_run(folder, CLIENTS, [0, 1, 2])
+        record_run(folder, CLIENTS, [3, 4], failed=True)
     return folder
 
 
@@ -125,6 +129,7 @@ def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path)
     assert outcomes == [("stopped", [0]), ("failed", [1])]
 
 
+@pytest.mark.skipif("mlflow" not in CLIENTS, reason="in `make test-full`")
 def test_mlflow_files_hold_everything_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
