@@ -30,6 +30,7 @@ from mega_rl.preflight.host import check_packages
 from tests.helpers.selection import FULL
 
 pytestmark = pytest.mark.slow
+REAL_CLIENT = pytest.mark.skipif(not FULL, reason="make test-full: a dozen seconds for each client")
 
 ROWS = [{"prompt": "3+4=", "response": "7\nü", "reward": 1.0}, {"prompt": "1+1=", "response": "", "reward": 0.0}]
 
@@ -85,9 +86,6 @@ def read_wandb(file: Path) -> list[Any]:
     return records
 
 
-CLIENTS = ["wandb", "mlflow"] if FULL else ["wandb"]  # each takes a dozen seconds to import and to begin a run
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps that was stopped, resumed for two more, and failed."""
@@ -95,11 +93,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("WANDB_MODE", "offline")
         environment.delenv("MLFLOW_TRACKING_URI", raising=False)
-        record_run(folder, CLIENTS, [0, 1, 2])
-        record_run(folder, CLIENTS, [3, 4], failed=True)
+        record_run(folder, ["wandb", "mlflow"], [0, 1, 2])
+        record_run(folder, ["wandb", "mlflow"], [3, 4], failed=True)
     return folder
 
 
+@REAL_CLIENT
 def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path) -> None:
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     first, resumed = (read_wandb(file) for file in files)
@@ -129,7 +128,7 @@ def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path)
     assert outcomes == [("stopped", [0]), ("failed", [1])]
 
 
-@pytest.mark.skipif("mlflow" not in CLIENTS, reason="in `make test-full`")
+@REAL_CLIENT
 def test_mlflow_files_hold_everything_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient

@@ -375,6 +375,7 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
         }
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full: a server's second start; test_sync.py has one that is no model")
 def test_a_server_killed_between_buckets_is_left_out_and_refit(root: Path, servers: dict[str, Servers]) -> None:
     group = servers["dense"]
     process = group.processes[0]
