@@ -213,6 +213,8 @@ def _batch_lines(setup: RunSetup) -> Iterator[str]:
     elif setup.config.rollout.backend == "sglang":
         server = server_of(setup)
         yield f"  servers: cache of {server.sequences} sequences of full length, {in_gb(server.cache)} on a device"
+    if setup.config.rollout.source != "single_turn":
+        yield f"  rollout.source={setup.config.rollout.source}: what it does itself is not counted"
     yield f"  legal: trainer.prompts_per_step a multiple of {dp}; trainer.minibatch_size one of "
     yield f"    {listed(divisors(trainer.prompts_per_step))}"
     yield ""
@@ -256,9 +258,6 @@ def _time_lines(setup: RunSetup, time: StepTime) -> Iterator[str]:
     yield f"Training reaches {time.mfu:.0%} of the peak. Longest: {part} while {phase}, {longest / time.total:.0%}"
     if setup.config.rollout.sglang.urls and not time.phases[0].parts:
         yield "Generation has no time: give the GPUs of each joined server as --server-gpus 8"
-    if setup.config.rollout.source != "single_turn":
-        alone = "no memory and no time" if setup.config.rollout.backend == "none" else "one turn of the longest length"
-        yield f"rollout.source={setup.config.rollout.source}: counted is {alone}, and not what the source does itself"
 
 
 def seconds(time: float) -> str:

@@ -106,11 +106,11 @@ def test_preflight_takes_the_path_of_a_recipe_as_text(tmp_path: Path) -> None:
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["reward", "estimator"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["reward", "estimator", "sources"])
 def test_the_examples_of_the_page_run(folder: Path, number: int) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     programs = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(programs) == 2
+    assert len(programs) == 3
     (folder / "program.py").write_text(programs[number])
     done = python(folder, "program.py")
     assert done.returncode == 0, done.stderr
