@@ -191,7 +191,7 @@ def test_own_sources_need_no_files(folder: Path) -> None:
 
 def test_a_program_registers_sources_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for choice, register in ((DATA, mega_rl.register_data_source), (ROLLOUT, mega_rl.register_rollout_source)):
-        monkeypatch.setattr(choice, "registered", {})
+        monkeypatch.setitem(choice.registered, "mine", object)  # taken back at the end
 
         @register("mine")
         class Mine:
