@@ -188,11 +188,13 @@ class RolloutEngine(Protocol):
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
         A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
-        does not matter which rank generates it nor in which batch.
+        does not matter which rank generates it nor in which batch. limits: most new tokens of each prompt's samples,
+        at most rollout.max_new_tokens, which is that of all by default.
         """
         ...
 
@@ -212,6 +214,7 @@ class BackgroundEngine(RolloutEngine, Protocol[Samples]):
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Samples:
         """Generate this rank's samples; may run on another thread, for it does no collective."""
         ...

@@ -95,7 +95,7 @@ def build_reward(
     In `on_device` a reward model finds room on its device; `listen` adds a listener of samples as they end.
     """
     if isinstance(prepared, FunctionRewards | PooledRewards | HttpRewards):
-        arrives = config.rollout.backend == "sglang"  # sample by sample
+        arrives = config.rollout.backend == "sglang" and config.rollout.source == "single_turn"  # sample by sample
         scorer = RewardWorker(
             prepared,
             decode=decode,

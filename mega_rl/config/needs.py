@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mega_rl.config.keys import flat, keys_below, keys_in
-from mega_rl.config.plugins.choices import ADVANTAGE, corrects, has_reference, needs_critic
+from mega_rl.config.plugins.choices import ADVANTAGE, DATA, chosen, corrects, has_reference, needs_critic
 from mega_rl.config.schema import Config, KlConfig
 
 # Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
@@ -230,14 +230,26 @@ _NEEDS = (
     ),
     Need(
         ("trainer.val_interval",),
-        "data.val_files or data.val_size",
-        lambda config: bool(config.data.val_files or config.data.val_size),
+        "data.val_files, data.val_size, or a data.source with has_validation = True",
+        lambda config: bool(config.data.val_files or config.data.val_size or DATA.needs(config, "has_validation")),
         fault="has no prompts to validate on",
+    ),
+    Need(("data.train_files",), "data.source=files", lambda config: chosen(config, DATA) == "files"),
+    Need(
+        ("data.val_files", "data.val_size"),
+        "a data.source without has_validation, which has held-out rows of its own",
+        lambda config: not DATA.needs(config, "has_validation"),
     ),
     Need(
         ("trainer.async_steps",),
         "rollout.backend=sglang: the embedded engine generates in the trainer's own processes",
         lambda config: config.rollout.backend == "sglang",
+        fault="cannot run ahead",
+    ),
+    Need(
+        ("trainer.async_steps",),
+        "rollout.source=single_turn: another source may read anything of the trainer, which has moved on",
+        lambda config: config.rollout.source == "single_turn",
         fault="cannot run ahead",
     ),
     Need(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
@@ -259,6 +271,11 @@ _NEEDS = (
     ),
     Need(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
     Need(("metrics.project", "metrics.run_name"), "metrics.trackers", lambda config: bool(config.metrics.trackers)),
+    Need(
+        ("rollout.dtype", "rollout.verify_interval"),
+        "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
+        lambda config: config.rollout.backend != "none",
+    ),
     Need(("rollout.hf.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
     Need(keys_below("rollout.sglang"), "rollout.backend=sglang", lambda config: config.rollout.backend == "sglang"),
     Need(
@@ -277,6 +294,11 @@ _NEEDS = (
         ("rollout.sglang.return_routing",),
         "engine.backend=megatron with engine.megatron.moe.routing_replay=true, which replays what servers report",
         lambda config: config.engine.backend == "megatron" and config.engine.megatron.moe.routing_replay,
+    ),
+    Need(
+        ("rollout.sglang.return_routing",),
+        "rollout.source=single_turn: rollouts of several turns carry no experts",
+        lambda config: config.rollout.source == "single_turn",
     ),
     _within(
         "rollout.dynamic_sampling",

@@ -1,4 +1,4 @@
-"""Settings of advantage estimators, policy losses and corrections, one dataclass each.
+"""Settings of advantage estimators, policy losses and corrections, one dataclass each, and needs of sources.
 
 The class with the formula, in `mega_rl.algorithms`, inherits from the dataclass of its settings; class variables say
 what the choice needs of a run. A user's own class has fields and class variables of the same kind.
@@ -21,6 +21,13 @@ class Settings:
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with settings that are each in range: "name=value: legal: ..."."""
         yield from ()
+
+
+@dataclass(frozen=True)
+class DataSettings(Settings):
+    """Traits of a source of prompts; without settings."""
+
+    has_validation: ClassVar[bool] = False  # has held-out rows of its own, the split "validation"
 
 
 @dataclass(frozen=True)
