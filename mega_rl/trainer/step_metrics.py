@@ -77,7 +77,7 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> M
     answered = torch.ones_like(rollout.finished) if rollout.failed is None else ~rollout.failed
     of_samples = parts.values[answered].double()
     count, *totals = ranks.sum(torch.cat([answered.double().sum()[None], of_samples.sum(dim=0)])).tolist()
-    return {name: total / max(count, 1.0) for name, total in zip(parts.names, totals, strict=True)}
+    return dict(zip(parts.names, (total / max(count, 1.0) for total in totals), strict=True))
 
 
 def _groups(prompt_index: Tensor, rewards: Tensor, *, lowest: float, highest: float) -> list[Tensor]:

@@ -53,5 +53,6 @@ def gdpo(
         centred = groups.centred(rewards)
         deviation = (groups.sum(centred.square()) / (groups.counts - 1).clamp(min=1)).sqrt()
         scores += weight * centred / (deviation + eps)
-    count, squares = sum_over_ranks(torch.stack([groups.answered.double(), scores.square()]).sum(dim=1))
+    sums = sum_over_ranks(torch.stack([groups.answered.double(), scores.square()]).sum(dim=1))
+    count, squares = sums.unbind()
     return spread(scores / ((squares / (count - 1).clamp(min=1)).sqrt() + eps), mask)
