@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.sequences import Sequences
@@ -319,8 +319,8 @@ class ServerMemory(Protocol):
 class Scorer(Protocol):
     """Reward role: responses in, scores out."""
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the reward of each row, [B] float32."""
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        """Return the reward of each row; the names of its parts are the same on all ranks and in every call."""
         ...
 
     def metrics(self) -> Metrics:

@@ -13,7 +13,7 @@ mask. Batches live on the host; an engine moves each micro-batch to its device a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,38 @@ class Rollout:
             "weight_version": zeros,
         }
         return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
+
+
+@dataclass(frozen=True)
+class RewardParts:
+    """Named parts of the rewards of rows, of which the weighted sum is the reward."""
+
+    names: tuple[str, ...]  # of the K parts, in alphabetical order: ("correct", "format")
+    weights: tuple[float, ...]  # of each part in the reward; 0: it is only shown
+    values: Tensor  # [B, K] float32, as scored, before weights
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Rewards of a rollout's rows; 0 in rows of failed samples."""
+
+    totals: Tensor  # [B] float32
+    parts: RewardParts | None = None  # None: the rewards have no named parts
+
+    def __getitem__(self, rows: Tensor) -> Rewards:
+        """Return the rewards of some rows; rows: [n] int64, or [B] bool."""
+        parts = None if self.parts is None else replace(self.parts, values=self.parts.values[rows])
+        return Rewards(self.totals[rows], parts)
+
+    def columns(self) -> Tensor:
+        """Return [B, 1 + K] float32: totals, then parts."""
+        totals = self.totals[:, None]
+        return totals if self.parts is None else torch.cat([totals, self.parts.values], dim=1)
+
+    def with_columns(self, columns: Tensor) -> Rewards:
+        """Return the rewards of other rows from their `columns`, of the same parts."""
+        parts = None if self.parts is None else replace(self.parts, values=columns[:, 1:])
+        return Rewards(columns[:, 0], parts)
 
 
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass

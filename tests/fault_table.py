@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.fault import Fault, fault
+from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
 from tests.rl_faults import CORRECTIONS, EXPERIENCE, LOSSES
 
@@ -644,8 +645,8 @@ REWARDS = (
     fault(
         "rewards",
         "scores out of their rows",
-        "scores[rows] = torch.tensor(row_scores, dtype=torch.float32)",
-        "scores[: len(rows)] = torch.tensor(row_scores, dtype=torch.float32)",
+        "for row, score in zip(rows, row_scores, strict=True):",
+        "for row, score in zip(range(len(rows)), row_scores, strict=True):",
         "workers/test_reward.py",
     ),
     fault(
@@ -707,8 +708,8 @@ REWARDS = (
     fault(
         "rewards",
         "the stop token is not counted",
-        "num_tokens=len(self.token_ids) + self.finished,",
-        "num_tokens=len(self.token_ids),",
+        "for start, stop in self.others) + self.finished",
+        "for start, stop in self.others)",
         "workers/test_reward.py",
     ),
     fault(
@@ -828,6 +829,7 @@ FAULTS: tuple[Fault, ...] = (
     *CORRECTIONS,
     *EXPERIENCE,
     *REFERENCE,
+    *PARTS,
     *DATA,
     *PARALLEL,
     *ROLLOUT,

@@ -278,7 +278,12 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
         scorer=reward,
         ranks=parts.roles.actor_engine.data_parallel,
         phase=timer.phase,
-        plan=SamplingPlan(per_step, settings.prompts or per_step, settings.max_generations),
+        plan=SamplingPlan(
+            per_step,
+            settings.prompts or per_step,
+            settings.max_generations,
+            by_parts=ADVANTAGE.needs(config, "needs_parts"),
+        ),
         drawn=parts.restored.prompts_drawn,
     )
     return _Sampling(dynamic, dynamic, dynamic)

@@ -254,6 +254,11 @@ _NEEDS = (
     ),
     Need(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
     Need(
+        ("reward.weights",),
+        "rewards that may have named parts: reward.source=http, or reward.function=path/to/file.py:function",
+        lambda config: may_have_parts(config),
+    ),
+    Need(
         ("reward.skip_special_tokens",),
         "reward.source=function or http: a reward model reads tokens, or a conversation without them",
         lambda config: config.reward.source != "model",
@@ -354,6 +359,12 @@ def models_take_turns(config: Config, *, colocated: bool) -> bool:
     wanted = config.engine.resident_roles
     movable = not (config.engine.backend == "fsdp" and config.engine.fsdp.cpu_offload)
     return has_several_models(config) and movable and (wanted == "one" or (wanted == "auto" and colocated))
+
+
+def may_have_parts(config: Config) -> bool:
+    """Return whether rewards may have named parts: those of a service and of a user's function."""
+    reward = config.reward
+    return reward.source == "http" or (reward.source == "function" and ":" in reward.function)
 
 
 def has_pass_for_old_logprobs(config: Config) -> bool:

@@ -7,12 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from torch import Tensor
-
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role
 from mega_rl.protocols import Engine, Inspect, RolloutSource, Scorer, TokenLoss, WeightSync
-from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.rollout import WrappedRollouts
 
 PARTS = ("parameters", "gradients", "optimizer")
@@ -138,7 +136,7 @@ class ScorerOnDevice:
     scorer: Scorer
     on_device: Callable[[], AbstractContextManager[None]]
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         with self.on_device():
             return self.scorer.score(rollout, prompts)
 

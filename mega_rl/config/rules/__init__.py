@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
-from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, unmet, updates_of_a_batch
+from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, needs_critic
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import rollout as rollout_rules
@@ -186,6 +186,13 @@ def _reward(config: Config) -> Iterator[str]:
         yield (
             f"reward.overlong.buffer_tokens={buffer} leaves no length without a punishment: responses have at most "
             f"rollout.max_new_tokens={limit} tokens; make it smaller"
+        )
+    if ADVANTAGE.needs(config, "needs_parts") and not may_have_parts(config):
+        source = f"function={reward.function}" if reward.source == "function" else f"source={reward.source}"
+        yield (
+            f"algorithm.advantage={config.algorithm.advantage} with reward.{source}: it reads named parts of the "
+            "reward, but this gives one number; return a mapping from a function of your own, or take "
+            "algorithm.advantage=grpo"
         )
     if reward.source == "http" and not reward.http.url.startswith(("http://", "https://")):
         yield (

@@ -38,6 +38,7 @@ class AdvantageSettings(Settings):
     needs_groups: ClassVar[bool] = False  # several samples of each prompt
     needs_reference: ClassVar[bool] = False  # log-probs of the reference, which is built even without a KL to it
     needs_greedy: ClassVar[bool] = False  # the reward of a greedy response to each prompt
+    needs_parts: ClassVar[bool] = False  # named parts of the rewards
     takes_kl: ClassVar[bool] = False  # has rewards of single tokens, which a KL penalty may enter
 
 
@@ -85,6 +86,14 @@ class GRPOSettings(AdvantageSettings):
         "none as in Dr. GRPO.",
         choices=("group", "batch", "none"),
     )
+
+
+@dataclass(frozen=True)
+class GDPOSettings(AdvantageSettings):
+    """Named parts of the rewards, each relative to the other samples of the prompt, summed by reward.weights."""
+
+    needs_groups: ClassVar[bool] = True
+    needs_parts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -341,6 +350,7 @@ def defaults(area: type) -> dict[str, object]:
 ADVANTAGES: dict[str, type[AdvantageSettings]] = {
     "gae": GAESettings,
     "grpo": GRPOSettings,
+    "gdpo": GDPOSettings,
     "rloo": RLOOSettings,
     "reinforce_plus_plus": ReinforcePlusPlusSettings,
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaselineSettings,

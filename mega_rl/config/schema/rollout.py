@@ -317,6 +317,10 @@ class RewardConfig:
         choices=("function", "model", "http"),
     )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    weights: dict[str, float] = setting(
+        {},
+        "Weights of named parts of the reward, as {format: 0.2}; a part without one has 1, and one of 0 is only shown.",
+    )
     skip_special_tokens: bool = setting(
         True,
         "Leave the tokenizer's special tokens out of the text that is scored; false shows those that the model wrote, "

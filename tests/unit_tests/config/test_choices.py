@@ -294,6 +294,22 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "has no place in it; legal: none, loss",
         ),
         (
+            "algorithm.advantage=gdpo rollout.n=4",
+            "algorithm.advantage=gdpo with reward.function=exact_match: it reads named parts of the reward, but this "
+            "gives one number; return a mapping from a function of your own, or take algorithm.advantage=grpo",
+        ),
+        (
+            "algorithm.advantage=gdpo rollout.n=4 reward.source=model reward.model.path=r",
+            "algorithm.advantage=gdpo with reward.source=model: it reads named parts of the reward, but this gives one "
+            "number; return a mapping from a function of your own, or take algorithm.advantage=grpo",
+        ),
+        (
+            "reward.weights.form=0.5",
+            "reward.weights={'form': 0.5} has no effect: it needs rewards that may have named parts: "
+            "reward.source=http, or reward.function=path/to/file.py:function; set that or leave it out (on a command "
+            "line: reward.weights=null)",
+        ),
+        (
             "algorithm.advantage=distillation",
             "algorithm.advantage=distillation needs model.ref_path, the teacher: the student's own start teaches it "
             "nothing",
