@@ -42,12 +42,13 @@ from mega_rl.engines.outcome import (
     microbatch_loss,
     reduce_losses,
 )
+from mega_rl.models.heads import projection
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.context import sum_over_context
 from mega_rl.protocols import Inspect, TokenLoss
-from mega_rl.types import EngineState, Experience, Metrics, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
 
@@ -86,8 +87,23 @@ class MegatronEngine(EngineBase):
             return outputs
         return replace(outputs, routing=self.routing.finish_forward(len(batch.tokens)))
 
+    def teach(self, minibatch: Experience) -> Lesson:
+        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        if self.routing is not None:
+            self.routing.begin(micros, width=minibatch.tokens.size(1), routing=minibatch.routing, training=False)
+        hidden = self._schedule.hidden_states(self.models, micros)
+        if self.routing is not None:
+            self.routing.finish_forward(len(minibatch.tokens))
+        return Lesson(hidden, projection(self.models))
+
     def train_minibatch(
-        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         assert self.optimizer is not None, f"engine {self.name} is frozen"
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
@@ -106,7 +122,7 @@ class MegatronEngine(EngineBase):
             )
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
-        results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy)
+        results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy, lesson=lesson)
         metrics = self._reduce(results) | _rounding_error(self.chunks, GroupRanks(self.groups.world), self.device)
         if inspect is not None:
             head, with_entropy = self.sharding.head, loss.needs_entropy
