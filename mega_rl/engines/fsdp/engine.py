@@ -16,7 +16,7 @@ from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import EngineBase
 from mega_rl.engines.fsdp.attention import attention_arguments
-from mega_rl.engines.fsdp.model import fsdp_modules, hidden_outputs, sharded_parameters
+from mega_rl.engines.fsdp.model import TokenClassifier, fsdp_modules, hidden_outputs, sharded_parameters
 from mega_rl.engines.fsdp.optimizer import MOMENTS, clip, count_steps, gradient_norm, local, set_steps
 from mega_rl.engines.fsdp.weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
 from mega_rl.engines.microbatches import to_device
@@ -75,7 +75,7 @@ class FSDPEngine(EngineBase):
         model = cast(PreTrainedModel, self.model)
         with torch.no_grad(), hidden_outputs(model):
             hidden = [
-                self._logits(micro, there)[0].cpu()
+                _head_output(model, micro, there, attention=self.attention)[0].cpu()
                 for micro, there in zip(micros, to_device(micros, self.device), strict=True)
             ]
         sharded_parameters(model)  # the projection is one of them again
@@ -100,7 +100,10 @@ class FSDPEngine(EngineBase):
         if lesson is not None:
             micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
         for micro, there in zip(micros, to_device(micros, self.device), strict=True):
-            self._expect_backward(is_last=len(results) == len(micros) - 1)
+            is_last = len(results) == len(micros) - 1
+            _expect_backward(
+                self.model, sends=is_last or self.reduce_every_microbatch, frees=is_last or not self.keep_gathered
+            )
             outputs = self._token_outputs(micro, there, with_entropy=loss.needs_entropy, lesson=lesson)
             result = loss_of(outputs, there.fields)
             result.loss.backward()
@@ -169,19 +172,13 @@ class FSDPEngine(EngineBase):
         """Every parameter, a tied one once."""
         return list(sharded_parameters(self.model).values())
 
-    def _expect_backward(self, *, is_last: bool) -> None:
-        """Send gradients after the next backward, and free layers in it, or keep both for another micro-batch."""
-        for module in fsdp_modules(self.model):
-            module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch, recurse=False)
-            module.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
-
     def _token_outputs(
         self, micro: MicroBatch, there: MicroBatch, *, with_entropy: bool, lesson: Lesson | None = None
     ) -> TokenOutputs:
         """Return outputs for `micro.targets`, shaped like them, on the device, where `there` is the micro-batch."""
+        logits, kept = _head_output(self.model, micro, there, attention=self.attention)
         if self.sharding.head == "value":
-            return TokenOutputs(values=self.model(there.tokens, **self._arguments(micro, there)).squeeze(-1).float())
-        logits, kept = self._logits(micro, there)
+            return TokenOutputs(values=logits.view(micro.targets.shape).float())
         targets = there.targets.flatten() if kept is None else there.targets.flatten()[kept]
         vocab_size, temperature = self.sharding.hf.vocab_size, self.temperature
         divergence: Tensor | None = None
@@ -203,20 +200,6 @@ class FSDPEngine(EngineBase):
             divergence=None if divergence is None else _placed(divergence, kept, micro),
         )
 
-    def _logits(self, micro: MicroBatch, there: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Return (logits [N, V], the flat positions [N] that they are of, None for all) of a micro-batch."""
-        arguments = self._arguments(micro, there)
-        # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
-        kept = send(_predicting(micro), self.device) if micro.packed else None
-        if kept is not None:
-            arguments["logits_to_keep"] = kept
-        return self.model(there.tokens, **arguments).logits.flatten(0, 1), kept
-
-    def _arguments(self, micro: MicroBatch, there: MicroBatch) -> dict[str, Any]:
-        """Return the model's arguments beside the tokens of a micro-batch, which is `there` on the device."""
-        arguments: dict[str, Any] = {"position_ids": there.position_ids, "use_cache": False}
-        return arguments | attention_arguments(self.attention, micro.cu_seqlens, micro.max_seqlen, device=self.device)
-
     def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
         """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far."""
         assert self.optimizer is not None
@@ -228,6 +211,32 @@ class FSDPEngine(EngineBase):
             group["lr"] = lr
         self.optimizer.step()
         return norm
+
+
+def _head_output(
+    model: nn.Module, micro: MicroBatch, there: MicroBatch, *, attention: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return (logits [N, V] or values [N, 1], flat positions [N] that they are of, None for all) of a micro-batch.
+
+    `there` is the micro-batch on the device.
+    """
+    device = there.tokens.device
+    arguments: dict[str, Any] = {"position_ids": there.position_ids, "use_cache": False}
+    arguments |= attention_arguments(attention, micro.cu_seqlens, micro.max_seqlen, device=device)
+    if isinstance(model, TokenClassifier):
+        return model(there.tokens, **arguments).flatten(0, 1), None
+    # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
+    kept = send(_predicting(micro), device) if micro.packed else None
+    if kept is not None:
+        arguments["logits_to_keep"] = kept
+    return model(there.tokens, **arguments).logits.flatten(0, 1), kept
+
+
+def _expect_backward(model: nn.Module, *, sends: bool, frees: bool) -> None:
+    """Send gradients after the next backward, and free layers in it, or keep them for another micro-batch."""
+    for module in fsdp_modules(model):
+        module.set_requires_gradient_sync(sends, recurse=False)
+        module.set_reshard_after_backward(frees, recurse=False)
 
 
 def _predicting(micro: MicroBatch) -> Tensor:

@@ -123,7 +123,9 @@ class MegatronEngine(EngineBase):
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
         results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy, lesson=lesson)
-        metrics = self._reduce(results) | _rounding_error(self.chunks, GroupRanks(self.groups.world), self.device)
+        metrics = _reduce(results, self._token_shares, self._pipeline) | _rounding_error(
+            self.chunks, GroupRanks(self.groups.world), self.device
+        )
         if inspect is not None:
             head, with_entropy = self.sharding.head, loss.needs_entropy
             outputs = collect(results, minibatch, head=head, with_entropy=with_entropy, combine=self._combine)
@@ -195,13 +197,6 @@ class MegatronEngine(EngineBase):
             full = self._pipeline.broadcast(full, source=self._pipeline.size - 1)
         return full
 
-    def _reduce(self, results: list[Finished]) -> Metrics:
-        """Return the loss metrics over all ranks, on all of them."""
-        reduced = reduce_losses(results, self._token_shares) if self._is_last else {}
-        if self._pipeline.size > 1:
-            reduced = broadcast_json(reduced, self._pipeline, source=self._pipeline.size - 1)
-        return reduced
-
     def _apply_gradients(self, optimizer: MegatronOptimizer, lr: float, metrics: Metrics) -> float:
         """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far.
 
@@ -215,6 +210,13 @@ class MegatronEngine(EngineBase):
         clip(optimizer, norm=norm)
         step(optimizer, self.chunks)
         return norm
+
+
+def _reduce(results: list[Finished], token_shares: GroupRanks, pipeline: GroupRanks) -> Metrics:
+    """Return the loss metrics over all ranks, on all of them; the last pipeline stage has the results."""
+    last = pipeline.size - 1
+    reduced = reduce_losses(results, token_shares) if pipeline.rank == last else {}
+    return broadcast_json(reduced, pipeline, source=last) if pipeline.size > 1 else reduced
 
 
 def _steps(optimizer: MegatronOptimizer, world: GroupRanks) -> int:
