@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -221,8 +221,8 @@ def _head_output(
     `there` is the micro-batch on the device.
     """
     device = there.tokens.device
-    arguments: dict[str, Any] = {"position_ids": there.position_ids, "use_cache": False}
-    arguments |= attention_arguments(attention, micro.cu_seqlens, micro.max_seqlen, device=device)
+    arguments = attention_arguments(attention, micro.cu_seqlens, micro.max_seqlen, device=device)
+    arguments |= {"position_ids": there.position_ids, "use_cache": False}
     if isinstance(model, TokenClassifier):
         return model(there.tokens, **arguments).flatten(0, 1), None
     # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
