@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
@@ -16,13 +14,9 @@ from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 student with prompts; a Llama of another size, and the student with calmer distributions, as teachers."""
+    """A Qwen3 student with prompts, and a Llama teacher of another size."""
     folder = write_inputs(tmp_path_factory.mktemp("run"))
     write_tiny_checkpoint(folder / "llama", family="llama", tied=False, hidden_size=48, num_hidden_layers=2, seed=5)
-    shutil.copytree(folder / "model", folder / "calmer")
-    weights = load_file(folder / "calmer" / "model.safetensors")
-    weights["model.norm.weight"] *= 0.7
-    save_file(weights, folder / "calmer" / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -35,10 +29,11 @@ def test_the_student_comes_to_a_teacher_of_another_family(folder: Path) -> None:
     assert kl[-1] < 0.6 * kl[0]
 
 
-def test_the_student_meets_a_teacher_by_whole_distributions(folder: Path) -> None:
+def test_the_student_comes_to_it_by_whole_distributions(folder: Path) -> None:
     """The models take turns: the projection that the student reads is a copy. No pass is made for log-probs."""
-    (run,) = run_ranks(1, distil, str(folder), "distillation", "calmer", 3e-3, "one")
+    (run,) = run_ranks(1, distil, str(folder), "distillation", "llama", 1e-2, "one")
     divergences = [record["actor/teacher_divergence"] for record in run["records"]]
-    assert divergences[-1] < 0.1 * divergences[0], divergences
+    assert divergences[0] > 0.5
+    assert sum(divergences[-3:]) / 3 < 0.6 * divergences[0], divergences
     assert not {name for name in run["records"][0] if name.startswith("kl/ref")}
     assert all(record["advantage/abs_mean"] == 0.0 for record in run["records"])
