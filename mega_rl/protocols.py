@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.sequences import Sequences
@@ -109,7 +109,15 @@ class StatefulModel(Protocol):
         ...
 
 
-class ModelPasses(Protocol):
+class Teacher(Protocol):
+    """A model whose distributions over the whole vocabulary another one learns."""
+
+    def teach(self, minibatch: Experience) -> Lesson:
+        """Return what a student on the same layout needs for its divergence at each token; collective."""
+        ...
+
+
+class ModelPasses(Teacher, Protocol):
     """The computations of a model."""
 
     def forward(self, batch: Rollout | Experience) -> TokenOutputs:
@@ -121,7 +129,13 @@ class ModelPasses(Protocol):
         ...
 
     def train_minibatch(
-        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         """Make one optimizer step at learning rate `lr` on this rank's rows of a global mini-batch; collective.
 
@@ -129,7 +143,7 @@ class ModelPasses(Protocol):
         rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
         clipping), `lr` and `num_microbatches`, equal on all ranks, and what the engine measures besides. `inspect`
         gets the mini-batch and the outputs that `forward` would return for it, and the entropy where the loss needs
-        it, before any weight changes; its metrics are added.
+        it, before any weight changes; its metrics are added. With a `lesson` on it the loss gets divergences, too.
 
         Raises:
             NonFiniteGradientError: on all ranks alike, before any weight changes.

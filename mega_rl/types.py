@@ -12,7 +12,7 @@ mask. Batches live on the host; an engine moves each micro-batch to its device a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -190,6 +190,19 @@ class TokenOutputs:
     entropy: Tensor | None = None  # [B, S] float32, nats, of the distribution that predicts the token
     values: Tensor | None = None  # [B, S] float32
     routing: Tensor | None = None  # [B, S, L, K] int16, as in `Experience`; not masked
+    divergence: Tensor | None = None  # [B, S] float32, nats, from a teacher's distribution that predicts the token
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A teacher's distributions at the tokens of a mini-batch, for a student on the same layout.
+
+    Empty on ranks that have no part of the vocabulary projection: all pipeline stages but the last.
+    """
+
+    hidden: Sequence[Tensor] = ()  # on the host, of each micro-batch: [its tokens on this rank, H], last hidden states
+    weight: Tensor | None = None  # [V / tp, H], this rank's rows of the vocabulary projection
+    beta: float = 1.0  # which divergence the student minimises; mega_rl.parallel.divergence
 
 
 Metrics = dict[str, float]  # "area/metric_unit" -> value

@@ -8,7 +8,15 @@ from operator import attrgetter
 from typing import Any
 
 from mega_rl.config.keys import flat, keys_below, keys_in
-from mega_rl.config.plugins.choices import ADVANTAGE, DATA, chosen, corrects, has_reference, needs_critic
+from mega_rl.config.plugins.choices import (
+    ADVANTAGE,
+    DATA,
+    chosen,
+    corrects,
+    has_reference,
+    needs_critic,
+    reads_reference,
+)
 from mega_rl.config.schema import Config, KlConfig
 
 # Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
@@ -381,7 +389,8 @@ def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = updates_of_a_batch(config) == 1
-    needed_before = algorithm.kl.placement == "reward" or ADVANTAGE.needs(config, "needs_reference")
+    needed_before = algorithm.kl.placement == "reward"
+    needed_before = needed_before or (ADVANTAGE.needs(config, "needs_reference") and reads_reference(config))
     needed_before = needed_before or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before

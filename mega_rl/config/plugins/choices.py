@@ -160,8 +160,15 @@ def needs_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    """Return whether a run has a reference: for a KL to it, or an estimator that reads its log-probs."""
-    return config.algorithm.kl.placement != "none" or ADVANTAGE.needs(config, "needs_reference")
+    """Return whether a run has a reference: for a KL to it, an estimator that reads its log-probs, or a teacher."""
+    return reads_reference(config) or LOSS.needs(config, "needs_teacher")
+
+
+def reads_reference(config: Config) -> bool:
+    """Return whether a step evaluates the reference, for its log-probs of the sampled tokens."""
+    # The loss of the same name reads no advantages.
+    of_tokens = ADVANTAGE.needs(config, "needs_reference") and config.algorithm.loss != "distillation"
+    return config.algorithm.kl.placement != "none" or of_tokens
 
 
 def corrects(config: Config) -> bool:

@@ -171,6 +171,7 @@ class LossSettings(Settings):
     needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
     needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
     needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
+    needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,21 @@ class KLCovSettings(LossSettings):
 
 
 @dataclass(frozen=True)
+class TeacherDivergenceSettings(LossSettings):
+    """On-policy distillation over the whole vocabulary, from the model of model.ref_path."""
+
+    needs_teacher: ClassVar[bool] = True
+
+    beta: float = setting(
+        1.0,
+        "Divergence of student p and teacher q: 1 is KL(p || q), 0 is KL(q || p), between them the generalised "
+        "Jensen-Shannon divergence with the mixture beta q + (1 - beta) p.",
+        min=0.0,
+        max=1.0,
+    )
+
+
+@dataclass(frozen=True)
 class CorrectionSettings(Settings):
     """No correction: every token counts fully."""
 
@@ -369,6 +385,7 @@ LOSSES: dict[str, type[LossSettings]] = {
     "dppo_kl": DPPOKLSettings,
     "clip_cov": ClipCovSettings,
     "kl_cov": KLCovSettings,
+    "distillation": TeacherDivergenceSettings,
 }
 CORRECTIONS: dict[str, type[CorrectionSettings]] = {
     "none": CorrectionSettings,

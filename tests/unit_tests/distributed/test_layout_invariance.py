@@ -38,6 +38,7 @@ from mega_rl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.algorithms import LOSSES as NEEDS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
@@ -80,7 +81,7 @@ LOSSES = {
     f"grpo with {loss}": AlgorithmConfig(
         advantage="grpo", advantage_settings={}, loss=loss, loss_aggregation="seq-mean-token-mean", epochs=2
     )
-    for loss in (OBJECTIVES if FULL else ("gmpo",))
+    for loss in ((name for name in OBJECTIVES if not NEEDS[name].needs_teacher) if FULL else ("gmpo",))
 }
 # Named parts of the reward, one of them at half weight.
 PARTS = {"gdpo": AlgorithmConfig(advantage="gdpo", advantage_settings={}, epochs=2)}

@@ -112,6 +112,9 @@ CHECKS: dict[str, Check] = {
     "packed sequences": shown("packed"),
     "bf16 with FP32 main weights and moments": shown("bf16"),
     "logits in FP32": setting("model.fp32_head=true"),
+    "divergence from a teacher over the whole vocabulary": setting(
+        "algorithm.loss=distillation", "algorithm.advantage=distillation", "model.ref_path=teacher"
+    ),
     "moments in bf16": setting(
         "engine.megatron.optimizer.precision_aware=true", "engine.megatron.optimizer.moment_dtype=bf16"
     ),

@@ -36,7 +36,9 @@ class WorkingEngine(BudgetEngine):
         super().forward(batch)
         return self.role.evaluate(batch) if self.role else TokenOutputs(logprobs=torch.zeros(batch.tokens.shape))
 
-    def train_minibatch(self, minibatch: Experience, loss: Any, *, lr: float, inspect: Any = None) -> Metrics:
+    def train_minibatch(
+        self, minibatch: Experience, loss: Any, *, lr: float, inspect: Any = None, lesson: Any = None
+    ) -> Metrics:
         super().train_minibatch(minibatch, loss, lr=lr, inspect=inspect)
         return self.role.update(minibatch, step=0, inspect=inspect)
 
