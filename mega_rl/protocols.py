@@ -51,8 +51,7 @@ class Ranks(Protocol):
 class LossOutput:
     """Loss over the tokens of one micro-batch, with its metrics.
 
-    `loss` and `sums` are shares of the global value: adding them over micro-batches and data-parallel ranks gives the
-    mini-batch's number, because every token carries its weight in the global mean.
+    `loss` and `sums` are shares: added over micro-batches and data-parallel ranks they are the mini-batch's numbers.
     """
 
     loss: Tensor  # scalar float32
@@ -145,8 +144,7 @@ class ModelPasses(Teacher, Protocol):
         gets the mini-batch and the outputs that `forward` would return for it, and the entropy where the loss needs
         it, before any weight changes; its metrics are added. With a `lesson` on it the loss gets divergences, too.
 
-        Raises:
-            NonFiniteGradientError: on all ranks alike, before any weight changes.
+        Raises NonFiniteGradientError on all ranks alike, before any weight changes.
         """
         ...
 
@@ -207,8 +205,7 @@ class RolloutEngine(Protocol):
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
         A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
-        does not matter which rank generates it nor in which batch. limits: most new tokens of each prompt's samples,
-        at most rollout.max_new_tokens, which is that of all by default.
+        does not matter which rank generates it nor in which batch. limits: most new tokens of each prompt's samples.
         """
         ...
 

@@ -8,15 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mega_rl.config.keys import flat, keys_below, keys_in
-from mega_rl.config.plugins.choices import (
-    ADVANTAGE,
-    DATA,
-    chosen,
-    corrects,
-    has_reference,
-    needs_critic,
-    reads_reference,
-)
+from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.schema import Config, KlConfig
 
 # Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
@@ -242,7 +234,7 @@ _NEEDS = (
         lambda config: bool(config.data.val_files or config.data.val_size or DATA.needs(config, "has_validation")),
         fault="has no prompts to validate on",
     ),
-    Need(("data.train_files",), "data.source=files", lambda config: chosen(config, DATA) == "files"),
+    Need(("data.train_files",), "data.source=files", lambda config: config.data.source == "files"),
     Need(
         ("data.val_files", "data.val_size"),
         "a data.source without has_validation, which has held-out rows of its own",

@@ -173,7 +173,7 @@ class PromptSampler:
 
 def _places(
     files: Sequence[str | Path] | RowSource, columns: RowColumns, fatal: list[str]
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """Yield (place, row) of every file, or of a source."""
     if isinstance(files, RowSource):
         yield from files.read(fatal)

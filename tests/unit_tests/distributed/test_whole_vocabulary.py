@@ -96,7 +96,7 @@ def test_every_layout_equals_float64(results: dict[str, Any], expected: Expected
 
 def test_the_cases_are_different(results: dict[str, Any]) -> None:
     """Micro-batches are several, the divergence is far from 0, and no two losses are the same."""
-    assert min(results[case]["reverse"]["metrics"]["num_microbatches"] for case in ("1", "padded", "cp2")) >= 2.0
+    assert min(results[case]["reverse"]["metrics"]["num_microbatches"] for case in ("1", "padded")) >= 2.0
     metrics = {loss: result["metrics"] for loss, result in results["1"].items()}
     assert metrics["reverse"]["actor/teacher_divergence"] > 0.5
     assert len({round(of_loss["grad_norm"], 3) for of_loss in metrics.values()}) == len(LOSSES)
