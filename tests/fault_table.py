@@ -268,22 +268,22 @@ PARALLEL = (
     fault(
         "parallel",
         "vocab-parallel log-probs without the maximum over ranks",
-        "dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)",
-        "dist.all_reduce(maximum.clone(), op=dist.ReduceOp.MAX, group=group)",
+        "dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=columns.group)",
+        "dist.all_reduce(maximum.clone(), op=dist.ReduceOp.MAX, group=columns.group)",
         "parallel/test_vocab.py",
     ),
     fault(
         "parallel",
         "log-probs not divided by the temperature",
-        "        1.0 / temperature,\n",
-        "        1.0,\n",
+        "scale=1.0 / temperature,",
+        "scale=1.0,",
         "parallel/test_vocab.py",
     ),
     fault(
         "parallel",
         "padding of the vocabulary counts",
-        "columns = min(max(vocab_size - first, 0), width)",
-        "columns = width",
+        "count=min(max(vocab_size - first, 0), width)",
+        "count=width",
         "parallel/test_vocab.py",
     ),
 )
@@ -605,9 +605,8 @@ ENGINES = (
     fault(
         "engines",
         "temperature of the model ignored",
-        "group=self.groups.tp,\n            vocab_size=self.sharding.hf.vocab_size,\n"
-        "            temperature=self.temperature,",
-        "group=self.groups.tp,\n            vocab_size=self.sharding.hf.vocab_size,",
+        "temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature",
+        "temperature = self.groups.tp, self.sharding.hf.vocab_size, 1.0",
         INVARIANCE,
     ),
     fault(
