@@ -268,8 +268,8 @@ PARALLEL = (
     fault(
         "parallel",
         "vocab-parallel log-probs without the maximum over ranks",
-        "dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=columns.group)",
-        "dist.all_reduce(maximum.clone(), op=dist.ReduceOp.MAX, group=columns.group)",
+        "local_maximum = maximum.clone()\n        dist.all_reduce(maximum, op",
+        "local_maximum = maximum.clone()\n        dist.all_reduce(maximum.clone(), op",
         "parallel/test_vocab.py",
     ),
     fault(
