@@ -28,13 +28,13 @@ OFF_POLICY = LearningTask(
     summary="with a sampler that is not the policy, importance sampling finds the better response",
     vocabulary=TOKENS,
     prompts=[(state, "") for state in STATES],
-    held_out=[],
     reward=reward,
     settings={
         "trainer.steps": 150,
         "trainer.prompts_per_step": 4,
         "trainer.minibatch_size": 4,
         "algorithm.advantage": "rloo",
+        "algorithm.entropy_coef": 0.02,  # keeps both kinds of response in use, so that luck at the start is not the end
         "rollout.n": 128,
         "rollout.max_new_tokens": 2,
         # The noise is on purpose, so the guards against a wrong engine are open.
