@@ -13,10 +13,11 @@ HIDDEN = 64
 MAX_TOKENS = 64
 
 
-def write_model(folder: Path, vocabulary: str, *, seed: int) -> None:
+def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
     """Write a Hugging Face checkpoint (safetensors, fp32) with random weights of `seed`, and its tokenizer.
 
-    The end-of-sequence id lies outside the vocabulary, so every response has full length.
+    stop: the character that ends a response. Without one the end-of-sequence id lies outside the vocabulary, so every
+    response has full length.
     """
     config = Qwen3Config(
         vocab_size=len(vocabulary),
@@ -31,13 +32,13 @@ def write_model(folder: Path, vocabulary: str, *, seed: int) -> None:
         initializer_range=0.08,  # the usual 0.02 suits widths of thousands
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=vocabulary.index(stop) if stop else None,
         pad_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=len(vocabulary))
+    model.generation_config = GenerationConfig(eos_token_id=vocabulary.index(stop) if stop else len(vocabulary))
     disable_progress_bar()
     model.save_pretrained(folder)
     _tokenizer(vocabulary).save_pretrained(folder)

@@ -84,15 +84,18 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int, steps: int |
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mega-rl-learn-") as name:
         folder = Path(name)
-        write_model(folder / "model", task.vocabulary, seed=seed)
-        lines = (json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in task.prompts)
-        (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_model(folder / "model", task.vocabulary, stop=task.stop, seed=seed)
+        files = {"train": task.prompts, "held_out": task.held_out}
+        for file, rows in files.items():
+            lines = (json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows)
+            (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
         settings = {
             **SHARED,
             **task.settings,
             **variant.settings,
             "model.path": str(folder / "model"),
             "data.train_files": [str(folder / "train.jsonl")],
+            "data.val_files": [str(folder / "held_out.jsonl")] if task.held_out else [],
             "trainer.run_dir": str(folder / "run"),
             "trainer.seed": seed,
         }

@@ -75,6 +75,7 @@ class LearningTask:
     summary: str
     vocabulary: str  # a token each
     prompts: Sequence[tuple[str, str]]  # (prompt, answer)
+    held_out: Sequence[tuple[str, str]]  # the same, of greedy validation; empty: none
     reward: Callable[..., float]
     settings: Settings
     variants: Sequence[Variant]
@@ -82,4 +83,5 @@ class LearningTask:
     measure: Measure
     unit: str  # of what is measured
     better: str = "higher"  # or "lower"
+    stop: str = ""  # the character that ends a response; empty: every response has full length
     final_points: int = 1  # last points of a curve whose mean is the run's result

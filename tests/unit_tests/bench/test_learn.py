@@ -20,6 +20,7 @@ from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.statistics import identity
 from mega_rl.bench.learn import run
 from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_responses, expected_reward
+from mega_rl.bench.learn.neighbours_advantage import NeighboursAdvantage
 from mega_rl.bench.learn.noise import mix_with_uniform
 from mega_rl.bench.learn.results import ConfidenceBand, Curve, band, judge, summarize
 from mega_rl.bench.learn.task import Beats, LearningTask, Reaches, StepMetric, Variant
@@ -27,6 +28,7 @@ from mega_rl.bench.learn.tasks import TASKS
 from mega_rl.bench.learn.tasks.bandit import BANDIT
 from mega_rl.bench.learn.tasks.delayed_credit import LENGTH, LETTERS, POLICY_LAMBDA, STATES
 from mega_rl.bench.learn.tasks.off_policy import NOISE, SAFE_REWARD, TOKENS
+from mega_rl.bench.learn.tasks.sorting import HELD_OUT, TRAIN
 from mega_rl.cli.app import main
 from mega_rl.errors import UserError
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
@@ -38,6 +40,7 @@ TINY = LearningTask(
     summary="two arms",
     vocabulary="ab",
     prompts=[("a", ""), ("b", "")],
+    held_out=[],
     reward=lambda prompt, response: float(prompt == response),
     settings={},
     variants=[Variant("right"), Variant("wrong")],
@@ -159,6 +162,28 @@ def test_values_multiply_the_signal_of_the_first_token(critic: bool, expected: f
     advantages, _ = GAE(policy_lambda=POLICY_LAMBDA)(AdvantageInputs(experience, rewards, None, identity))
     first = advantages[experience.loss_mask].view(2, LENGTH)[:, 0]
     assert float(first[0] - first[1]) == pytest.approx(expected, rel=2e-3)
+
+
+def test_pairs_that_are_held_out_are_not_in_training() -> None:
+    train, held_out = {prompt for prompt, _ in TRAIN}, {prompt for prompt, _ in HELD_OUT}
+    assert (len(train), len(held_out), len(train | held_out)) == (80, 20, 100)
+    reward = TASKS["sorting"].reward
+    assert dict(TRAIN + HELD_OUT)["73="] == "37"
+    assert [reward("73=", text, "37", "stop") for text in ("37", "33", "73")] == pytest.approx([1.0, 0.6, 0.2])
+    assert [reward("73=", text, "37", "stop") for text in ("3", "3+", "377")] == [0.0, 0.0, 0.0]
+    assert reward("73=", "37", "37", "length") == 0.0
+
+
+def test_the_wrong_estimator_gives_every_row_the_advantage_of_the_next() -> None:
+    one = torch.ones(4, dtype=torch.int64)
+    tokens = torch.ones(4, 3, dtype=torch.int64)
+    index = torch.tensor([0, 0, 1, 1])
+    experience = Experience.from_rows(tokens, prompt_lengths=one, lengths=3 * one, prompt_index=index)
+    inputs = AdvantageInputs(experience, torch.tensor([1.0, 0.0, 0.0, 1.0]), None, identity)
+    advantages, _ = NeighboursAdvantage()(inputs)
+    # Two rewards of 0 and 1 are sqrt(1/2) deviations apart from their mean.
+    expected = torch.tensor([-1.0, -1.0, 1.0, 1.0]) * math.sqrt(0.5)
+    torch.testing.assert_close(advantages[:, 1], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)

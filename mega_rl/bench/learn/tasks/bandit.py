@@ -20,6 +20,7 @@ BANDIT = LearningTask(
     summary="a KL-constrained bandit ends at ref * exp(reward / beta)",
     vocabulary=ARMS,
     prompts=[(state, "") for state in STATES],
+    held_out=[],
     reward=reward,
     settings={
         "trainer.steps": 100,

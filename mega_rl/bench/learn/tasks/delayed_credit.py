@@ -26,6 +26,7 @@ DELAYED_CREDIT = LearningTask(
     summary="the first of 48 tokens decides the reward: with lambda 0.9 only a critic can tell",
     vocabulary=LETTERS + STATES,
     prompts=[(state, "") for state in STATES * 2],
+    held_out=[],
     reward=reward,
     settings={
         "trainer.steps": 35,

@@ -28,6 +28,7 @@ OFF_POLICY = LearningTask(
     summary="with a sampler that is not the policy, importance sampling finds the better response",
     vocabulary=TOKENS,
     prompts=[(state, "") for state in STATES],
+    held_out=[],
     reward=reward,
     settings={
         "trainer.steps": 150,
