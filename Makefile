@@ -32,7 +32,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -182,6 +182,10 @@ bench-engines: setup
 # Tasks that a wrong trainer fails, five seeds each with ablations, on one core; writes the plot of docs/learning.md.
 bench-learn: setup
 	@OMP_NUM_THREADS=1 $(BIN)/mega-rl bench learn --ablations --json learning.json --plot docs/learning.svg
+
+# GRPO's learning curves beside TRL's, five seeds each.
+bench-curves: $(BENCH_STAMP)
+	@$(BIN)/python benchmarks/learning.py
 
 campaign-checkpoint: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign

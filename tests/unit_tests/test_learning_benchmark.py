@@ -1,0 +1,127 @@
+"""The comparison of learning curves: the half that needs no TRL, with two steps, and the verdict on given runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RISING = [0.1 + 0.02 * step for step in range(30)]
+
+
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import learning  # type: ignore[import-not-found]
+
+    return learning
+
+
+def train_twice(rank: int, folder: str) -> list[list[float]]:
+    """Return the rewards of two steps, without a fault and with one."""
+    sys.path.insert(0, folder)
+    import learning
+
+    runs = [learning.run_one("mega_rl", seed=3, steps=2, fault=fault) for fault in (None, "shift")]
+    assert [len(run.step_s) for run in runs] == [1, 1]
+    return [run.rewards for run in runs]
+
+
+def test_a_fault_changes_the_second_step_and_not_the_first() -> None:
+    """Samples of the first step come from the weights at the start, which are the seed's."""
+    ((right, wrong),) = run_ranks(1, train_twice, str(BENCHMARKS), timeout_s=120)
+    assert len(right) == len(wrong) == 2
+    assert right[0] == wrong[0]
+    assert right[1] != wrong[1]
+    assert 0.0 < right[0] < 0.3, "a random model is right by chance alone"
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("ababab.", 1.0),
+        ("ababab", 1.0),
+        ("ab.", 2 / 6),
+        ("ba", 0.0),
+        ("", 0.0),
+        ("abababab", 6 / 8),
+        ("ab.abab", 2 / 6),
+    ],
+)
+def test_the_reward_by_hand(learning: Any, response: str, reward: float) -> None:
+    assert learning.repeats("ab", response) == pytest.approx(reward)
+
+
+def test_a_seed_gives_one_model_and_one_order_of_prompts(learning: Any, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("same", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        learning.write_inputs(tmp_path / name, seed=seed, steps=2)
+    for file in ("model/model.safetensors", "train.jsonl"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "same" / file).read_bytes()
+        assert (tmp_path / "a" / file).read_bytes() != (tmp_path / "other" / file).read_bytes()
+    assert len((tmp_path / "a" / "train.jsonl").read_text().splitlines()) == 2 * learning.PROMPTS
+
+
+def runs_of(learning: Any, *, gain: float = 0.0, trl_step_s: float = 0.4) -> list[Any]:
+    """Return three seeds of each trainer, mega_rl's rewards higher by `gain`."""
+    noise = (-0.01, 0.0, 0.01)
+    return [
+        learning.Run(name, seed, [reward + noise[seed] + extra for reward in RISING], [seconds] * 29)
+        for name, extra, seconds in (("mega_rl", gain, 0.1), ("trl", 0.0, trl_step_s))
+        for seed in range(3)
+    ]
+
+
+def test_equal_curves_overlap_and_the_times_are_compared_seed_by_seed(learning: Any, tmp_path: Path) -> None:
+    runs = runs_of(learning, gain=0.01)
+    assert learning.problems(runs, learning.compare(runs)) == []
+    assert learning.time_ratio(runs) == pytest.approx((0.25, 0.25, 0.25))
+    picture = tmp_path / "curves.svg"
+    assert learning.judge(runs, picture) == 0
+    assert "mega_rl" in picture.read_text()
+
+
+def test_bands_that_are_apart_are_named(learning: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three values 0.01 apart have a 95 % interval of 4.303 * 0.01 / sqrt(3) = 0.0248 to each side."""
+    assert learning.judge(runs_of(learning, gain=0.048), None) == 0
+    assert learning.judge(runs_of(learning, gain=0.052), None) == 1
+    printed = capsys.readouterr().out
+    assert "missed: the bands are apart in the windows that end with steps 10, 20, 30\n" in printed
+    assert "overlapping windows: 0 of 3" in printed
+
+
+def test_curves_that_do_not_rise_or_lack_a_seed_compare_nothing(learning: Any) -> None:
+    flat = [learning.Run(run.trainer, run.seed, [0.1 + 0.01 * run.seed] * 30, [0.1]) for run in runs_of(learning)]
+    assert [line.split(":")[0] for line in learning.problems(flat, learning.compare(flat))] == [
+        "mega_rl does not learn",
+        "trl does not learn",
+    ]
+    (line,) = learning.problems(fewer := runs_of(learning)[1:], learning.compare(fewer))
+    assert line == "the seeds of both trainers differ: {'mega_rl': [1, 2], 'trl': [0, 1, 2]}"
+
+
+def test_runs_that_are_there_already_are_joined(learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "mega_rl.json", tmp_path / "trl.json"]
+    runs = runs_of(learning)
+    for file, own in zip(files, (runs[:3], runs[3:]), strict=True):
+        file.write_text(json.dumps([vars(run) for run in own]))
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--join", *map(str, files), "--json", str(tmp_path / "all.json")])
+    assert learning.main() == 0
+    assert learning.read_runs([tmp_path / "all.json"]) == runs
+
+
+@pytest.mark.parametrize("options", [["--seeds", "1"], ["--steps", "15"], ["--steps", "10"]])
+def test_numbers_that_give_no_bands_are_refused(
+    learning: Any, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["learning.py", *options])
+    with pytest.raises(SystemExit) as stopped:
+        learning.main()
+    assert stopped.value.code == 2
+    assert f"{options[0]} {options[1]}: give" in capsys.readouterr().err
