@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, Choice, chosen, settings_of
+from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen, settings_of
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
 from mega_rl.verify.rl.independent import records
@@ -131,7 +131,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
 
     Raises UserErrors for choices that the independent trainer has no formula for.
     """
-    problems = [problem for choice in CHOICES for problem in _unknown(config, choice)]
+    problems = [problem for choice in ALGORITHM_CHOICES for problem in _unknown(config, choice)]
     if config.algorithm.loss == "kl_cov" and config.algorithm.old_logprobs != "rollout":
         problems.append(
             f"algorithm.old_logprobs={config.algorithm.old_logprobs} with algorithm.loss=kl_cov: |log ratio| has no "

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config.keys import flat
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, Choice, chosen
+from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.algorithms import OPOSettings
 from mega_rl.config.schema.setting import setting
@@ -163,7 +163,7 @@ def test_dynamic_sampling_only_chooses_the_samples_that_are_recorded(runs: Runs)
         assert all(len(different) == 2 for different in rewards.values())
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: str(choice.key))
+@pytest.mark.parametrize("choice", ALGORITHM_CHOICES, ids=lambda choice: str(choice.key))
 def test_every_formula_of_the_independent_trainer_has_a_run(choice: Choice) -> None:
     followed, _ = coverage(choice)
     assert {chosen(algorithm_run({**SHARED, **run}).config, choice) for run in ALL_RUNS.values()} == set(followed)
@@ -172,7 +172,7 @@ def test_every_formula_of_the_independent_trainer_has_a_run(choice: Choice) -> N
         assert FORMULAS[choice.key][name] == {field.name for field in fields(choice.builtin[name])}
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: str(choice.key))
+@pytest.mark.parametrize("choice", ALGORITHM_CHOICES, ids=lambda choice: str(choice.key))
 def test_the_page_lists_what_is_followed_and_what_is_refused(choice: Choice) -> None:
     followed, refused = (" ".join(f"`{name}`" for name in names) or "none" for names in coverage(choice))
     page = (Path(__file__).parents[3] / "docs" / "verify.md").read_text("utf-8")
@@ -203,7 +203,7 @@ def test_a_choice_without_a_formula_is_refused_with_the_reason(
     config = replace(Config(), algorithm=algorithm)
     changed = replace(ADVANTAGE, builtin=builtin)
     monkeypatch.setattr(reading, "ADVANTAGE", changed)
-    monkeypatch.setattr(reading, "CHOICES", (changed, LOSS, CORRECTION))
+    monkeypatch.setattr(reading, "ALGORITHM_CHOICES", (changed, LOSS, CORRECTION))
     if not message:
         assert lockstep_settings(config).advantage.name == name
         return
