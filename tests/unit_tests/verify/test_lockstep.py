@@ -68,7 +68,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "truncated weights of tokens": {**ALGORITHMS["tis"], "algorithm.loss_aggregation": "seq-mean-token-sum"},
     "sets without a deviation": {
         **ALGORITHMS["pass_at_k"],
-        "algorithm.advantage_settings": {"k": 2, "right_above": 0.2, "std": "none"},
+        "algorithm.advantage_settings": {"k": 2, "right_above": 0.1, "std": "none"},
     },
     "teacher of single tokens": {"algorithm.advantage": "distillation"},
     "filter with a critic": {**ALGORITHMS["ppo"], "reward.overlong.filter": True},
