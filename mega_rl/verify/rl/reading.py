@@ -191,7 +191,7 @@ def _unknown(config: Config, choice: Choice) -> Iterator[str]:
     name, followed = chosen(config, choice), coverage(choice)[0]
     if name not in choice.builtin:
         yield (
-            f"{choice.key}={name}: the independent trainer is written from papers and runs nobody else's code, so "
+            f"{choice.key}={name}: the independent trainer is written from papers and runs no other code, so "
             f"there is nothing to compare yours with; legal: {' '.join(followed)}"
         )
     elif name not in followed:
