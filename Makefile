@@ -197,7 +197,7 @@ planted-faults: setup
 
 # Those of reinforcement learning alone.
 campaign-rl: setup
-	@$(BIN)/python -m tests.planted_faults --areas algorithms advantages losses corrections experience data trainer steps reference
+	@$(BIN)/python -m tests.planted_faults --areas algorithms advantages losses corrections experience data trainer steps reference parts
 
 # How long the quickstart leaves a terminal silent; COMMAND measures another.
 COMMAND ?= $(BIN)/mega-rl quickstart --run-dir runs/terminal-check

@@ -20,41 +20,59 @@ if TYPE_CHECKING:
         load_config,
         register_advantage,
         register_correction,
+        register_data_source,
         register_loss,
+        register_rollout_source,
         train,
     )
     from mega_rl.config.schema import Config
+    from mega_rl.data.source import DataContext
     from mega_rl.errors import RunError, UserError
+    from mega_rl.protocols import RolloutSource
+    from mega_rl.types import Prompt, Rollout
+    from mega_rl.workers.own_rollouts.context import RolloutContext, Trajectory
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdvantageInputs",
     "Config",
+    "DataContext",
     "Outcome",
     "PolicyTokens",
+    "Prompt",
+    "Rollout",
+    "RolloutContext",
+    "RolloutSource",
     "RunError",
     "SampledTokens",
     "Trainer",
+    "Trajectory",
     "UserError",
     "__version__",
     "build_trainer",
     "load_config",
     "register_advantage",
     "register_correction",
+    "register_data_source",
     "register_loss",
+    "register_rollout_source",
     "train",
 ]
 
 _OF_API = (
-    "Outcome", "Trainer", "build_trainer", "load_config", "register_advantage", "register_correction", "register_loss",
-    "train",
+    "Outcome", "Trainer", "build_trainer", "load_config", "register_advantage", "register_correction",
+    "register_data_source", "register_loss", "register_rollout_source", "train",
 )  # fmt: skip
 _MODULES = {
     "AdvantageInputs": "mega_rl.algorithms.advantages.base",
     "PolicyTokens": "mega_rl.algorithms.losses.base",
     "SampledTokens": "mega_rl.algorithms.corrections.base",
     "Config": "mega_rl.config.schema",
+    "DataContext": "mega_rl.data.source",
+    "RolloutSource": "mega_rl.protocols",
+    **dict.fromkeys(("Prompt", "Rollout"), "mega_rl.types"),
+    **dict.fromkeys(("RolloutContext", "Trajectory"), "mega_rl.workers.own_rollouts.context"),
     "RunError": "mega_rl.errors",
     "UserError": "mega_rl.errors",
     **dict.fromkeys(_OF_API, "mega_rl.api"),

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice, Registered
+from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mega_rl.workers.reward_functions import RewardFunction
 
 
-Algorithm = TypeVar("Algorithm", bound=Registered)
+Own = TypeVar("Own", bound=Registered)
 
 
 def load_config(recipe: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -139,7 +139,7 @@ class Trainer:
             self._resources.__exit__(kind, error, trace)
 
 
-def register_advantage(name: str) -> Callable[[Algorithm], Algorithm]:
+def register_advantage(name: str) -> Callable[[Own], Own]:
     """Return a decorator by which `algorithm.advantage` may name a class or function: see `AdvantageInputs`.
 
     Raises UserError for a built-in name.
@@ -147,7 +147,7 @@ def register_advantage(name: str) -> Callable[[Algorithm], Algorithm]:
     return _registering(ADVANTAGE, name)
 
 
-def register_loss(name: str) -> Callable[[Algorithm], Algorithm]:
+def register_loss(name: str) -> Callable[[Own], Own]:
     """Return a decorator by which `algorithm.loss` may name a class or function: see `PolicyTokens`.
 
     Raises UserError for a built-in name.
@@ -155,7 +155,7 @@ def register_loss(name: str) -> Callable[[Algorithm], Algorithm]:
     return _registering(LOSS, name)
 
 
-def register_correction(name: str) -> Callable[[Algorithm], Algorithm]:
+def register_correction(name: str) -> Callable[[Own], Own]:
     """Return a decorator by which `algorithm.correction` may name a class or function: see `SampledTokens`.
 
     Raises UserError for a built-in name.
@@ -163,10 +163,26 @@ def register_correction(name: str) -> Callable[[Algorithm], Algorithm]:
     return _registering(CORRECTION, name)
 
 
-def _registering(choice: Choice, name: str) -> Callable[[Algorithm], Algorithm]:
-    def register(algorithm: Algorithm) -> Algorithm:
-        choice.register(name, algorithm)
-        return algorithm
+def register_rollout_source(name: str) -> Callable[[Own], Own]:
+    """Return a decorator by which `rollout.source` may name a class or function: see `RolloutContext`.
+
+    Raises UserError for a built-in name.
+    """
+    return _registering(ROLLOUT, name)
+
+
+def register_data_source(name: str) -> Callable[[Own], Own]:
+    """Return a decorator by which `data.source` may name a class or function: see `DataContext`.
+
+    Raises UserError for a built-in name.
+    """
+    return _registering(DATA, name)
+
+
+def _registering(choice: Choice, name: str) -> Callable[[Own], Own]:
+    def register(own: Own) -> Own:
+        choice.register(name, own)
+        return own
 
     return register
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.sequences import Sequences
@@ -51,8 +51,7 @@ class Ranks(Protocol):
 class LossOutput:
     """Loss over the tokens of one micro-batch, with its metrics.
 
-    `loss` and `sums` are shares of the global value: adding them over micro-batches and data-parallel ranks gives the
-    mini-batch's number, because every token carries its weight in the global mean.
+    `loss` and `sums` are shares: added over micro-batches and data-parallel ranks they are the mini-batch's numbers.
     """
 
     loss: Tensor  # scalar float32
@@ -109,7 +108,15 @@ class StatefulModel(Protocol):
         ...
 
 
-class ModelPasses(Protocol):
+class Teacher(Protocol):
+    """A model whose distributions over the whole vocabulary another one learns."""
+
+    def teach(self, minibatch: Experience) -> Lesson:
+        """Return what a student on the same layout needs for its divergence at each token; collective."""
+        ...
+
+
+class ModelPasses(Teacher, Protocol):
     """The computations of a model."""
 
     def forward(self, batch: Rollout | Experience) -> TokenOutputs:
@@ -121,7 +128,13 @@ class ModelPasses(Protocol):
         ...
 
     def train_minibatch(
-        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         """Make one optimizer step at learning rate `lr` on this rank's rows of a global mini-batch; collective.
 
@@ -129,10 +142,9 @@ class ModelPasses(Protocol):
         rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
         clipping), `lr` and `num_microbatches`, equal on all ranks, and what the engine measures besides. `inspect`
         gets the mini-batch and the outputs that `forward` would return for it, and the entropy where the loss needs
-        it, before any weight changes; its metrics are added.
+        it, before any weight changes; its metrics are added. With a `lesson` on it the loss gets divergences, too.
 
-        Raises:
-            NonFiniteGradientError: on all ranks alike, before any weight changes.
+        Raises NonFiniteGradientError on all ranks alike, before any weight changes.
         """
         ...
 
@@ -188,11 +200,12 @@ class RolloutEngine(Protocol):
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
         A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
-        does not matter which rank generates it nor in which batch.
+        does not matter which rank generates it nor in which batch. limits: most new tokens of each prompt's samples.
         """
         ...
 
@@ -212,6 +225,7 @@ class BackgroundEngine(RolloutEngine, Protocol[Samples]):
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Samples:
         """Generate this rank's samples; may run on another thread, for it does no collective."""
         ...
@@ -316,8 +330,8 @@ class ServerMemory(Protocol):
 class Scorer(Protocol):
     """Reward role: responses in, scores out."""
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the reward of each row, [B] float32."""
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        """Return the reward of each row; the names of its parts are the same on all ranks and in every call."""
         ...
 
     def metrics(self) -> Metrics:

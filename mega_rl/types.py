@@ -12,8 +12,8 @@ mask. Batches live on the host; an engine moves each micro-batch to its device a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,38 @@ class Rollout:
         return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
 
 
+@dataclass(frozen=True)
+class RewardParts:
+    """Named parts of the rewards of rows, of which the weighted sum is the reward."""
+
+    names: tuple[str, ...]  # of the K parts, in alphabetical order: ("correct", "format")
+    weights: tuple[float, ...]  # of each part in the reward; 0: it is only shown
+    values: Tensor  # [B, K] float32, as scored, before weights
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Rewards of a rollout's rows; 0 in rows of failed samples."""
+
+    totals: Tensor  # [B] float32
+    parts: RewardParts | None = None  # None: the rewards have no named parts
+
+    def __getitem__(self, rows: Tensor) -> Rewards:
+        """Return the rewards of some rows; rows: [n] int64, or [B] bool."""
+        parts = None if self.parts is None else replace(self.parts, values=self.parts.values[rows])
+        return Rewards(self.totals[rows], parts)
+
+    def columns(self) -> Tensor:
+        """Return [B, 1 + K] float32: totals, then parts."""
+        totals = self.totals[:, None]
+        return totals if self.parts is None else torch.cat([totals, self.parts.values], dim=1)
+
+    def with_columns(self, columns: Tensor) -> Rewards:
+        """Return the rewards of other rows from their `columns`, of the same parts."""
+        parts = None if self.parts is None else replace(self.parts, values=columns[:, 1:])
+        return Rewards(columns[:, 0], parts)
+
+
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass
 class Experience:
     """A rollout with everything the losses need; batch_size [B], this data-parallel rank's rows, as in `Rollout`."""
@@ -158,6 +190,19 @@ class TokenOutputs:
     entropy: Tensor | None = None  # [B, S] float32, nats, of the distribution that predicts the token
     values: Tensor | None = None  # [B, S] float32
     routing: Tensor | None = None  # [B, S, L, K] int16, as in `Experience`; not masked
+    divergence: Tensor | None = None  # [B, S] float32, nats, from a teacher's distribution that predicts the token
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A teacher's distributions at the tokens of a mini-batch, for a student on the same layout.
+
+    Empty on ranks that have no part of the vocabulary projection: all pipeline stages but the last.
+    """
+
+    hidden: Sequence[Tensor] = ()  # on the host, of each micro-batch: [its tokens on this rank, H], last hidden states
+    weight: Tensor | None = None  # [V / tp, H], this rank's rows of the vocabulary projection
+    beta: float = 1.0  # which divergence the student minimises; mega_rl.parallel.divergence
 
 
 Metrics = dict[str, float]  # "area/metric_unit" -> value

@@ -26,7 +26,7 @@ from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.config.schema.algorithms import ADVANTAGES, LOSSES
-from mega_rl.types import Experience, TokenOutputs, row_numbers
+from mega_rl.types import Experience, RewardParts, TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 
 WORDS, LENGTH, GROUP, BETA = 4, 2, 3, 0.3
@@ -44,6 +44,7 @@ ESTIMATED: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "grpo, no deviation": ("grpo", {"std": "none"}, (GROUP - 1) / GROUP),
     "grpo, batch": ("grpo", {"std": "batch"}, (GROUP - 1) / GROUP),
     "grpo": ("grpo", {}, None),
+    "gdpo": ("gdpo", {}, None),
     "opo": ("opo", {}, (GROUP - 1) / GROUP),
     "pass_at_k": ("pass_at_k", {"k": 2}, None),
     "distillation": ("distillation", {}, None),
@@ -88,8 +89,9 @@ class Result:
 
 
 def cases() -> Iterator[Case]:
-    """Yield every combination that a run accepts."""
-    for estimator, loss in itertools.product(ESTIMATED, OBJECTIVES):
+    """Yield every combination that a run accepts; a loss that a teacher gives is no estimate."""
+    sampled = [loss for loss in OBJECTIVES if not LOSSES[loss].needs_teacher]
+    for estimator, loss in itertools.product(ESTIMATED, sampled):
         area = ADVANTAGES[ESTIMATED[estimator][0]]
         if LOSSES[loss].needs_response_advantages and (area.needs_critic or area.needs_reference):
             continue
@@ -118,6 +120,7 @@ class World:
         first = int(self.logits[:WORDS].argmax())
         self.greedy = first, int(self.logits[WORDS:].view(WORDS, WORDS)[first].argmax())
         self.responses = torch.cartesian_prod(torch.arange(WORDS), torch.arange(WORDS))
+        self.first = torch.rand(WORDS, generator=generator, dtype=torch.float64)  # part of the reward, by first token
 
     def logprobs(self, logits: Tensor, responses: Tensor) -> Tensor:
         """Return the log-probs [B, 2] of responses [B, 2]."""
@@ -203,7 +206,9 @@ def gradients(world: World, case: Case, groups: Tensor, weights: Tensor, moments
         penalty = RewardKL(controller, KL_ESTIMATORS["k1"]).penalty(experience.old_logprobs, experience.ref_logprobs)
     rewards = world.rewards[responses[:, 0], responses[:, 1]]
     greedy = world.rewards[world.greedy].float().expand(count)
-    inputs = AdvantageInputs(experience, rewards.float(), penalty, moments, greedy)
+    first = world.first[responses[:, 0]]
+    parts = RewardParts(("first", "rest"), (1.0, 1.0), torch.stack([first, rewards - first], dim=1).float())
+    inputs = AdvantageInputs(experience, rewards.float(), penalty, moments, greedy, parts)
     advantages, _ = ESTIMATORS[name](**settings)(inputs)
     correction = None
     if case.correction != "none":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.fault import Fault, fault
+from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
 from tests.rl_faults import CORRECTIONS, EXPERIENCE, LOSSES
 
@@ -267,22 +268,22 @@ PARALLEL = (
     fault(
         "parallel",
         "vocab-parallel log-probs without the maximum over ranks",
-        "dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)",
-        "dist.all_reduce(maximum.clone(), op=dist.ReduceOp.MAX, group=group)",
+        "local_maximum = maximum.clone()\n        dist.all_reduce(maximum, op",
+        "local_maximum = maximum.clone()\n        dist.all_reduce(maximum.clone(), op",
         "parallel/test_vocab.py",
     ),
     fault(
         "parallel",
         "log-probs not divided by the temperature",
-        "        1.0 / temperature,\n",
-        "        1.0,\n",
+        "scale=1.0 / temperature,",
+        "scale=1.0,",
         "parallel/test_vocab.py",
     ),
     fault(
         "parallel",
         "padding of the vocabulary counts",
-        "columns = min(max(vocab_size - first, 0), width)",
-        "columns = width",
+        "count=min(max(vocab_size - first, 0), width)",
+        "count=width",
         "parallel/test_vocab.py",
     ),
 )
@@ -604,9 +605,8 @@ ENGINES = (
     fault(
         "engines",
         "temperature of the model ignored",
-        "group=self.groups.tp,\n            vocab_size=self.sharding.hf.vocab_size,\n"
-        "            temperature=self.temperature,",
-        "group=self.groups.tp,\n            vocab_size=self.sharding.hf.vocab_size,",
+        "temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature",
+        "temperature = self.groups.tp, self.sharding.hf.vocab_size, 1.0",
         INVARIANCE,
     ),
     fault(
@@ -644,8 +644,8 @@ REWARDS = (
     fault(
         "rewards",
         "scores out of their rows",
-        "scores[rows] = torch.tensor(row_scores, dtype=torch.float32)",
-        "scores[: len(rows)] = torch.tensor(row_scores, dtype=torch.float32)",
+        "for row, score in zip(rows, row_scores, strict=True):",
+        "for row, score in zip(range(len(rows)), row_scores, strict=True):",
         "workers/test_reward.py",
     ),
     fault(
@@ -707,8 +707,8 @@ REWARDS = (
     fault(
         "rewards",
         "the stop token is not counted",
-        "num_tokens=len(self.token_ids) + self.finished,",
-        "num_tokens=len(self.token_ids),",
+        "for start, stop in self.others) + self.finished",
+        "for start, stop in self.others)",
         "workers/test_reward.py",
     ),
     fault(
@@ -828,6 +828,7 @@ FAULTS: tuple[Fault, ...] = (
     *CORRECTIONS,
     *EXPERIENCE,
     *REFERENCE,
+    *PARTS,
     *DATA,
     *PARALLEL,
     *ROLLOUT,

@@ -61,8 +61,8 @@ REFERENCE = (
     fault(
         "reference",
         "a teacher's run takes the rollout engine's log-probs for the student's",
-        '"reward" or ADVANTAGE.needs(config, "needs_reference")',
-        '"reward"',
+        '(ADVANTAGE.needs(config, "needs_reference") and reads_reference(config))',
+        "False",
         "config/test_choices.py",
     ),
 )

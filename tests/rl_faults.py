@@ -157,8 +157,8 @@ EXPERIENCE = (
     fault(
         "experience",
         "rewards of the next row",
-        "AdvantageInputs(experience, rewards, penalty, sum_over_ranks)",
-        "AdvantageInputs(experience, rewards.roll(1), penalty, sum_over_ranks)",
+        "AdvantageInputs(experience, rewards.totals, penalty,",
+        "AdvantageInputs(experience, rewards.totals.roll(1), penalty,",
         LOCKSTEP,
     ),
     fault(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl import progress
+from mega_rl.config.plugins.choices import DATA
 from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
-from mega_rl.data.prompts import load_prompts, split
+from mega_rl.data.prompts import fingerprint, load_prompts, split
+from mega_rl.data.source import RowSource
+from mega_rl.errors import UserError
+from mega_rl.parallel.agreement import broadcast_json, first_failure
+from mega_rl.protocols import Ranks
 from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.types import Prompt
 
@@ -53,26 +59,53 @@ def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
     return Tokens(tokenizer, stop_ids, config.reward.skip_special_tokens)
 
 
+Split = Literal["train", "validation"]
+ReadSource = Callable[[Tokens, Split], RowSource]
+
+
 def load_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, columns: RewardColumns
+    config: Config, tokens: Tokens, *, vocab_size: int, columns: RewardColumns, source: ReadSource | None = None
 ) -> tuple[list[Prompt], Sequence[Prompt]]:
-    """Return (training prompts, held-out prompts), each with the columns that the reward reads."""
+    """Return (training prompts, held-out prompts), each with the columns that the reward reads.
+
+    source: gives the rows of a split, of a user's own data, in place of data.train_files.
+    """
     data, chat = config.data, config.data.chat
     load = partial(
         load_prompts,
-        tokenizer=tokenizer,
+        tokenizer=tokens.tokenizer,
         columns=RowColumns(data.prompt_key, data.answer_key, columns),
-        template=_chat_template(tokenizer, chat) if chat.template else None,
+        template=_chat_template(tokens.tokenizer, chat) if chat.template else None,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         malformed=data.malformed_rows,
         vocab_size=vocab_size,
     )
     with progress.phase("reading and tokenizing the data", announce=True):
-        prompts = load(data.train_files)
+        prompts = load(data.train_files if source is None else source(tokens, "train"))
+        if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
+            return prompts, load(source(tokens, "validation"))
         if data.val_files:
             return prompts, load(data.val_files)
         return split(prompts, data.val_size, seed=config.trainer.seed)
+
+
+def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[Prompt], ranks: Ranks) -> str:
+    """Return the fingerprint of the training prompts; collective. Raises UserError on all ranks for ranks that differ.
+
+    Every rank reads the data for itself, and each generates for its own prompts of what must be one list.
+    """
+    own = [fingerprint(train), fingerprint(held_out)]
+    message = None
+    if own != broadcast_json(own, ranks):
+        message = (
+            f"rank {ranks.rank} and rank 0 read different prompts; give every host the same files, and let a "
+            "data.source draw from context.seed alone"
+        )
+    message = first_failure(message, ranks)
+    if message is not None:
+        raise UserError(message)
+    return own[0]
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate:

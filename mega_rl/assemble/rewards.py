@@ -10,12 +10,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.accelerator.threads import own_cores
 from mega_rl.assemble.roles import Roles
+from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.schema import Config, RewardConfig
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, SampleListener, Scorer
-from mega_rl.workers.reward import FunctionRewards, RewardWorker, TextScorer
+from mega_rl.workers.reward import FunctionRewards, PartRule, RewardWorker, TextScorer
 from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
@@ -95,7 +96,7 @@ def build_reward(
     In `on_device` a reward model finds room on its device; `listen` adds a listener of samples as they end.
     """
     if isinstance(prepared, FunctionRewards | PooledRewards | HttpRewards):
-        arrives = config.rollout.backend == "sglang"  # sample by sample
+        arrives = config.rollout.backend == "sglang" and config.rollout.source == "single_turn"  # sample by sample
         scorer = RewardWorker(
             prepared,
             decode=decode,
@@ -103,6 +104,7 @@ def build_reward(
             everyone=everyone,
             timeout_s=config.trainer.timeout_s,
             early=None if isinstance(prepared, HttpRewards) or not arrives else prepared.begin,
+            parts=PartRule(config.reward.weights, reader=_reader_of_parts(config)),
         )
         if isinstance(prepared, PooledRewards) and arrives:
             listen(scorer.begin)
@@ -117,6 +119,11 @@ def build_reward(
     )
     worker = RewardModelWorker(roles.models.in_turn("reward"), prepared, limits=limits, everyone=everyone)
     return ScorerOnDevice(worker, on_device)
+
+
+def _reader_of_parts(config: Config) -> str:
+    """Return the setting that reads named parts of the reward; empty without one."""
+    return f"algorithm.advantage={config.algorithm.advantage}" if ADVANTAGE.needs(config, "needs_parts") else ""
 
 
 def _function_rewards(

@@ -14,6 +14,7 @@ from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, checkpoint_of
 from mega_rl.config.attention import Role
 from mega_rl.config.needs import is_on_policy, kl_estimator, models_take_turns
 from mega_rl.config.origins import recorded, short_commit
+from mega_rl.config.plugins.choices import LOSS, reads_reference
 from mega_rl.config.schema import Config, KlConfig
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
@@ -26,11 +27,12 @@ from mega_rl.metrics.startup import RoleFacts
 from mega_rl.metrics.steps import WorkMeter
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import Learner, ModelPasses, TokenModel
-from mega_rl.workers.metered import MeteredLearner, MeteredModel
+from mega_rl.protocols import Learner, ModelPasses, Teacher, TokenModel
+from mega_rl.workers.metered import MeteredLearner, MeteredModel, MeteredTeacher
 from mega_rl.workers.models import (
     AbsentWorker,
     LearningWorker,
+    Lessons,
     PolicyLoss,
     ReferenceUpdates,
     ReferenceWorker,
@@ -71,20 +73,24 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         role: models.add(role, build_engine(model, settings=plan.engine, groups=groups, accelerator=accelerator))
         for role, model in plan.models.items()
     }
-    kl = build_kl(plan.config.algorithm.kl)
-    meter = WorkMeter()
-    actor = _metered(build_actor_role(plan.config, models.in_turn("actor"), kl), engines["actor"], meter)
-    critic: Learner = AbsentWorker()
-    if "critic" in engines:
-        critic = _metered(build_critic_role(plan.config, models.in_turn("critic")), engines["critic"], meter)
+    config = plan.config
+    kl, meter = build_kl(config.algorithm.kl), WorkMeter()
     reference: TokenModel = AbsentWorker()
+    teacher: Teacher | None = None
     average = None
     if "reference" in engines:
         engine, frozen = engines["reference"], models.in_turn("reference")
-        reference = MeteredModel(ReferenceWorker(frozen), _work(engine), meter, replica_size=engine.replica.size)
-        if (settings := plan.config.algorithm.kl).reference_interval:
+        if reads_reference(config):
+            reference = MeteredModel(ReferenceWorker(frozen), _work(engine), meter, replica_size=engine.replica.size)
+        if LOSS.needs(config, "needs_teacher"):
+            teacher = MeteredTeacher(frozen, _work(engine), meter, replica_size=engine.replica.size)
+        if (settings := config.algorithm.kl).reference_interval:
             everyone = GroupRanks(groups.host_world)
             average = WeightAverage(frozen, models.in_turn("actor"), settings.reference_rate, everyone)
+    actor = _metered(build_actor_role(config, models.in_turn("actor"), kl, teacher), engines["actor"], meter)
+    critic: Learner = AbsentWorker()
+    if "critic" in engines:
+        critic = _metered(build_critic_role(config, models.in_turn("critic")), engines["critic"], meter)
     return Roles(actor, critic, reference, average, kl, engines, models, meter)
 
 
@@ -97,11 +103,14 @@ def _work(engine: ModelEngine) -> ModelWork:
     return ModelWork(engine.sharding.hf, head=engine.sharding.head)
 
 
-def build_actor_role(config: Config, engine: ModelPasses, kl: KLController) -> Learner:
-    """Return the role of the policy on its engine: it learns when the critic's warm-up is over."""
-    algorithm = config.algorithm
+def build_actor_role(config: Config, engine: ModelPasses, kl: KLController, teacher: Teacher | None = None) -> Learner:
+    """Return the role of the policy on its engine: it learns when the critic's warm-up is over.
+
+    teacher: of a loss that needs one.
+    """
+    algorithm, objective = config.algorithm, build_objective(config)
     loss = PolicyLoss(
-        build_objective(config),
+        objective,
         kl=kl if algorithm.kl.placement == "loss" else None,
         kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
         entropy_coef=algorithm.entropy_coef,
@@ -111,7 +120,8 @@ def build_actor_role(config: Config, engine: ModelPasses, kl: KLController) -> L
     first_step = algorithm.critic_warmup_steps
     rate = _learning_rate(config, config.optim.lr, steps=config.trainer.steps - first_step)
     skipped = config.optim.max_skipped_steps
-    return LearningWorker("actor", engine, loss, learning_rate=rate, first_step=first_step, max_skipped_steps=skipped)
+    lessons = None if teacher is None else Lessons(teacher, beta=getattr(objective, "beta", 1.0))
+    return LearningWorker("actor", engine, loss, rate, first_step, max_skipped_steps=skipped, lessons=lessons)
 
 
 def build_critic_role(config: Config, engine: ModelPasses) -> Learner:

@@ -16,6 +16,7 @@ from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.roles import Roles
 from mega_rl.assemble.servers import is_colocated
 from mega_rl.assemble.sglang import Connection, connect
+from mega_rl.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.config.schema import Config
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, SampleListener, WeightSync
@@ -36,6 +37,7 @@ from mega_rl.types import Prompt
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
 from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
+from mega_rl.workers.own_rollouts.weights import WeightsToSource
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
 from mega_rl.workers.turns import NOTHING, PARAMETERS, ResidentModels, RolloutsInTurn
 
@@ -54,6 +56,14 @@ class Rollouts:
     listen: Callable[[SampleListener], None] = lambda listener: None
 
 
+@dataclass(frozen=True)
+class RolloutInputs:
+    """Inputs of rollouts that a run reads before its models."""
+
+    prompts: Callable[[int], Sequence[Prompt]]  # of a step
+    own: OwnRollouts | None = None  # the user's source in place of one response to each prompt
+
+
 def build_rollouts(
     plan: RunPlan,
     accelerator: Accelerator,
@@ -62,13 +72,15 @@ def build_rollouts(
     roles: Roles,
     *,
     checkpoints: CheckpointStore,
-    prompts: Callable[[int], Sequence[Prompt]],
+    inputs: RolloutInputs,
     resources: ExitStack,
 ) -> Rollouts:
-    """Source, weight sync and checkpoints of a run; `prompts`: of a step. Waits for the servers; collective."""
+    """Return source, weight sync and checkpoints of a run. Waits for the servers; collective."""
     config, actor = plan.config, roles.actor_engine
+    if config.rollout.backend == "none":
+        return _engineless_rollouts(plan, world, roles, checkpoints, inputs)
     if servers is None:
-        return _embedded_rollouts(plan, accelerator, roles, checkpoints)
+        return _embedded_rollouts(plan, accelerator, world, roles, checkpoints, inputs)
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
     connection = resources.enter_context(connect(plan, servers, actor=actor, world=world, colocated=colocated))
@@ -81,7 +93,7 @@ def build_rollouts(
         seed=config.trainer.seed,
     )
     if config.trainer.async_steps:
-        ahead = _ahead(config, world, worker, engine, connection, prompts)
+        ahead = _ahead(config, world, worker, engine, connection, inputs.prompts)
         resources.callback(ahead.close)
         return _in_turn(
             roles.models,
@@ -91,6 +103,9 @@ def build_rollouts(
             pending=ahead,
             listen=engine.listeners.append,
         )
+    source, pending = _source(plan, world, roles, inputs, worker, connection.sync)
+    # What a source of the user's samples are turns of a response, and not what is scored.
+    listen = engine.listeners.append if inputs.own is None else _unheard
     if colocated:
         devices = SharedDevices(
             models=roles.models,
@@ -98,35 +113,73 @@ def build_rollouts(
             everyone=world,
         )
         connection.sync.add_listener(devices)
-        rollouts = ColocatedRollouts(worker, connection.sync, devices)
+        rollouts = ColocatedRollouts(source, connection.sync, devices)
         store = ColocatedCheckpoints(checkpoints, devices)
-        return Rollouts(rollouts, rollouts, store, on_device=devices.on_device, listen=engine.listeners.append)
+        return Rollouts(rollouts, rollouts, store, pending, on_device=devices.on_device, listen=listen)
     return _in_turn(
-        roles.models, source=worker, sync=connection.sync, checkpoints=checkpoints, listen=engine.listeners.append
+        roles.models, source=source, sync=connection.sync, checkpoints=checkpoints, pending=pending, listen=listen
     )
 
 
-def _embedded_rollouts(plan: RunPlan, accelerator: Accelerator, roles: Roles, checkpoints: CheckpointStore) -> Rollouts:
+def _embedded_rollouts(
+    plan: RunPlan,
+    accelerator: Accelerator,
+    world: GroupRanks,
+    roles: Roles,
+    checkpoints: CheckpointStore,
+    inputs: RolloutInputs,
+) -> Rollouts:
     """Return rollouts of the engine in this process."""
     rollout, actor, engine = plan.config.rollout, roles.actor_engine, _embedded_engine(plan, accelerator)
+    worker = RolloutWorker(
+        engine=engine,
+        data_parallel=actor.data_parallel,
+        replica=actor.replica,
+        n=rollout.n,
+        seed=plan.config.trainer.seed,
+    )
+    sync = EmbeddedWeightSync(
+        actor.export_weights,
+        engine,
+        bucket_bytes=rollout.bucket_mib << 20,
+        verify_interval=rollout.verify_interval,
+    )
+    source, pending = _source(plan, world, roles, inputs, worker, sync)
+    return _in_turn(
+        roles.models, source=source, sync=sync, checkpoints=checkpoints, pending=pending, while_generating=NOTHING
+    )
+
+
+def _engineless_rollouts(
+    plan: RunPlan, world: GroupRanks, roles: Roles, checkpoints: CheckpointStore, inputs: RolloutInputs
+) -> Rollouts:
+    """Return rollouts of a user's source without an engine, which gets the weights itself where it takes them."""
+    assert inputs.own is not None, "rollout.backend=none with rollout.source=single_turn, which a rule refuses"
+    sync = WeightsToSource(roles.actor_engine.export_weights)
+    made = make_rollout_source(inputs.own, plan, roles, everyone=world, engine=None, sync=sync)
+    sync.receiver = made.receiver
     return _in_turn(
         roles.models,
-        source=RolloutWorker(
-            engine=engine,
-            data_parallel=actor.data_parallel,
-            replica=actor.replica,
-            n=rollout.n,
-            seed=plan.config.trainer.seed,
-        ),
-        sync=EmbeddedWeightSync(
-            actor.export_weights,
-            engine,
-            bucket_bytes=rollout.bucket_mib << 20,
-            verify_interval=rollout.verify_interval,
-        ),
+        source=made.source,
+        sync=sync,
         checkpoints=checkpoints,
+        pending=made.state,
         while_generating=NOTHING,
     )
+
+
+def _source(
+    plan: RunPlan, world: GroupRanks, roles: Roles, inputs: RolloutInputs, worker: RolloutWorker, sync: WeightSync
+) -> tuple[RolloutSource, RankState | None]:
+    """Return the worker, or the user's source over its engine with the state that a checkpoint keeps."""
+    if inputs.own is None:
+        return worker, None
+    made = make_rollout_source(inputs.own, plan, roles, everyone=world, engine=worker.engine, sync=sync)
+    return made.source, made.state
+
+
+def _unheard(listener: SampleListener) -> None:
+    """Add no listener: it hears of no sample, and the reward scores them when all are there."""
 
 
 def _in_turn(

@@ -15,13 +15,14 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
-from mega_rl.assemble.data import Tokens, load_data, read_tokens, warn_of_date, warn_of_few
+from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens, warn_of_date, warn_of_few
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
-from mega_rl.assemble.rollouts import Rollouts, build_rollouts
+from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
+from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
 from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
@@ -30,7 +31,7 @@ from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
-from mega_rl.data.prompts import PromptSampler, fingerprint
+from mega_rl.data.prompts import PromptSampler
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
@@ -67,6 +68,7 @@ class _RunInputs:
     reward: TextScorer | TokenRows
     train: list[Prompt]
     held_out: Sequence[Prompt]
+    own_rollouts: OwnRollouts | None
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def build_trainer(
     world = GroupRanks(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0, resources=resources)
-    checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint(inputs.train))
+    fingerprint = agreed_fingerprint(inputs.train, inputs.held_out, world)
+    checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
     # released their memory before.
@@ -112,7 +115,7 @@ def build_trainer(
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
-            checkpoints=checkpoints, prompts=prompts.batch, resources=resources,
+            checkpoints=checkpoints, inputs=RolloutInputs(prompts.batch, inputs.own_rollouts), resources=resources,
         )  # fmt: skip
     restored = _restore(checkpoints, roles, rollouts, config.trainer)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))
@@ -128,17 +131,19 @@ def _read_inputs(
     """Return tokenizer, rewards and prompts. Raises UserError and UserErrors."""
     config = plan.config
     tokens = read_tokens(config, is_writer=is_writer)
+    own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
     reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function, resources=resources)
     train, held_out = load_data(
         config,
-        tokens.tokenizer,
+        tokens,
         vocab_size=plan.models["actor"].hf.vocab_size,
         columns=reward_columns(config, reward),
+        source=source,
     )
     if is_writer:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
         warn_of_date(tokens.tokenizer, config.data.chat)
-    return _RunInputs(tokens, reward, train, held_out)
+    return _RunInputs(tokens, reward, train, held_out, own_rollouts)
 
 
 def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig) -> Restored:
@@ -273,7 +278,12 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
         scorer=reward,
         ranks=parts.roles.actor_engine.data_parallel,
         phase=timer.phase,
-        plan=SamplingPlan(per_step, settings.prompts or per_step, settings.max_generations),
+        plan=SamplingPlan(
+            per_step,
+            settings.prompts or per_step,
+            settings.max_generations,
+            by_parts=ADVANTAGE.needs(config, "needs_parts"),
+        ),
         drawn=parts.restored.prompts_drawn,
     )
     return _Sampling(dynamic, dynamic, dynamic)

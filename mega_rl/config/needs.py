@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mega_rl.config.keys import flat, keys_below, keys_in
-from mega_rl.config.plugins.choices import ADVANTAGE, corrects, has_reference, needs_critic
+from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.schema import Config, KlConfig
 
 # Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
@@ -230,9 +230,15 @@ _NEEDS = (
     ),
     Need(
         ("trainer.val_interval",),
-        "data.val_files or data.val_size",
-        lambda config: bool(config.data.val_files or config.data.val_size),
+        "data.val_files, data.val_size, or a data.source with has_validation = True",
+        lambda config: bool(config.data.val_files or config.data.val_size or DATA.needs(config, "has_validation")),
         fault="has no prompts to validate on",
+    ),
+    Need(("data.train_files",), "data.source=files", lambda config: config.data.source == "files"),
+    Need(
+        ("data.val_files", "data.val_size"),
+        "a data.source without has_validation, which has held-out rows of its own",
+        lambda config: not DATA.needs(config, "has_validation"),
     ),
     Need(
         ("trainer.async_steps",),
@@ -240,7 +246,18 @@ _NEEDS = (
         lambda config: config.rollout.backend == "sglang",
         fault="cannot run ahead",
     ),
+    Need(
+        ("trainer.async_steps",),
+        "rollout.source=single_turn: another source may read anything of the trainer, which has moved on",
+        lambda config: config.rollout.source == "single_turn",
+        fault="cannot run ahead",
+    ),
     Need(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
+    Need(
+        ("reward.weights",),
+        "rewards that may have named parts: reward.source=http, or reward.function=path/to/file.py:function",
+        lambda config: may_have_parts(config),
+    ),
     Need(
         ("reward.skip_special_tokens",),
         "reward.source=function or http: a reward model reads tokens, or a conversation without them",
@@ -259,6 +276,11 @@ _NEEDS = (
     ),
     Need(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
     Need(("metrics.project", "metrics.run_name"), "metrics.trackers", lambda config: bool(config.metrics.trackers)),
+    Need(
+        ("rollout.dtype", "rollout.verify_interval"),
+        "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
+        lambda config: config.rollout.backend != "none",
+    ),
     Need(("rollout.hf.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
     Need(keys_below("rollout.sglang"), "rollout.backend=sglang", lambda config: config.rollout.backend == "sglang"),
     Need(
@@ -277,6 +299,11 @@ _NEEDS = (
         ("rollout.sglang.return_routing",),
         "engine.backend=megatron with engine.megatron.moe.routing_replay=true, which replays what servers report",
         lambda config: config.engine.backend == "megatron" and config.engine.megatron.moe.routing_replay,
+    ),
+    Need(
+        ("rollout.sglang.return_routing",),
+        "rollout.source=single_turn: rollouts of several turns carry no experts",
+        lambda config: config.rollout.source == "single_turn",
     ),
     _within(
         "rollout.dynamic_sampling",
@@ -334,6 +361,12 @@ def models_take_turns(config: Config, *, colocated: bool) -> bool:
     return has_several_models(config) and movable and (wanted == "one" or (wanted == "auto" and colocated))
 
 
+def may_have_parts(config: Config) -> bool:
+    """Return whether rewards may have named parts: those of a service and of a user's function."""
+    reward = config.reward
+    return reward.source == "http" or (reward.source == "function" and ":" in reward.function)
+
+
 def has_pass_for_old_logprobs(config: Config) -> bool:
     """Return whether a step has a forward of the actor of its own for the log-probs before the update."""
     return config.algorithm.old_logprobs != "rollout" and not is_on_policy(config)
@@ -348,7 +381,8 @@ def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = updates_of_a_batch(config) == 1
-    needed_before = algorithm.kl.placement == "reward" or ADVANTAGE.needs(config, "needs_reference")
+    needed_before = algorithm.kl.placement == "reward"
+    needed_before = needed_before or (ADVANTAGE.needs(config, "needs_reference") and reads_reference(config))
     needed_before = needed_before or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before

@@ -36,7 +36,8 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
     An int given for a float becomes one, and a single item given for a list a list of one. Raises BadValue.
     """
     if isinstance(kind, types.GenericAlias):
-        return _coerce_mapping(value) if kind.__origin__ is dict else _coerce_list(value, kind.__args__[0], field)
+        *_, item = kind.__args__
+        return _coerce_mapping(value, item) if kind.__origin__ is dict else _coerce_list(value, item, field)
     number_given = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and number_given:
         value = float(value)  # type: ignore[arg-type]
@@ -71,7 +72,7 @@ def _coerce_list(value: object, item: type, field: dataclasses.Field[Any]) -> li
     return list(value)
 
 
-def _coerce_mapping(value: object) -> dict[str, Any]:
+def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadValue("needs a mapping of names to values; write it as {name: value}")
     for name, entry in value.items():
@@ -81,7 +82,12 @@ def _coerce_mapping(value: object) -> dict[str, Any]:
             raise BadValue(
                 f"the value of {name} must be made of texts, finite numbers, true, false, null, [a, b], {{a: b}}"
             )
-    return dict(value)
+    if kind is not float:
+        return dict(value)
+    for name, entry in value.items():
+        if isinstance(entry, bool) or not isinstance(entry, (int, float)):
+            raise BadValue(f"the value of {name} must be a finite number")
+    return {name: float(entry) for name, entry in value.items()}
 
 
 def _is_json(value: object) -> bool:

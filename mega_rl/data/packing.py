@@ -37,6 +37,7 @@ class MicroBatch:
     lengths: tuple[int, ...]  # their lengths, in tokens, without zeros
     fields: dict[str, Tensor]  # like tokens: the batch's value of token i + 1 at position i; 0 as in targets
     held: Tensor | None = None  # [T / cp] or [S / cp] int64, columns of the whole that this rank has; None: all
+    hidden: Tensor | None = None  # [tokens, H], a teacher's last hidden states at these positions; None without
 
     @property
     def packed(self) -> bool:

@@ -19,6 +19,7 @@ import jinja2
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.ordering import EPOCH, SPLIT, permutation
+from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.types import Answer, Prompt
 
@@ -58,7 +59,7 @@ class _RowProblem(Exception):
 
 
 def load_prompts(
-    files: Sequence[str | Path],
+    files: Sequence[str | Path] | RowSource,
     *,
     tokenizer: Tokenizer,
     vocab_size: int,
@@ -68,7 +69,7 @@ def load_prompts(
     overlong: str = "error",
     malformed: str = "error",
 ) -> list[Prompt]:
-    """Return every prompt of the files, in file and row order, tokenised.
+    """Return every prompt of the files, in file and row order, or of a user's source, tokenised.
 
     A prompt is a string, or with a chat `template` also a list of messages {"role", "content"}; an answer is a string
     or a number, or whatever else `columns.reward` allows. Without a chat template the tokenizer adds its special tokens
@@ -87,13 +88,12 @@ def load_prompts(
     bad: list[str] = []
     rows: list[_PromptRow] = []
     index = 0
-    for file in map(Path, files):
-        for where, content in _read(file, columns, fatal):
-            try:
-                rows.append(_parse(content, where, index, columns, template))
-            except _RowProblem as problem:
-                bad.append(f"{where}: {problem}")
-            index += 1
+    for where, content in _places(files, columns, fatal):
+        try:
+            rows.append(_parse(content, where, index, columns, template))
+        except _RowProblem as problem:
+            bad.append(f"{where}: {problem}")
+        index += 1
     prompts, long = _tokenise(
         rows,
         tokenizer,
@@ -105,7 +105,8 @@ def load_prompts(
     )
     _report(fatal, bad, long, malformed=malformed, overlong=overlong)
     if not prompts:
-        raise UserError(f"{', '.join(map(str, files))}: no usable prompt is left of {index} rows")
+        names = files.name if isinstance(files, RowSource) else ", ".join(map(str, files))
+        raise UserError(f"{names}: no usable prompt is left of {index} rows")
     return prompts
 
 
@@ -168,6 +169,17 @@ class PromptSampler:
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self._prompts), key=(self._seed, EPOCH, epoch)))
         return self._order[1][offset]
+
+
+def _places(
+    files: Sequence[str | Path] | RowSource, columns: RowColumns, fatal: list[str]
+) -> Iterator[tuple[str, object]]:
+    """Yield (place, row) of every file, or of a source."""
+    if isinstance(files, RowSource):
+        yield from files.read(fatal)
+        return
+    for file in map(Path, files):
+        yield from _read(file, columns, fatal)
 
 
 def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[str, Any]]:

@@ -105,4 +105,5 @@ def to_device(micros: list[MicroBatch], device: torch.device) -> Iterator[MicroB
             position_ids=send(micro.position_ids, device),
             targets=send(micro.targets, device),
             fields={name: send(value, device) for name, value in micro.fields.items()},
+            hidden=None if micro.hidden is None else send(micro.hidden, device),
         )

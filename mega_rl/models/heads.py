@@ -1,14 +1,16 @@
-"""The value head, and logits in float32 of the vocabulary projection."""
+"""The value head, logits in float32 of the vocabulary projection, and the hidden states before it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -54,6 +56,36 @@ def use_fp32_logits(chunks: Sequence[GPTModel]) -> None:
     for chunk in chunks:
         if chunk.post_process:
             chunk.output_layer._forward_impl = _fp32_logits
+
+
+@contextmanager
+def hidden_outputs(chunks: Sequence[GPTModel]) -> Iterator[None]:
+    """Let the chunks return the last hidden states, [b, S, H] whole on every rank, in the place of logits."""
+    heads = [chunk.output_layer for chunk in chunks if chunk.post_process]
+    for head in heads:
+        head.forward = partial(_hidden, head)
+    try:
+        yield
+    finally:
+        for head in heads:
+            del head.forward
+
+
+def projection(chunks: Sequence[GPTModel]) -> Tensor | None:
+    """Return the rows of the vocabulary projection on this rank, [V / tp, H]; None off the last pipeline stage."""
+    for chunk in chunks:
+        if chunk.post_process:
+            tied = chunk.share_embeddings_and_output_weights
+            weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+            return weight.detach()
+    return None
+
+
+def _hidden(head: ColumnParallelLinear, hidden: Tensor, **of_product: object) -> tuple[Tensor, None]:
+    """Return (the input of the projection [S, B, H], whole over tensor parallelism, None)."""
+    if head.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, group=head.tp_group)
+    return hidden, None
 
 
 def _fp32_logits(

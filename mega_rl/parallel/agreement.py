@@ -34,6 +34,13 @@ def first_failure(message: str | None, ranks: Ranks) -> str | None:
     return next(iter(messages.values()), None)
 
 
+def first_names(names: list[str] | None, ranks: Ranks) -> list[str] | None:
+    """Return the names of the lowest rank that has some, maybe an empty list; None if no rank has; collective."""
+    text = first_failure(None if names is None else json.dumps(names), ranks)
+    first: list[str] | None = None if text is None else json.loads(text)
+    return first
+
+
 def all_failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[dict[int, str], int]:
     """Return (messages by rank of the lowest `most` ranks that have one, number of ranks that have one); collective.
 

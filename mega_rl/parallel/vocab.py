@@ -15,6 +15,7 @@ On a CUDA device with Triton, which torch for CUDA brings along, both passes ove
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -63,29 +64,81 @@ def vocab_parallel_logprobs_entropy(
             an output layer's result is; autograd raises where somebody does, and on a second backward. False allocates
             a gradient of the logits' size.
     """
-    assert logits.dim() == 2, f"logits are [T, V / tp], not {tuple(logits.shape)}"
-    assert targets.shape == logits.shape[:1], f"targets {tuple(targets.shape)} for logits {tuple(logits.shape)}"
-    assert temperature > 0, f"temperature={temperature} must be above 0"
-    tp_rank, tp_size = (0, 1) if group is None else (group.rank(), group.size())
-    width = logits.shape[1]
-    first = tp_rank * width
-    vocab_size = width * tp_size if vocab_size is None else vocab_size
-    assert vocab_size <= width * tp_size, f"vocab_size={vocab_size} is above the {width * tp_size} columns there are"
-    columns = min(max(vocab_size - first, 0), width)
-    if chunk_rows is None:
-        budget = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else GPU_CHUNK_ELEMENTS
-        chunk_rows = max(1, budget // max(1, width))
-    logprobs, entropy = _LogprobsEntropy.apply(
-        logits,
-        targets - first,
-        group if tp_size > 1 else None,
-        columns,
-        1.0 / temperature,
-        chunk_rows,
-        with_entropy,
-        inplace_backward,
+    columns = VocabColumns.of(
+        logits, targets, group=group, vocab_size=vocab_size, temperature=temperature, chunk_rows=chunk_rows
     )
+    logprobs, entropy = _LogprobsEntropy.apply(logits, targets - columns.first, columns, with_entropy, inplace_backward)
     return logprobs, (entropy if with_entropy else None)
+
+
+@dataclass(frozen=True)
+class VocabColumns:
+    """A rank's columns of logits [T, V / tp] that are split over a tensor-parallel group."""
+
+    group: ProcessGroup | None  # None: the whole vocabulary is here
+    first: int  # of the vocabulary
+    count: int  # columns of the vocabulary; what follows them is padding
+    scale: float  # that logits are multiplied by: 1 / temperature
+    chunk_rows: int  # handled at a time without kernels; the same on all ranks
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        group: ProcessGroup | None,
+        vocab_size: int | None,
+        temperature: float,
+        chunk_rows: int | None = None,
+    ) -> VocabColumns:
+        """Return the columns of this rank; arguments as of `vocab_parallel_logprobs_entropy`."""
+        assert logits.dim() == 2, f"logits are [T, V / tp], not {tuple(logits.shape)}"
+        assert targets.shape == logits.shape[:1], f"targets {tuple(targets.shape)} for logits {tuple(logits.shape)}"
+        assert temperature > 0, f"temperature={temperature} must be above 0"
+        tp_rank, tp_size = (0, 1) if group is None else (group.rank(), group.size())
+        width = logits.shape[1]
+        first = tp_rank * width
+        vocab_size = width * tp_size if vocab_size is None else vocab_size
+        assert vocab_size <= width * tp_size, f"vocab_size={vocab_size} is above the {width * tp_size} columns"
+        budget = CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        return cls(
+            group=group if tp_size > 1 else None,
+            first=first,
+            count=min(max(vocab_size - first, 0), width),
+            scale=1.0 / temperature,
+            chunk_rows=max(1, budget // max(1, width)) if chunk_rows is None else chunk_rows,
+        )
+
+
+@dataclass(frozen=True)
+class RowValues:
+    """Numbers of each row of logits over the whole vocabulary, [T] float32 each."""
+
+    maximum: Tensor
+    log_sum: Tensor  # of exp((logits - maximum) / temperature)
+    logprobs: Tensor  # of the targets
+    entropy: Tensor  # uninitialised where it was not asked for
+
+
+def row_values(logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, with_entropy: bool) -> RowValues:
+    """Return the numbers of each row; two all-reduces. `local_targets` count from this rank's first column."""
+    kernels = _kernels(logits)
+    if kernels is not None:
+        maximum, sums = kernels.local_sums(
+            logits, local_targets, columns=columns.count, scale=columns.scale, with_entropy=with_entropy
+        )
+    else:
+        maximum, sums = _local_sums(logits, local_targets, columns, with_entropy=with_entropy)
+    if columns.group is not None:
+        local_maximum = maximum.clone()
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=columns.group)
+        if columns.count:
+            _shift(sums, (local_maximum - maximum) * columns.scale, hit=_hits(local_targets, columns.count))
+        dist.all_reduce(sums, group=columns.group)
+    log_sum = sums[0].log()
+    entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.empty_like(log_sum)
+    return RowValues(maximum, log_sum, sums[1] - log_sum, entropy)
 
 
 class _LogprobsEntropy(torch.autograd.Function):
@@ -96,54 +149,50 @@ class _LogprobsEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         local_targets: Tensor,
-        group: ProcessGroup | None,
-        columns: int,
-        scale: float,
-        chunk_rows: int,
+        columns: VocabColumns,
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        kernels = _kernels(logits)
-        if kernels is not None:
-            maximum, sums = kernels.local_sums(
-                logits, local_targets, columns=columns, scale=scale, with_entropy=with_entropy
-            )
-        else:
-            maximum, sums = _local_sums(
-                logits, local_targets, columns=columns, scale=scale, chunk_rows=chunk_rows, with_entropy=with_entropy
-            )
-        if group is not None:
-            local_maximum = maximum.clone()
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-            if columns:
-                _shift(sums, (local_maximum - maximum) * scale, hit=_hits(local_targets, columns))
-            dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log()
-        logprobs = sums[1] - log_sum
-        entropy = log_sum - sums[2] / sums[0] if with_entropy else torch.empty_like(log_sum)
+        rows = row_values(logits, local_targets, columns, with_entropy=with_entropy)
         if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(logits, local_targets, maximum, log_sum, entropy)
+            ctx.mark_non_differentiable(rows.entropy)
+        ctx.save_for_backward(logits, local_targets, rows.maximum, rows.log_sum, rows.entropy)
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.scale, ctx.chunk_rows, ctx.inplace = columns, scale, chunk_rows, inplace_backward
-        return logprobs, entropy
+        ctx.columns, ctx.inplace = columns, inplace_backward
+        return rows.logprobs, rows.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, local_targets, maximum, log_sum, entropy = ctx.saved_tensors
-        nothing = (None,) * 7
+        logits, local_targets, *values = ctx.saved_tensors
+        nothing = (None,) * 4
         if grad_logprobs is None and grad_entropy is None:
             return (None, *nothing)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_sum)
         grad = logits if ctx.inplace else torch.empty_like(logits)
-        row_values, of_results = (maximum, log_sum, entropy), (grad_logprobs, grad_entropy)
-        kernels, how = _kernels(logits), {"columns": ctx.columns, "scale": ctx.scale}
-        if kernels is not None:
-            kernels.write_gradient(grad, logits, local_targets, row_values, of_results, **how)
-        else:
-            _write_gradient(grad, logits, local_targets, row_values, of_results, chunk_rows=ctx.chunk_rows, **how)
+        write_gradient(grad, logits, local_targets, tuple(values), (grad_logprobs, grad_entropy), ctx.columns)
         return (grad, *nothing)
+
+
+def write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    local_targets: Tensor,
+    values: tuple[Tensor, Tensor, Tensor],
+    of_results: tuple[Tensor | None, Tensor | None],
+    columns: VocabColumns,
+) -> None:
+    """Write the gradient of rows of logits into `grad`, which may be the logits themselves; 0 on padding.
+
+    values: maximum, log_sum and entropy of `RowValues`. of_results: gradients of log-probs and entropies, [T] float32,
+    None where there is none.
+    """
+    grad_logprobs, grad_entropy = of_results
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(values[1])
+    results, kernels = (grad_logprobs, grad_entropy), _kernels(logits)
+    if kernels is not None:
+        kernels.write_gradient(grad, logits, local_targets, values, results, columns=columns.count, scale=columns.scale)
+    else:
+        _write_gradient(grad, logits, local_targets, values, results, columns)
 
 
 def _kernels(logits: Tensor) -> ModuleType | None:
@@ -157,23 +206,17 @@ def _write_gradient(
     local_targets: Tensor,
     row_values: tuple[Tensor, Tensor, Tensor],
     of_results: tuple[Tensor, Tensor | None],
-    *,
-    columns: int,
-    scale: float,
-    chunk_rows: int,
+    columns: VocabColumns,
 ) -> None:
-    """Write the gradient of logits [T, V / tp] into `grad`, which may be the logits themselves; 0 beyond `columns`.
-
-    row_values: maximum over all ranks, log of the sum and entropy of each row, [T] float32.
-    of_results: gradients of the log-probs and, unless None, of the entropies, [T] float32.
-    """
+    """Write the gradient of logits [T, V / tp] into `grad`, as `write_gradient` does, in chunks of rows."""
     maximum, log_sum, entropy = row_values
     grad_logprobs, grad_entropy = of_results
-    grad[:, columns:] = 0
-    hit = _hits(local_targets, columns)
-    for rows in _row_chunks(len(logits), chunk_rows if columns else 0):
+    count, scale = columns.count, columns.scale
+    grad[:, count:] = 0
+    hit = _hits(local_targets, count)
+    for rows in row_chunks(len(logits), columns.chunk_rows if count else 0):
         # log p, then p; the rest is the two formulas at the top of the module, with p factored out.
-        logp = _scaled_difference(logits[rows, :columns], maximum[rows], scale).sub_(log_sum[rows, None])
+        logp = scaled_difference(logits[rows, :count], maximum[rows], scale).sub_(log_sum[rows, None])
         weight = -scale * grad_logprobs[rows]
         if grad_entropy is None:
             piece = logp.exp_().mul_(weight[:, None])
@@ -182,26 +225,26 @@ def _write_gradient(
             probability = logp.exp()
             piece = logp.add_(entropy[rows, None]).mul_(slope[:, None]).add_(weight[:, None]).mul_(probability)
         at_target = torch.where(hit[rows], -weight, 0.0)[:, None]
-        piece.scatter_add_(1, _inside(local_targets[rows], columns)[:, None], at_target)
-        grad[rows, :columns] = piece
+        piece.scatter_add_(1, _inside(local_targets[rows], count)[:, None], at_target)
+        grad[rows, :count] = piece
 
 
 def _local_sums(
-    logits: Tensor, local_targets: Tensor, *, columns: int, scale: float, chunk_rows: int, with_entropy: bool
+    logits: Tensor, local_targets: Tensor, columns: VocabColumns, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """(row maxima [T], sums [2 or 3, T]) over this rank's columns, float32.
 
     Against the row's own maximum: sum exp z, z of the target where it is here (else 0), and sum z exp z.
     """
-    tokens = len(logits)
+    tokens, count = len(logits), columns.count
     maximum = torch.full((tokens,), torch.finfo(torch.float32).min, device=logits.device)
     sums = torch.zeros(3 if with_entropy else 2, tokens, device=logits.device)
-    hit = _hits(local_targets, columns)
-    for rows in _row_chunks(tokens, chunk_rows if columns else 0):
-        part = logits[rows, :columns]
+    hit = _hits(local_targets, count)
+    for rows in row_chunks(tokens, columns.chunk_rows if count else 0):
+        part = logits[rows, :count]
         maximum[rows] = part.amax(dim=1).float()
-        z = _scaled_difference(part, maximum[rows], scale)
-        at_target = z.gather(1, _inside(local_targets[rows], columns)[:, None])[:, 0]
+        z = scaled_difference(part, maximum[rows], columns.scale)
+        at_target = z.gather(1, _inside(local_targets[rows], count)[:, None])[:, 0]
         sums[1, rows] = torch.where(hit[rows], at_target, 0.0)
         exponential = z.exp() if with_entropy else z.exp_()
         sums[0, rows] = exponential.sum(dim=1)
@@ -219,14 +262,14 @@ def _shift(sums: Tensor, distance: Tensor, *, hit: Tensor) -> None:
     sums[0] *= factor
 
 
-def _scaled_difference(logits: Tensor, maximum: Tensor, scale: float) -> Tensor:
+def scaled_difference(logits: Tensor, maximum: Tensor, scale: float) -> Tensor:
     """(logits - maximum) * scale as a new float32 tensor; the difference first, which large logits need."""
     z = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     torch.sub(logits, maximum[:, None], out=z)
     return z if scale == 1.0 else z.mul_(scale)
 
 
-def _row_chunks(tokens: int, chunk_rows: int) -> Iterator[slice]:
+def row_chunks(tokens: int, chunk_rows: int) -> Iterator[slice]:
     """Yield slices that cover the rows; none if `chunk_rows` is 0, as on a rank that holds only padding."""
     if chunk_rows:
         yield from (slice(start, min(start + chunk_rows, tokens)) for start in range(0, tokens, chunk_rows))

@@ -151,7 +151,7 @@ def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
     sizes += [(n * machine.ranks_per_node, n) for n in (2, 4, 8) if machine.num_nodes % n == 0]
     heads = setup.actor.hf.num_heads
     fitting = [(tp, n) for tp, n in sizes if weights / tp < machine.gpu_memory / 2 and heads % tp == 0]
-    if not fitting or rollout.sglang.urls:
+    if not fitting or rollout.sglang.urls or rollout.backend == "none":
         return
     tp, nodes = fitting[0]
     settings: dict[str, object] = {} if tp == server.tp else {"rollout.sglang.server.tp": tp}

@@ -182,7 +182,7 @@ class _Clock:
 def transport_of(setup: RunSetup) -> str:
     """Return the way that weights take to the servers on GPUs, as rollout.sglang.sync.transport chooses it there."""
     asked = setup.config.rollout.sglang.sync.transport
-    if setup.config.rollout.backend == "hf":
+    if setup.config.rollout.backend != "sglang":
         return "gathered"
     if asked == "disk":
         return "disk"
@@ -218,6 +218,8 @@ def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> di
 def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[str, float]:
     """Return the seconds of a step's responses, on servers or embedded engines that all have as many."""
     hf, b, rollout = setup.actor.hf, setup.rollout_itemsize, setup.config.rollout
+    if rollout.backend == "none":
+        return {}
     if rollout.backend == "hf":
         rows, ranks, floor = rows_of_a_rank(setup), 1, hardware.embedded_layer_s
         together = min(rollout.hf.batch_size, rows)

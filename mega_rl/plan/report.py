@@ -210,9 +210,11 @@ def _batch_lines(setup: RunSetup) -> Iterator[str]:
         engine, fits = embedded(setup), largest_rollout(setup)
         note = "" if fits is None else f"; largest rollout.hf.batch_size that fits: {fits}"
         yield f"  generation: {engine.rows} sequences together on a rank{note}"
-    else:
+    elif setup.config.rollout.backend == "sglang":
         server = server_of(setup)
         yield f"  servers: cache of {server.sequences} sequences of full length, {in_gb(server.cache)} on a device"
+    if setup.config.rollout.source != "single_turn":
+        yield f"  rollout.source={setup.config.rollout.source}: what it does itself is not counted"
     yield f"  legal: trainer.prompts_per_step a multiple of {dp}; trainer.minibatch_size one of "
     yield f"    {listed(divisors(trainer.prompts_per_step))}"
     yield ""

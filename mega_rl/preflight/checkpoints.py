@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from mega_rl.config.plugins.choices import LOSS
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED
@@ -77,6 +78,18 @@ def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iter
         yield (
             f"algorithm.kl.reference_interval={interval}: the reference takes in the actor's weights, but model.path "
             f"and model.ref_path differ in {sides}; name a reference of the actor's architecture, or set it to 0"
+        )
+
+
+def check_teacher(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield a problem if student and teacher of a loss over the whole vocabulary have vocabularies of two sizes."""
+    pair = [checkpoints[key] for key in ("model.path", "model.ref_path") if key in checkpoints]
+    sizes = [checkpoint.vocab_size for checkpoint in pair]
+    if LOSS.needs(config, "needs_teacher") and len(set(sizes)) == 2:
+        yield (
+            f"algorithm.loss={config.algorithm.loss}: a divergence goes over one vocabulary, but model.path has "
+            f"{sizes[0]} entries and model.ref_path {sizes[1]}; take a teacher of the same size, or another loss with "
+            "algorithm.advantage=distillation, which compares the sampled tokens alone"
         )
 
 

@@ -14,7 +14,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 def check_data(data: DataConfig) -> Iterator[str]:
     """Yield the problems of the files of prompts."""
-    if not data.train_files:
+    if not data.train_files and data.source == "files":
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for name in files:

@@ -15,7 +15,13 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.facts import facts_of
 from mega_rl.errors import UserErrors
 from mega_rl.hub.resolve import HubNames, fetch, hub_names, settings_of, with_fetched
-from mega_rl.preflight.checkpoints import check_pipeline, check_reference, read_checkpoints, weight_files
+from mega_rl.preflight.checkpoints import (
+    check_pipeline,
+    check_reference,
+    check_teacher,
+    read_checkpoints,
+    weight_files,
+)
 from mega_rl.preflight.data import check_data
 from mega_rl.preflight.host import check_disk, check_folders, check_packages, check_servers
 from mega_rl.preflight.launcher import launched_world_size, refuse_tasks_of_srun
@@ -64,6 +70,7 @@ def _of_models(config: Config, checkpoints: Mapping[str, HFConfig], world_size: 
     models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
     problems = [*check(config, world_size=world_size, models=models), *check_pipeline(config, checkpoints)]
     problems += check_reference(config, checkpoints)
+    problems += check_teacher(config, checkpoints)
     if not problems:  # memory is that of legal settings
         problems += check_memory(config, checkpoints, world_size)
     problems += [*check_tokenizers(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]

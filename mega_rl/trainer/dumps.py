@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_rl.types import Prompt, Rollout
+from mega_rl.types import Prompt, Rewards, Rollout
 
 
 def sample_rows(
     rollout: Rollout,
-    rewards: Tensor,
+    rewards: Rewards,
     prompts: Sequence[Prompt],
     decode: Callable[[Sequence[int]], str],
     *,
@@ -23,9 +23,10 @@ def sample_rows(
 ) -> list[Mapping[str, Any]]:
     """Return `count` rollouts of this rank as readable rows, of as many prompts as there are; see `spread_rows`.
 
-    rewards: [B]; advantages: [B, S] float32, 0 off the mask, None of rollouts that do not train. `prompt` is the user's
+    advantages: [B, S] float32, 0 off the mask, None of rollouts that do not train. `prompt` is the user's
     text, `rendered_prompt` the text of the token ids that the model read, by `render`, which shows special tokens;
-    `response` is what the reward read, by `decode`. `advantage_mean` is over the response's tokens.
+    `response` is the text that rewards read, by `decode`, with what tools wrote. `advantage_mean` is over the policy's
+    tokens.
     """
     rows: list[Mapping[str, Any]] = []
     for row in spread_rows(rollout.prompt_index.tolist(), count):
@@ -43,9 +44,10 @@ def sample_rows(
                 "answer": prompt.answer,
                 "prompt_tokens": start,
                 "response_tokens": int(rollout.loss_mask[row].sum()),
-                "reward": float(rewards[row]),
+                "reward": float(rewards.totals[row]),
                 "finished": finished,
                 "weight_version": int(rollout.weight_version[row]),
+                **_parts_of(rewards, row),
                 **_where_known(rollout, row, advantages),
             }
         )
@@ -66,6 +68,14 @@ def spread_rows(prompt_index: Sequence[int], count: int) -> list[int]:
         taken = min(count - len(chosen), len(candidates))
         chosen += [candidates[position * len(candidates) // taken] for position in range(taken)]
     return sorted(chosen)
+
+
+def _parts_of(rewards: Rewards, row: int) -> dict[str, float]:
+    """Return the parts of a row's reward, as "reward_correct"."""
+    if rewards.parts is None:
+        return {}
+    values = rewards.parts.values[row].tolist()
+    return {f"reward_{name}": value for name, value in zip(rewards.parts.names, values, strict=True)}
 
 
 def _where_known(rollout: Rollout, row: int, advantages: Tensor | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.experience import gather_column
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class SamplingPlan:
     prompts_per_step: int  # that train
     prompts: int  # of each generation
     max_generations: int
+    by_parts: bool = False  # a difference in a part of the rewards that has a weight is one, even of equal totals
 
 
 @dataclass
@@ -47,13 +48,13 @@ class DynamicSampling:
     plan: SamplingPlan
     drawn: int = 0  # prompts, since the run began
     _prompts: list[Prompt] = field(default_factory=list, init=False)  # of the step, with its rollout and rewards
-    _kept: tuple[Rollout, Tensor] | None = field(default=None, init=False)
+    _kept: tuple[Rollout, Rewards] | None = field(default=None, init=False)
     _metrics: Metrics = field(default_factory=dict, init=False)
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the prompts that a step trains on, having sampled and scored them; collective."""
         prompts: list[Prompt] = []
-        pool: tuple[Rollout, Tensor] | None = None  # rows of this rank that may be kept, and their rewards
+        pool: tuple[Rollout, Rewards] | None = None  # rows of this rank that may be kept, and their rewards
         spread = torch.zeros(0, dtype=torch.bool)  # of each prompt drawn in this step
         sampled = torch.zeros(2, dtype=torch.float64)  # sum of rewards, number of samples
         generations = 0
@@ -61,7 +62,8 @@ class DynamicSampling:
             first = len(prompts)
             drawn, rollout, rewards = self._generate()
             prompts += drawn
-            sampled += torch.stack([rewards[_answered(rollout)].double().sum(), _answered(rollout).double().sum()])
+            of_samples = rewards.totals[_answered(rollout)].double()
+            sampled += torch.tensor([float(of_samples.sum()), float(len(of_samples))], dtype=torch.float64)
             rollout.prompt_index = rollout.prompt_index + first
             spread = torch.cat([spread, self._spread(rollout, rewards, first=first, count=len(drawn))])
             pool = (rollout, rewards) if pool is None else _joined(pool, (rollout, rewards))
@@ -90,8 +92,8 @@ class DynamicSampling:
             return self._kept[0]
         return self.source.generate(prompts, step=step, greedy=greedy)
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the rewards of what `generate` returned, [B]; of other rollouts, as the scorer gives them."""
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        """Return the rewards of what `generate` returned; of other rollouts, as the scorer gives them."""
         if self._kept is not None and rollout is self._kept[0]:
             return self._kept[1]
         return self.scorer.score(rollout, prompts)
@@ -101,7 +103,7 @@ class DynamicSampling:
         own, self._metrics = self._metrics, {}
         return self.source.metrics() | self.scorer.metrics() | own
 
-    def _generate(self) -> tuple[list[Prompt], Rollout, Tensor]:
+    def _generate(self) -> tuple[list[Prompt], Rollout, Rewards]:
         """Return the next prompts with this replica's rows and their rewards."""
         prompts = self.draw(self.drawn, self.plan.prompts)
         with self.phase("generate"):
@@ -111,22 +113,30 @@ class DynamicSampling:
         self.drawn += len(prompts)
         return prompts, rollout, rewards
 
-    def _spread(self, rollout: Rollout, rewards: Tensor, *, first: int, count: int) -> Tensor:
+    def _spread(self, rollout: Rollout, rewards: Rewards, *, first: int, count: int) -> Tensor:
         """Return [count] bool of the prompts from `first` on: whether rewards differ; the same on every rank."""
         rows = _answered(rollout).nonzero().flatten()
         numbers = gather_column(rollout.prompt_index[rows] - first, self.ranks)
-        return has_spread(numbers, gather_column(rewards[rows], self.ranks), count=count)
+        compared = rewards.totals[:, None]
+        if self.plan.by_parts and rewards.parts is not None:
+            weighted = [column for column, weight in enumerate(rewards.parts.weights) if weight]
+            compared = rewards.parts.values[:, weighted]
+        gathered = gather_column(compared[rows], self.ranks)
+        spread = torch.zeros(count, dtype=torch.bool)
+        for column in gathered.unbind(dim=1):
+            spread |= has_spread(numbers, column, count=count)
+        return spread
 
-    def _deliver(self, rows: Rollout, rewards: Tensor, chosen: Tensor) -> tuple[Rollout, Tensor]:
+    def _deliver(self, rows: Rollout, rewards: Rewards, chosen: Tensor) -> tuple[Rollout, Rewards]:
         """Return this rank's part of the chosen prompts, numbered from 0, and their rewards; collective."""
         rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index)
         samples = 1 + int(self.ranks.max(rows.sample_index.max() if len(rows.sample_index) else torch.tensor(0)))
         keys = gather_column(rows.prompt_index * samples + rows.sample_index, self.ranks)
-        rewards = gather_column(rewards, self.ranks)[keys.argsort()]
+        columns = gather_column(rewards.columns(), self.ranks)[keys.argsort()]
         own = self.ranks.exchange_rows(rows, rows.prompt_index * self.ranks.size // len(chosen))
         own_keys = own.prompt_index * samples + own.sample_index
         own = _trimmed(_selected(own, own_keys.argsort()))
-        return own, rewards[torch.searchsorted(keys.sort().values, own_keys.sort().values)]
+        return own, rewards.with_columns(columns[torch.searchsorted(keys.sort().values, own_keys.sort().values)])
 
 
 def has_spread(prompt_index: Tensor, rewards: Tensor, *, count: int) -> Tensor:
@@ -150,14 +160,17 @@ def _answered(rollout: Rollout) -> Tensor:
     return torch.ones_like(rollout.finished) if rollout.failed is None else ~rollout.failed
 
 
-def _rows_of(rows: tuple[Rollout, Tensor], chosen: Tensor) -> tuple[Rollout, Tensor]:
+def _rows_of(rows: tuple[Rollout, Rewards], chosen: Tensor) -> tuple[Rollout, Rewards]:
     """Return the rows of the chosen prompts with their rewards."""
     kept = torch.isin(rows[0].prompt_index, chosen).nonzero().flatten()
     return _selected(rows[0], kept), rows[1][kept]
 
 
-def _joined(first: tuple[Rollout, Tensor], second: tuple[Rollout, Tensor]) -> tuple[Rollout, Tensor]:
-    """Return the rows of both, padded with zeros to one width. Where failures are known of one, the other has none."""
+def _joined(first: tuple[Rollout, Rewards], second: tuple[Rollout, Rewards]) -> tuple[Rollout, Rewards]:
+    """Return the rows of both, padded with zeros to one width. Where failures are known of one, the other has none.
+
+    Parts of rewards are known once a response has been scored; rows from before have zeros in them.
+    """
     rollouts = (first[0], second[0])
     width = max(rollout.tokens.size(1) for rollout in rollouts)
     if any(rollout.failed is not None for rollout in rollouts):
@@ -165,7 +178,10 @@ def _joined(first: tuple[Rollout, Tensor], second: tuple[Rollout, Tensor]) -> tu
             rollout.failed = ~_answered(rollout)
     columns = [_columns(rollout) for rollout in rollouts]
     fields = {name: torch.cat([_widened(of[name], width) for of in columns]) for name in columns[0]}
-    return Rollout.from_rows(**fields), torch.cat([first[1], second[1]])
+    rewards = [of.columns() for of in (first[1], second[1])]
+    rewards = [_widened(of, max(rows.size(1) for rows in rewards)) for of in rewards]
+    known = first[1] if first[1].parts is not None and first[1].parts.names else second[1]
+    return Rollout.from_rows(**fields), known.with_columns(torch.cat(rewards))
 
 
 def _widened(column: Tensor, width: int) -> Tensor:

@@ -14,12 +14,12 @@ from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, tok
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Rollout, TokenOutputs, row_numbers
+from mega_rl.types import Experience, Rewards, Rollout, TokenOutputs, row_numbers
 
 
 def build_experience(
     rollout: Rollout,
-    rewards: Tensor,
+    rewards: Rewards,
     *,
     old: TokenOutputs,
     ref: TokenOutputs,
@@ -28,7 +28,7 @@ def build_experience(
     sum_over_ranks: SumOverRanks,
     reward_kl: RewardKL | None = None,
 ) -> Experience:
-    """Return the rollout with advantages and returns; `rewards` is [B]. A role that the run lacks has empty outputs.
+    """Return the rollout with advantages and returns. A role that the run lacks has empty outputs.
 
     reward_kl: the KL penalty in token rewards; None without.
 
@@ -53,7 +53,8 @@ def build_experience(
         routing=rollout.routing if old.routing is None else old.routing,
     )
     penalty = None if reward_kl is None else reward_kl.penalty(experience.old_logprobs, experience.ref_logprobs)
-    experience.advantages, experience.returns = estimator(AdvantageInputs(experience, rewards, penalty, sum_over_ranks))
+    inputs = AdvantageInputs(experience, rewards.totals, penalty, sum_over_ranks, reward_parts=rewards.parts)
+    experience.advantages, experience.returns = estimator(inputs)
     return experience
 
 
@@ -108,9 +109,9 @@ def own_rows(count: int, ranks: Ranks) -> tuple[int, int]:
 
 
 def gather_column(column: Tensor, ranks: Ranks) -> Tensor:
-    """Return all ranks' values of a [B] int64 column in rank order."""
-    start, stop = own_rows(column.numel(), ranks)
-    total = int(ranks.sum(torch.tensor(column.numel())))
-    whole = torch.zeros(total, dtype=column.dtype)
+    """Return all ranks' values of a column [B, ...] of numbers in rank order."""
+    start, stop = own_rows(len(column), ranks)
+    total = int(ranks.sum(torch.tensor(len(column))))
+    whole = torch.zeros(total, *column.shape[1:], dtype=column.dtype)
     whole[start:stop] = column
     return ranks.sum(whole)

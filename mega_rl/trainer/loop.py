@@ -28,8 +28,8 @@ from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rew
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
-from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, part_metrics, rollout_metrics
+from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 
 class PromptSource(Protocol):
@@ -142,7 +142,9 @@ class PPOTrainer:
             metrics = baseline | self.rollout.metrics() | self.staleness(rollout)
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
-            metrics |= rollout_metrics(rollout, rewards, self.ranks) | self.reward.metrics()
+            metrics |= rollout_metrics(rollout, rewards.totals, self.ranks) | self.reward.metrics()
+            parts = part_metrics(rewards.parts, rollout, self.ranks)
+            metrics |= {f"reward/{name}": mean for name, mean in parts.items()}
             shaped, of_overlong = self.overlong.shape(rollout, rewards, self.ranks)
         with phase("old_logprobs"):
             old, mismatch = self.old_logprobs.evaluate(rollout)
@@ -189,7 +191,7 @@ class PPOTrainer:
         with self.timer.phase("baseline"):
             rollout = self.rollout.generate(prompts, step=step, greedy=True)
             scores = self.reward.score(rollout, prompts)
-            rewards = greedy_rewards(rollout, scores, num_prompts=len(prompts))
+            rewards = greedy_rewards(rollout, scores.totals, num_prompts=len(prompts))
             return WithGreedyRewards(self.estimator, rewards), greedy_metrics(rewards, self.ranks)
 
     def _validate(self, done: int) -> Metrics:
@@ -199,13 +201,14 @@ class PPOTrainer:
         with self.timer.phase("validate"):
             rollout = self.rollout.generate(self.val_prompts, step=done, greedy=True)
             rewards = self.reward.score(rollout, self.val_prompts)
-            metrics = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
+            metrics = rollout_metrics(rollout, rewards.totals, self.ranks, prefix="val/")
+            parts = part_metrics(rewards.parts, rollout, self.ranks)
         if self.settings.rollout_interval:
             self._dump(done, rollout, rewards, self.val_prompts)
         return {
             "val/reward_mean": metrics["val/reward/mean"],
             "val/response_tokens_mean": metrics["val/rollout/response_tokens_mean"],
-        }
+        } | {f"val/reward_{name}": mean for name, mean in parts.items()}
 
     def _save_and_export(self, done: int, metrics: Metrics, *, stopping: bool) -> Metrics:
         """Save and export what is due after a step; returns the metrics of saves that have ended."""
@@ -227,7 +230,7 @@ class PPOTrainer:
         self,
         done: int,
         rollout: Rollout,
-        rewards: Tensor,
+        rewards: Rewards,
         prompts: Sequence[Prompt],
         *,
         advantages: Tensor | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Metrics, Rollout, row_numbers
+from mega_rl.types import Experience, Metrics, RewardParts, Rewards, Rollout, row_numbers
 
 # Numbers of tokens that an experience has before mini-batches are cut; each is 0 off the loss mask.
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
@@ -34,18 +34,19 @@ class Overlong:
     buffer_tokens: int = 0  # 0: no punishment
     penalty: float = 1.0  # at the limit
 
-    def shape(self, rollout: Rollout, rewards: Tensor, ranks: Ranks) -> tuple[Tensor, Metrics]:
-        """Return rewards with the punishment, [B] float32, and the mean punishment and the share of filtered samples.
+    def shape(self, rollout: Rollout, rewards: Rewards, ranks: Ranks) -> tuple[Rewards, Metrics]:
+        """Return rewards with the punishment, and the mean punishment and the share of filtered samples.
 
-        Both numbers are of samples that have an answer, over all ranks.
+        Both numbers are of samples that have an answer, over all ranks. Rewards that have parts get one more,
+        "overlong": the punishment from 0 to -1, with the penalty as its weight.
         """
         answered = torch.ones_like(rollout.finished) if rollout.failed is None else ~rollout.failed
-        punishment = torch.zeros_like(rewards)
+        punishment = torch.zeros_like(rewards.totals)
         if self.buffer_tokens:
             tokens = rollout.loss_mask.sum(dim=1)
-            punishment = self.penalty * soft_punishment(
-                tokens, limit=self.max_response_tokens, buffer=self.buffer_tokens
-            )
+            part = soft_punishment(tokens, limit=self.max_response_tokens, buffer=self.buffer_tokens)
+            punishment = self.penalty * part
+            rewards = Rewards(rewards.totals + punishment, _with_part(rewards.parts, part, weight=self.penalty))
         columns = (answered, punishment, answered & ~rollout.finished)
         count, punished, truncated = ranks.sum(torch.stack([column.double().sum() for column in columns])).tolist()
         metrics: Metrics = {}
@@ -53,7 +54,7 @@ class Overlong:
             metrics["reward/overlong_punishment_mean"] = punished / max(count, 1.0)
         if self.filter:
             metrics["rollout/filtered_fraction"] = truncated / max(count, 1.0)
-        return rewards + punishment, metrics
+        return rewards, metrics
 
     def leave_out(self, experience: Experience, rollout: Rollout) -> Experience:
         """Return the experience in which responses that length cut off have no token on the loss mask, if they filter.
@@ -68,3 +69,11 @@ class Overlong:
         for name in PER_TOKEN:
             setattr(experience, name, getattr(experience, name) * experience.loss_mask)
         return experience
+
+
+def _with_part(parts: RewardParts | None, part: Tensor, *, weight: float) -> RewardParts | None:
+    """Return the parts and "overlong", a name that no other part may have; part: [B] float32."""
+    if parts is None:
+        return None
+    values = torch.cat([parts.values, part[:, None]], dim=1)
+    return RewardParts((*parts.names, "overlong"), (*parts.weights, weight), values)

@@ -10,7 +10,7 @@ from torch import Tensor
 from mega_rl.algorithms.kl import k3
 from mega_rl.algorithms.losses.value import explained_variance
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Metrics, Rollout
+from mega_rl.types import Experience, Metrics, RewardParts, Rollout
 
 EQUAL_GROUPS = "reward/equal_groups_fraction"
 GROUPS = (EQUAL_GROUPS, "reward/best_groups_fraction", "reward/worst_groups_fraction")
@@ -68,6 +68,16 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
         | spread
         | failures
     )
+
+
+def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> Metrics:
+    """Return the mean of each part of the rewards by its name, over all ranks' samples that have an answer."""
+    if parts is None:
+        return {}
+    answered = torch.ones_like(rollout.finished) if rollout.failed is None else ~rollout.failed
+    of_samples = parts.values[answered].double()
+    count, *totals = ranks.sum(torch.cat([answered.double().sum()[None], of_samples.sum(dim=0)])).tolist()
+    return dict(zip(parts.names, (total / max(count, 1.0) for total in totals), strict=True))
 
 
 def _groups(prompt_index: Tensor, rewards: Tensor, *, lowest: float, highest: float) -> list[Tensor]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.steps import WorkMeter
-from mega_rl.protocols import Inspect, Learner, TokenModel
-from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+from mega_rl.protocols import Inspect, Learner, Teacher, TokenModel
+from mega_rl.types import Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 
 @dataclass
@@ -22,6 +22,20 @@ class MeteredModel:
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         self.meter.total += self.work.forward(batch.lengths.tolist()) / self.replica_size
         return self.model.evaluate(batch)
+
+
+@dataclass
+class MeteredTeacher:
+    """A model that teaches, with a meter of this rank's share of it."""
+
+    model: Teacher
+    work: ModelWork
+    meter: WorkMeter
+    replica_size: int
+
+    def teach(self, minibatch: Experience) -> Lesson:
+        self.meter.total += self.work.forward(minibatch.lengths.tolist()) / self.replica_size
+        return self.model.teach(minibatch)
 
 
 @dataclass

@@ -17,8 +17,8 @@ from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
-from mega_rl.protocols import Inspect, LossOutput, ModelPasses
-from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+from mega_rl.protocols import Inspect, LossOutput, ModelPasses, Teacher
+from mega_rl.types import Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class PolicyLoss:
                 "actor/correction_masked_fraction": sampled.mean((correction == 0).float()),
             }
         loss = policy_loss(
-            PolicyTokens.of(outputs.logprobs, old_logprobs=old_logprobs, sequences=sequences, **own),
+            PolicyTokens.of(
+                outputs.logprobs, old_logprobs=old_logprobs, sequences=sequences, divergence=outputs.divergence, **own
+            ),
             outputs.entropy,
             objective=self.objective,
             correction=correction,
@@ -96,6 +98,18 @@ class ValueLoss:
         )
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """Lessons of a teacher to a student that minimises the divergence `beta`."""
+
+    teacher: Teacher
+    beta: float
+
+    def __call__(self, minibatch: Experience) -> Lesson:
+        """Return the lesson on a mini-batch; collective."""
+        return replace(self.teacher.teach(minibatch), beta=self.beta)
+
+
 @dataclass
 class LearningWorker:
     """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone.
@@ -111,6 +125,7 @@ class LearningWorker:
     learning_rate: LearningRate
     first_step: int = 0
     max_skipped_steps: int = 0
+    lessons: Lessons | None = None  # of a loss that needs a teacher
     _skipped: int = field(default=0, init=False)  # in a row
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
@@ -120,8 +135,10 @@ class LearningWorker:
         if step < self.first_step:
             return {}
         lr = self.learning_rate(step - self.first_step)
+        lesson = None if self.lessons is None else self.lessons(minibatch)
         try:
-            metrics = self.engine.train_minibatch(minibatch, self.loss, lr=lr, inspect=inspect) | {SKIPPED: 0.0}
+            metrics = self.engine.train_minibatch(minibatch, self.loss, lr=lr, inspect=inspect, lesson=lesson)
+            metrics[SKIPPED] = 0.0
             self._skipped = 0
         except NonFiniteGradientError as error:
             metrics = self._skip(error, step=step)

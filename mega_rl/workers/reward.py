@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mega_rl.data.columns import RewardColumns
-from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import all_failures, raise_together, run_beside_meetings
+from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.agreement import all_failures, first_names, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
-from mega_rl.types import Metrics, Prompt, Rollout
-from mega_rl.workers.reward_calls import NoScoreError, Response, evaluate, plan_call, shortened
+from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
+from mega_rl.workers.reward_calls import (
+    FailureScore,
+    NoScoreError,
+    Response,
+    Score,
+    evaluate,
+    is_finite,
+    plan_call,
+    shortened,
+)
 from mega_rl.workers.reward_pool.begun import Begun
 
 Report = Callable[[str], None]  # receives what a scorer waits for from now on: "prompt 17"
-Scores = list[float]
+Scores = list[Score]
 
 
 class RewardError(RunError):
@@ -39,7 +49,7 @@ class TextScorer(Protocol):
     """Scorer of responses as texts."""
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report) -> Scores:
-        """Return the score of each (prompt, response), finite in float32. Raises RewardError.
+        """Return the score of each (prompt, response), as `as_score` gives it. Raises RewardError.
 
         `report` is called at the start of each response or request, and never rarer than those end.
         """
@@ -48,6 +58,73 @@ class TextScorer(Protocol):
     def take_counts(self) -> ScoreCounts | None:
         """Return and reset the counts since the last call; None of a scorer that scores all or raises."""
         ...
+
+
+@dataclass
+class PartRule:
+    """Names and weights of the parts of a reward; the first response that is scored settles the names."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)  # reward.weights; a part without one has 1
+    reader: str = ""  # the setting that reads parts, "algorithm.advantage=gdpo"; empty where a number will do
+    names: tuple[str, ...] | None = None  # () of rewards that are numbers; None while no response has been scored
+
+    def settle(self, scores: Sequence[Score], everyone: Ranks) -> None:
+        """Settle the names by the first score of the lowest rank that has one; collective while they are not known.
+
+        Raises UserError on all ranks alike where settings do not go with them.
+        """
+        if self.names is not None:
+            return
+        own = next((list(_names(score)) for score in scores if not isinstance(score, FailureScore)), None)
+        names = first_names(own, everyone)
+        if names is None:
+            return
+        self.names = tuple(names)
+        if self.reader and not names:
+            raise UserError(
+                f"{self.reader} reads named parts of the reward, but the reward is a number; return a mapping, as "
+                "{'correct': 1.0, 'format': 0.0}, or take an estimator that reads a number, as algorithm.advantage=grpo"
+            )
+        unknown = [name for name in self.weights if name not in names]
+        if unknown:
+            has = f"has the parts {', '.join(names)}" if names else "is a number, without named parts"
+            raise UserError(f"reward.weights.{unknown[0]} has no effect: the reward {has}")
+
+    def problem(self, score: Score) -> str:
+        """Return why the parts of a score are not those of the others; "" if they are."""
+        if isinstance(score, FailureScore):
+            return ""
+        names, settled = _names(score), self.names or ()
+        missing = [name for name in settled if name not in names]
+        new = [name for name in names if name not in settled]
+        if missing:
+            return f"the reward {shortened(score)} has no part {missing[0]!r}, which those of other responses have"
+        if new:
+            return f"the reward {shortened(score)} has a part {new[0]!r}, which those of other responses have not"
+        if not is_finite(self.columns(score)[0]):
+            return f"the weighted sum of the parts {shortened(score)} is not finite in float32"
+        return ""
+
+    def columns(self, score: Score) -> list[float]:
+        """Return the reward, then its parts: [1 + K]."""
+        if not self.names:
+            assert not isinstance(score, dict), "parts are settled before they are read"
+            return [score]
+        parts = [score[name] if isinstance(score, dict) else score for name in self.names]
+        return [sum(weight * part for weight, part in zip(self._weights(), parts, strict=True)), *parts]
+
+    def rewards(self, columns: Tensor) -> Rewards:
+        """Return the rewards of rows from `columns` [B, 1 + K] float32."""
+        has_parts = bool(self.names) or (self.names is None and bool(self.reader))
+        parts = RewardParts(self.names or (), self._weights(), columns[:, 1:]) if has_parts else None
+        return Rewards(columns[:, 0], parts)
+
+    def _weights(self) -> tuple[float, ...]:
+        return tuple(self.weights.get(name, 1.0) for name in self.names or ())
+
+
+def _names(score: Score) -> tuple[str, ...]:
+    return tuple(score) if isinstance(score, dict) else ()
 
 
 class RewardWorker:
@@ -67,6 +144,7 @@ class RewardWorker:
         everyone: Ranks,
         timeout_s: float,
         early: Callable[[Prompt, Response], None] | None = None,
+        parts: PartRule | None = None,
     ) -> None:
         """
         decode: turns response token ids into text.
@@ -74,6 +152,7 @@ class RewardWorker:
         timeout_s: a rank that has begun no response for so long ends the run.
         early: begins to score a response that the scorer will be asked for; any thread, returns at once. Given on all
             ranks of the replica or on none.
+        parts: the run's own, which changes; None: weights of 1.
         """
         self._scorer = scorer
         self._decode = decode
@@ -81,6 +160,7 @@ class RewardWorker:
         self._everyone = everyone
         self._timeout_s = timeout_s
         self._early = early
+        self._parts = parts or PartRule()
         self._begun: Begun[bool] = Begun()  # by prompt and sampled response
         self._metrics: Metrics = {}
 
@@ -91,15 +171,15 @@ class RewardWorker:
         self._early(prompt, sampled.read(self._decode))
         self._begun.add((prompt.index, sampled), True)
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the reward of each row, [B] float32 on the device of the rollout; collective over all ranks.
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        """Return the reward of each row, on the device of the rollout; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. The text that is scored is the
         response without the stop token that ended it (where `finished`). Failed samples are not scored: 0.
-        Raises RewardError on every rank of the run, naming prompt, response and cause of the lowest rank's.
+        Raises RewardError on every rank of the run, naming prompt, response and cause of the lowest rank's; UserError
+        on every rank for settings that do not go with the parts of the reward.
         """
         device = rollout.tokens.device
-        scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         rows = self._own_rows(rollout, prompts)
         watch = _Watch(self._timeout_s, rank=self._everyone.rank)
 
@@ -110,12 +190,20 @@ class RewardWorker:
                 return [], error
 
         row_scores, failure = run_beside_meetings(work, self._everyone, stalled=watch.stalled)
+        self._parts.settle(row_scores, self._everyone)
+        problems = ((row, self._parts.problem(score)) for row, score in zip(rows, row_scores, strict=False))
+        unlike = next(((row, problem) for row, problem in problems if problem), None)
+        if unlike is not None:
+            ((prompt, response),) = texts(rollout, [unlike[0]], prompts, self._decode)
+            failure = no_score(unlike[1], prompt, response)
         messages, _ = all_failures(None if failure is None else str(failure), self._everyone, most=1)
         for rank, message in messages.items():
             raise failure if failure is not None and rank == self._everyone.rank else RewardError(message)
         self._settle_counts()
-        scores[rows] = torch.tensor(row_scores, dtype=torch.float32)
-        return self._replica.sum(scores.to(device))
+        columns = torch.zeros(len(rollout.lengths), 1 + len(self._parts.names or ()), dtype=torch.float32)
+        for row, score in zip(rows, row_scores, strict=True):
+            columns[row] = torch.tensor(self._parts.columns(score))
+        return self._parts.rewards(self._replica.sum(columns.to(device)))
 
     def metrics(self) -> Metrics:
         """Return and reset the metrics since the last call, equal on all ranks; see `_settle_counts`."""
@@ -231,25 +319,43 @@ def texts(
 
 
 class SampledResponse(NamedTuple):
-    """Token ids of a response."""
+    """Token ids between a prompt and the end of its row."""
 
     token_ids: tuple[int, ...]  # without the stop token that ended it
     finished: bool  # by a stop token rather than by length
+    others: tuple[tuple[int, int], ...] = ()  # (start, stop) of each run of tokens that the policy did not sample
 
     def read(self, decode: Callable[[Sequence[int]], str]) -> Response:
         """Return the response as rewards read it."""
-        return Response(
-            decode(self.token_ids),
-            num_tokens=len(self.token_ids) + self.finished,
-            finish="stop" if self.finished else "length",
-        )
+        text = decode(self.token_ids)
+        num_tokens = len(self.token_ids) - sum(stop - start for start, stop in self.others) + self.finished
+        finish: Literal["stop", "length"] = "stop" if self.finished else "length"
+        if not self.others:
+            return Response(text, num_tokens, finish)
+        starts, stops = zip(*self.others, strict=True)
+        own = zip((0, *stops), (*starts, len(self.token_ids)), strict=True)
+        turns = tuple(decode(self.token_ids[start:stop]) for start, stop in own if start < stop)
+        return Response("\n".join(turns), num_tokens, finish, turns=turns, transcript=text)
 
 
 def responses(rollout: Rollout) -> list[SampledResponse]:
     """Return the response of each row."""
-    columns = (rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.finished)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [SampledResponse(tuple(ids[start : end - done]), done) for ids, start, end, done in rows]
+    columns = (rollout.tokens, rollout.loss_mask, rollout.prompt_lengths, rollout.lengths, rollout.finished)
+    return [
+        _response(ids[start:end], own[start:end], finished=finished)
+        for ids, own, start, end, finished in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def _response(token_ids: list[int], own: list[bool], *, finished: bool) -> SampledResponse:
+    """Return the response of one row; own: which tokens the policy sampled, the last one a stop token if finished."""
+    places = [place for place, sampled in enumerate(own) if sampled]
+    if finished and places:
+        del token_ids[places[-1]], own[places[-1]]
+    changes = [place for place in range(1, len(own)) if own[place] != own[place - 1]]
+    runs = zip((0, *changes), (*changes, len(own)), strict=True)
+    others = tuple((start, stop) for start, stop in runs if start < stop and not own[start])
+    return SampledResponse(tuple(token_ids), finished, others)
 
 
 def no_score(what: str, prompt: Prompt, response: Response) -> RewardError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,22 +16,40 @@ if TYPE_CHECKING:
     from mega_rl.types import Prompt  # which imports torch
 
 TEXTS = ("prompt", "response", "answer")
-FACTS = ("row", "messages", "prompt_index", "finish", "num_tokens")  # handed over where a parameter has the name
+FACTS = ("row", "messages", "prompt_index", "finish", "num_tokens", "turns", "transcript")  # for parameters so named
+RESPONSE_TEXTS = frozenset({"response", "turns", "transcript"})
 SHOWN_CHARACTERS = 200  # of a value in an error
 LARGEST = 3.4028234663852886e38  # finite float32
+# Names of metrics below reward/ that every run may have, so that no part can have them; docs/metrics.md.
+TAKEN = (
+    "best_groups_fraction", "crashes", "equal_groups_fraction", "greedy_mean", "max", "mean", "min", "overlong",
+    "overlong_punishment_mean", "sampled_mean", "std", "timeouts", "worst_groups_fraction",
+)  # fmt: skip
+
+Score = float | dict[str, float]  # of a response: a number, or named parts
 
 
 class NoScoreError(Exception):
     """A function's result is not a score, or it raised, which is the cause; the message says what and where."""
 
 
+class NotAScoreError(ValueError):
+    """A value is not a score; the message shows it and says why."""
+
+
+class FailureScore(float):
+    """Score of a response that could not be scored; it stands for every part of the reward."""
+
+
 @dataclass(frozen=True)
 class Response:
     """A response as rewards read it."""
 
-    text: str  # without the stop token that ended it
+    text: str  # of the policy, without the stop token that ended it; of several turns one a line
     num_tokens: int  # that were sampled, the stop token among them
     finish: Literal["stop", "length"]  # ended by a stop token, or cut off by length
+    turns: tuple[str, ...] = ()  # of the policy, where others, as tools, have written between them
+    transcript: str = ""  # with what others have written, where they have
 
 
 @dataclass(frozen=True)
@@ -56,24 +75,45 @@ class RewardCall:
         return self.function(*texts, **{name: arguments[name] for name in self.names if name in arguments})
 
 
-def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> float:
-    """Return the score of one response, finite in float32.
+def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> Score:
+    """Return the score of one response.
 
     Raises:
         NoScoreError: the function raised, or returned something else.
     """
     try:
-        value = call(arguments)
-        number = float(value) if isinstance(value, numbers.Real) else None
-        what = "" if number is not None else f"returned {shortened(value)}, which is not a number"
+        return as_score(call(arguments))
+    except NotAScoreError as error:
+        raise NoScoreError(f"the reward function returned {error}") from None
     except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
         raise NoScoreError(f"the reward function {what}") from error
-    if number is None:
-        raise NoScoreError(f"the reward function {what}")
+
+
+def as_score(value: object) -> Score:
+    """Return a number, or named parts in alphabetical order; each finite in float32. Raises NotAScoreError."""
+    if not isinstance(value, Mapping):
+        return _as_number(value, f"{shortened(value)}, which")
+    if not value:
+        raise NotAScoreError("{}, which has no part")
+    for name in value:
+        if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
+            raise NotAScoreError(f"{shortened(value)}, whose part {shortened(name)} is not named by letters, digits, _")
+        if name in TAKEN:
+            raise NotAScoreError(f"{shortened(value)}, whose part {name!r} has the name of another metric; rename it")
+    return {name: _as_number(value[name], f"{shortened(value)}, whose part {name!r}") for name in sorted(value)}
+
+
+def _as_number(value: object, subject: str) -> float:
+    if not isinstance(value, numbers.Real):
+        raise NotAScoreError(f"{subject} is not a number")
+    try:
+        number = float(value)
+    except OverflowError:  # of an integer
+        number = math.inf
     if not is_finite(number):
-        raise NoScoreError(f"the reward function returned {value!r}, which is not finite in float32")
+        raise NotAScoreError(f"{subject} is not finite in float32")
     return number
 
 
@@ -91,9 +131,9 @@ def shortened(value: object) -> str:
 def plan_call(function: Callable[..., object]) -> RewardCall:
     """Return how to call a reward function.
 
-    If `response` is one of its parameters and each one without a default is named as one of `TEXTS` or `FACTS`, it is
-    called by these names and need not take all of them. Any other is called as (prompt, response, answer), with `FACTS`
-    by name where it has such parameters.
+    If one of its parameters is named as one of `RESPONSE_TEXTS`, and each one without a default as one of `TEXTS` or
+    `FACTS`, it is called by these names and need not take all of them. Any other is called as (prompt, response,
+    answer), with `FACTS` by name where it has such parameters.
 
     Raises:
         TypeError: it can be called in neither way.
@@ -104,7 +144,7 @@ def plan_call(function: Callable[..., object]) -> RewardCall:
         return RewardCall(function, positional=True, names=(), columns=RewardColumns(structured=True))
     parameters = signature.parameters
     named = {name: p for name, p in parameters.items() if name in (*TEXTS, *FACTS) and _by_name(p)}
-    by_name = "response" in named and all(
+    by_name = not RESPONSE_TEXTS.isdisjoint(named) and all(
         p.default is not p.empty or p.kind in _REST or name in named for name, p in parameters.items()
     )
     names = tuple(named) if by_name else tuple(name for name in named if name in FACTS)
@@ -153,4 +193,6 @@ def _arguments(prompt: Prompt, response: Response) -> dict[str, object]:
         "prompt_index": prompt.index,
         "finish": response.finish,
         "num_tokens": response.num_tokens,
+        "turns": list(response.turns) or [response.text],
+        "transcript": response.transcript or response.text,
     }

@@ -9,14 +9,14 @@ import difflib
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mega_rl.errors import UserError
 from mega_rl.workers.reward_calls import plan_call
 from mega_rl.workers.user_files import load_from_file
 
-RewardFunction = Callable[..., float]
+RewardFunction = Callable[..., float | Mapping[str, float]]
 
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
 

@@ -14,8 +14,8 @@ import httpx
 
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import Report, RewardError, ignore, no_score
-from mega_rl.workers.reward_calls import Response, is_finite, shortened
+from mega_rl.workers.reward import Report, RewardError, Scores, ignore, no_score
+from mega_rl.workers.reward_calls import NotAScoreError, Response, as_score, shortened
 from mega_rl.workers.reward_service import RewardService
 
 TRIED_AGAIN = (408, 429)  # and whatever the server calls its own fault: 500 and above
@@ -28,7 +28,7 @@ Item = tuple[Prompt, Response]  # a prompt and a response to it
 
 
 class HttpRewards:
-    """A service that scores {"items": [{"prompt", "response", ...}]} with {"scores": [number]}; see `_body`.
+    """A service that scores {"items": [{"prompt", "response", ...}]} with {"scores": [number or parts]}; see `_body`.
 
     A batch is posted again, after a growing random pause, when the connection fails or the status is 408, 429 or from
     500 on; so the service may see it more than once. Any other answer than the scores ends the run. Each request has a
@@ -59,14 +59,14 @@ class HttpRewards:
         self._jitter = random.Random()  # not the global one: the run's random numbers do not depend on a service
         self._tls: ssl.SSLContext | bool = ssl.create_default_context() if self._url.scheme == "https" else False
 
-    def score_texts(self, items: Sequence[Item], report: Report = ignore) -> list[float]:
+    def score_texts(self, items: Sequence[Item], report: Report = ignore) -> Scores:
         """Return the scores; the first batch that fails ends the others."""
         return asyncio.run(self._score(items, report)) if items else []
 
     def take_counts(self) -> None:
         return None
 
-    async def _score(self, items: Sequence[Item], report: Report) -> list[float]:
+    async def _score(self, items: Sequence[Item], report: Report) -> Scores:
         batches = [items[first : first + self._batch_size] for first in range(0, len(items), self._batch_size)]
         slots = asyncio.Semaphore(self._concurrency)
         async with httpx.AsyncClient(
@@ -86,7 +86,7 @@ class HttpRewards:
 
     async def _request(
         self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[Item], report: Report
-    ) -> list[float]:
+    ) -> Scores:
         """Return the scores of one batch. Raises RewardError."""
         async with slots:
             report(f"{self._where()}, which scores prompt {batch[0][0].index} and others")
@@ -150,7 +150,7 @@ class HttpRewards:
     def _next_pause_s(self, failed: int) -> float:
         return min(MAX_PAUSE_S, self._pause_s * 2 ** (failed - 1)) * self._jitter.uniform(0.5, 1.0)
 
-    def _scores(self, content: bytes, batch: Sequence[Item]) -> list[float]:
+    def _scores(self, content: bytes, batch: Sequence[Item]) -> Scores:
         """Return the score of each response in an answer. Raises RewardError."""
         try:
             answer = json.loads(content)
@@ -161,14 +161,13 @@ class HttpRewards:
             raise self._failure(f'an answer without a list "scores": {self._readable(content)}', batch)
         if len(scores) != len(batch):
             raise self._failure(f"{len(scores)} scores for {len(batch)} responses", batch)
+        read: Scores = []
         for (prompt, response), value in zip(batch, scores, strict=True):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise no_score(f"{self._where()}: the score {shortened(value)} is not a number", prompt, response)
-            if not is_finite(value):
-                raise no_score(
-                    f"{self._where()}: the score {shortened(value)} is not finite in float32", prompt, response
-                )
-        return [float(value) for value in scores]
+            try:
+                read.append(as_score(_without_booleans(value)))
+            except NotAScoreError as error:
+                raise no_score(f"{self._where()}: it gave {error}", prompt, response) from None
+        return read
 
     def _where(self) -> str:
         """The service's address without its query, where some keep secrets."""
@@ -185,6 +184,13 @@ class HttpRewards:
         return no_score(f"{self._where()}: {what}{last}{more}", prompt, response)
 
 
+def _without_booleans(value: object) -> object:
+    """Return a value of JSON with texts for true and false, which Python takes for numbers."""
+    entries = value if isinstance(value, dict) else {"": value}
+    texts = {name: str(part).lower() if isinstance(part, bool) else part for name, part in entries.items()}
+    return texts if isinstance(value, dict) else texts[""]
+
+
 def _body(batch: Sequence[Item]) -> bytes:
     items = [
         {
@@ -194,6 +200,7 @@ def _body(batch: Sequence[Item]) -> bytes:
             "messages": [{"role": role, "content": content} for role, content in prompt.messages],
             "finish": response.finish,
             "num_tokens": response.num_tokens,
+            **({"turns": response.turns, "transcript": response.transcript} if response.turns else {}),
         }
         for prompt, response in batch
     ]

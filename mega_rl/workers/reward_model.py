@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_rl.data.prompts import Tokenizer
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from mega_rl.workers.reward import RewardError, answered, no_score, texts
 from mega_rl.workers.reward_calls import Response, shortened
 
@@ -56,8 +56,8 @@ class RewardModelWorker:
         self._limits = limits
         self._everyone = everyone
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
-        """Return the reward of each row, [B] float32 on the device of the rollout; collective over all ranks.
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        """Return the reward of each row, on the device of the rollout, without parts; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. Failed samples are not scored: 0.
         Raises RewardError on every rank of the run, naming the prompt, for a row that the model cannot read and for a
@@ -76,7 +76,7 @@ class RewardModelWorker:
         raise_together(_not_finite(values, rollout, rows, prompts), self._everyone, error=RewardError)
         scores = torch.zeros(len(rollout.lengths), dtype=torch.float32)
         scores[rows] = values
-        return scores.to(rollout.tokens.device)
+        return Rewards(scores.to(rollout.tokens.device))
 
     def metrics(self) -> Metrics:
         return {}
@@ -147,8 +147,8 @@ class TemplateConversion:
 
     def _text(self, prompt: Prompt, response: Response) -> str:
         if not self._chat:
-            return prompt.text + response.text
-        turns = [*(prompt.messages or (("user", prompt.text),)), ("assistant", response.text)]
+            return prompt.text + (response.transcript or response.text)
+        turns = [*(prompt.messages or (("user", prompt.text),)), ("assistant", response.transcript or response.text)]
         conversation = [{"role": role, "content": content} for role, content in turns]
         try:
             return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))

@@ -17,6 +17,13 @@ def share(count: int, ranks: Ranks) -> range:
     return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
+def own_share(count: int, data_parallel: Ranks, replica: Ranks) -> range:
+    """Return the part of `count` prompts that this rank generates for: its share of its replica's share."""
+    owned = share(count, data_parallel)
+    part = share(len(owned), replica)
+    return owned[part.start : part.stop]
+
+
 class WrappedRollouts:
     """Base of a rollout source and weight sync that adds its own work to those of another source and sync."""
 
@@ -65,8 +72,7 @@ class RolloutWorker:
 
     def _own(self, prompts: Sequence[Prompt]) -> range:
         """Return the positions of the prompts that this rank generates for."""
-        owned = share(len(prompts), self.data_parallel)
-        return owned[share(len(owned), self.replica).start : share(len(owned), self.replica).stop]
+        return own_share(len(prompts), self.data_parallel, self.replica)
 
 
 @dataclass

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
-
-from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role
 from mega_rl.protocols import Engine, Inspect, RolloutSource, Scorer, TokenLoss, WeightSync
-from mega_rl.types import EngineState, Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.rollout import WrappedRollouts
 
 PARTS = ("parameters", "gradients", "optimizer")
@@ -90,11 +88,23 @@ class EngineInTurn:
         self.models.take_turn(self.role, PARAMETERS)
         return self.engine.forward(batch)
 
+    def teach(self, minibatch: Experience) -> Lesson:
+        """Return the lesson with a copy of the vocabulary projection, which is on the device in the student's turn."""
+        self.models.take_turn(self.role, PARAMETERS)
+        lesson = self.engine.teach(minibatch)
+        return lesson if lesson.weight is None else replace(lesson, weight=lesson.weight.clone())
+
     def train_minibatch(
-        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         self.models.take_turn(self.role, EVERYTHING)
-        return self.engine.train_minibatch(minibatch, loss, lr=lr, inspect=inspect)
+        return self.engine.train_minibatch(minibatch, loss, lr=lr, inspect=inspect, lesson=lesson)
 
     def state(self) -> EngineState:
         """Return the pieces as views of the host's copies, so that those of several models can be there at once."""
@@ -138,7 +148,7 @@ class ScorerOnDevice:
     scorer: Scorer
     on_device: Callable[[], AbstractContextManager[None]]
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         with self.on_device():
             return self.scorer.score(rollout, prompts)
 

@@ -66,10 +66,19 @@ def _load(file: Path, setting: str) -> ModuleType:
     assert module_spec.loader is not None, f"{file} ends in .py"
     module = importlib.util.module_from_spec(module_spec)
     try:
-        with _importable(file.parent):
+        with _importable(file.parent), users_code(f"{setting}: {file} fails to import"):
             sys.modules[module_spec.name] = module  # dataclasses and pickling look their module up
             module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
+    except UserError:
         del sys.modules[module_spec.name]
-        raise UserError(f"{setting}: {file} fails to import: {type(error).__name__}: {error}") from error
+        raise
     return module
+
+
+@contextmanager
+def users_code(failure: str) -> Iterator[None]:
+    """Run a user's own code, which may raise anything: as a UserError that begins with `failure`, cause kept."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{failure}: {type(error).__name__}: {error}") from error

@@ -69,7 +69,7 @@ class BudgetEngine:
         assert "parameters" in self.here, f"{self.name} evaluates without its parameters"
         self.note("evaluates")
 
-    def train_minibatch(self, minibatch: Any, loss: Any, *, lr: float, inspect: Any = None) -> Any:
+    def train_minibatch(self, minibatch: Any, loss: Any, *, lr: float, inspect: Any = None, lesson: Any = None) -> Any:
         assert self.here == set(PARTS), f"{self.name} trains with no more than {self.here}"
         self.note("trains")
         return {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mega_rl.protocols import Inspect
-from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 
 LONGEST = 6  # tokens: two of prompt, four of response
 
@@ -128,14 +128,19 @@ class FakeCritic:
 
 
 class FakeReward:
-    """The share of response tokens that are number 5."""
+    """The share of response tokens that are number 5; with `parts` that of either half, and one of no weight."""
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events: list[str], *, parts: bool = False) -> None:
         self.events = events
+        self.parts = parts
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> torch.Tensor:
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         self.events.append("reward")
-        return (rollout.tokens[:, 2:] == 5).float().mean(dim=1)
+        right = (rollout.tokens[:, 2:] == 5).float()
+        if not self.parts:
+            return Rewards(right.mean(dim=1))
+        columns = torch.stack([right[:, :2].mean(dim=1), right[:, 2:].mean(dim=1), rollout.tokens[:, 2].float()], dim=1)
+        return Rewards(right.mean(dim=1), RewardParts(("early", "late", "token"), (0.5, 0.5, 0.0), columns))
 
     def metrics(self) -> Metrics:
         return {}

@@ -12,6 +12,7 @@ import torch
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import GroupRanks
+from tests.helpers.selection import FULL
 from tests.special_distributed.program import finish, group_of_mine, pass_under_torchrun, world
 
 
@@ -56,6 +57,7 @@ def main() -> None:
         finish(ranks)
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full: parallel/test_comm.py has two ranks")
 def test_under_torchrun() -> None:
     pass_under_torchrun(__file__)
 

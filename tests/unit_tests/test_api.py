@@ -21,9 +21,12 @@ from mega_rl.preflight import preflight
 from tests.helpers.distributed import run_ranks
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+from tests.helpers.selection import without
 from tests.unit_tests.test_metrics_page import documented
 
 ROOT = Path(__file__).parents[2]
+# Programs of the page in its order; the second has a reward of its own, too.
+PROGRAMS = without({"reward": 0, "estimator": 1, "sources": 2}, "reward", "sources")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -106,11 +109,11 @@ def test_preflight_takes_the_path_of_a_recipe_as_text(tmp_path: Path) -> None:
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["reward", "estimator"])
+@pytest.mark.parametrize("number", PROGRAMS.values(), ids=PROGRAMS)
 def test_the_examples_of_the_page_run(folder: Path, number: int) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     programs = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
-    assert len(programs) == 2
+    assert len(programs) == 3
     (folder / "program.py").write_text(programs[number])
     done = python(folder, "program.py")
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,6 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/verify.py: layouts": 11,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
     "models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
-    "parallel/vocab.py: forward": 9,  # upstream: autograd.Function takes no keyword arguments
     "parallel/vocab_kernels.py: _differentiate_rows": 15,  # upstream: a kernel of Triton takes pointers and numbers
     "parallel/vocab_kernels.py: _sum_rows": 10,
 }

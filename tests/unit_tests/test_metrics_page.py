@@ -17,6 +17,7 @@ from mega_rl.trainer import RunSettings
 from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
+from tests.helpers.fakes import FakeReward
 from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +26,21 @@ NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
 WRITERS = ("algorithms", "checkpoint", "engines", "metrics", "models", "rollout", "trainer", "workers")
 OTHERS = {"application/json", "rollout/logprob_diff", "rollout/stale_logprob_diff", "sft/loss"}
 DERIVED = "console/"  # the console makes these of others and shows them alone
+OF_PARTS = frozenset({"reward/<name>", "val/reward_<name>"})  # of rewards with named parts
 BARE = ("engines", "models")  # packages that write names without the role before them
 
 
 @cache
 def documented() -> frozenset[str]:
-    """Names of the page, with every bin of a histogram in place of <bin>."""
+    """Names of the page, with every bin of a histogram in place of <bin>; without those that rewards give, <name>."""
     cells = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.M)
     assert len(cells) == len(set(cells)), "a name stands twice"
     marker = "x_share_"
     bins = [name.removeprefix(marker) for name in LogprobMismatch(0.0, 0, 0.0).metrics("x") if marker in name]
-    return frozenset(name.replace("<bin>", each) for name in cells for each in (bins if "<bin>" in name else [""]))
+    return (
+        frozenset(name.replace("<bin>", each) for name in cells for each in (bins if "<bin>" in name else [""]))
+        - OF_PARTS
+    )
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
@@ -115,6 +120,19 @@ def test_what_a_run_logs_is_documented(grpo: bool) -> None:
     logged = {name for record in sink.records.values() for name in record}
     assert {"reward/mean", "time/step_s", "val/reward_mean"} <= logged
     assert sorted(logged - documented()) == []
+
+
+def test_parts_of_rewards_are_logged_under_the_documented_names() -> None:
+    sink = FakeSink()
+    settings = RunSettings(steps=1, val_interval=1)
+    trainer = make_trainer(grpo=True, settings=settings, metrics=sink, reward=FakeReward([], parts=True))
+    trainer.val_prompts = trainer.prompts.batch(0)
+    trainer.fit()
+    others = {name for record in sink.records.values() for name in record} - documented()
+    parts = ("early", "late", "token")
+    assert others == {name.replace("<name>", part) for name in OF_PARTS for part in parts}
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in OF_PARTS)
 
 
 def test_a_row_has_a_unit_a_meaning_and_an_expectation() -> None:

@@ -75,6 +75,7 @@ SIGNALS = without(
         "SIGINT": (signal.SIGINT, ()),
     },
     "SIGUSR1 to two ranks",
+    "SIGINT",
 )
 
 

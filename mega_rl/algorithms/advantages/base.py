@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mega_rl.algorithms.statistics import SumOverRanks
-from mega_rl.types import Experience
+from mega_rl.types import Experience, RewardParts
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class AdvantageInputs:
     sum_over_ranks: SumOverRanks  # over data parallelism
     # [B] float32, of the greedy response to the row's prompt, NaN where that has failed; None: no estimator needs it
     greedy_rewards: Tensor | None = None
+    reward_parts: RewardParts | None = None  # of which `rewards` is the weighted sum; None of rewards that are numbers
 
 
 class AdvantageEstimator(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.advantages.distillation import Distillation
 from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.advantages.gdpo import GDPO
 from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.advantages.opo import OPO
 from mega_rl.algorithms.advantages.pass_at_k import PassAtK
@@ -19,6 +20,7 @@ from mega_rl.algorithms.advantages.rloo import RLOO
 ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
     "gae": GAE,
     "grpo": GRPO,
+    "gdpo": GDPO,
     "rloo": RLOO,
     "reinforce_plus_plus": ReinforcePlusPlus,
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,

@@ -22,6 +22,7 @@ class PolicyTokens:
     token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
     loss_weights: Tensor  # share of the token's loss in the mini-batch's; algorithms.losses.aggregation
     sequences: Sequences  # sums over whole responses; collective under context parallelism
+    divergence: Tensor | None = None  # from the teacher of a loss that needs one, nats, with gradient
 
     @classmethod
     def of(
@@ -33,12 +34,14 @@ class PolicyTokens:
         token_weights: Tensor,
         loss_weights: Tensor,
         sequences: Sequences,
+        divergence: Tensor | None = None,
     ) -> PolicyTokens:
         """Return the tokens of these fields; whatever stands where they do not count, even a NaN, is 0."""
         active = token_weights > 0
         logprobs, old_logprobs, advantages = (torch.where(active, x, 0.0) for x in (logprobs, old_logprobs, advantages))
         log_ratio = clamped_log_ratio(logprobs, old_logprobs)
-        return cls(logprobs, log_ratio, advantages, token_weights, loss_weights, sequences)
+        divergence = None if divergence is None else torch.where(active, divergence, 0.0)
+        return cls(logprobs, log_ratio, advantages, token_weights, loss_weights, sequences, divergence)
 
     @property
     def active(self) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mega_rl.algorithms.losses.base import PolicyObjective
 from mega_rl.algorithms.losses.cispo import CISPO
 from mega_rl.algorithms.losses.covariance import ClipCov, KLCov
+from mega_rl.algorithms.losses.distillation import TeacherDivergence
 from mega_rl.algorithms.losses.dppo import DPPOKL, DPPOTV
 from mega_rl.algorithms.losses.gmpo import GMPO
 from mega_rl.algorithms.losses.gspo import GSPO
@@ -24,4 +25,5 @@ OBJECTIVES: dict[str, Callable[..., PolicyObjective]] = {
     "dppo_kl": DPPOKL,
     "clip_cov": ClipCov,
     "kl_cov": KLCov,
+    "distillation": TeacherDivergence,
 }

@@ -110,11 +110,11 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int, steps: int |
     return Curve(seed, tuple(recorder.points), time.perf_counter() - started)
 
 
-def run_task(task: LearningTask, variants: Sequence[Variant], *, seeds: int) -> dict[str, list[Curve]]:
-    """Train variants of a task with seeds 0, 1, ...; returns the curves by variant."""
+def run_task(task: LearningTask, variants: Sequence[Variant], *, seeds: Sequence[int]) -> dict[str, list[Curve]]:
+    """Train variants of a task with each seed; returns the curves by variant."""
     curves: dict[str, list[Curve]] = {}
     for variant in variants:
-        for seed in range(seeds):
+        for seed in seeds:
             with _quiet_trainer():
                 curve = run_variant(task, variant, seed=seed)
             curves.setdefault(variant.name, []).append(curve)

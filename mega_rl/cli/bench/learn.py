@@ -25,6 +25,12 @@ def learn(
         list[str] | None, typer.Argument(metavar="TASK", help=f"Of {', '.join(TASKS)}; all unless given.")
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=MOST_SEEDS, help="Runs of each variant.")] = 5,
+    first_seed: Annotated[
+        int,
+        typer.Option(
+            "--first-seed", min=0, help="Of consecutive ones. The tasks were tuned on 0 to 14 and 100 to 103."
+        ),
+    ] = 20,
     ablations: Annotated[
         bool, typer.Option("--ablations", help="Also train the variants that no statement is about.")
     ] = False,
@@ -47,7 +53,7 @@ def learn(
     results = []
     for task in tasks:
         variants = [variant for variant in task.variants if ablations or not variant.ablation]
-        result = summarize(task, run_task(task, variants, seeds=seeds))
+        result = summarize(task, run_task(task, variants, seeds=range(first_seed, first_seed + seeds)))
         results.append(result)
         _print_task(result, seeds=seeds)
     if json_file is not None:

@@ -1,4 +1,4 @@
-"""Choices of algorithm.advantage, .loss and .correction: their settings, and what each needs of a run."""
+"""Choices that a recipe makes by name, algorithms and sources: their settings, and what each needs of a run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import get_type_hints
 
+from mega_rl.config.keys import value_of
 from mega_rl.config.plugins.files import definition, missing_name
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Settings
+from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, DataSettings, Settings
 from mega_rl.config.values import BadValue, coerce, shown
 from mega_rl.errors import UserError
 
-# a class with __call__, whose fields are settings, or a function
+# a class whose fields are settings, or a function
 Registered = type | Callable[..., object]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A kind of algorithm that a recipe chooses: a built-in one by name, or a class in a user's file."""
+    """A part of a run that a recipe chooses: a built-in one by name, or a class in a user's file."""
 
     key: str  # "algorithm.advantage"; its settings are in "algorithm.advantage_settings"
     builtin: Mapping[str, type[Settings]]  # name -> dataclass of its settings
-    argument: str  # type that it is called with
+    argument: str  # type that it is called with, or made with
+    traits: tuple[str, ...] = ()  # class variables of a source that rules read
+    given: tuple[str, ...] = ()  # fields of its class that are no settings: the run gives them when it makes one
     registered: dict[str, Registered] = field(default_factory=dict)  # by a Python program
 
     @property
@@ -43,7 +46,8 @@ class Choice:
             if ".py" not in name:
                 problems.append(f"{self.key}={shown(name)}: {self._legal(name)}")
             return dict(given)
-        fields = {entry.name: entry for entry in dataclasses.fields(area)} if dataclasses.is_dataclass(area) else {}
+        entries = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
+        fields = {entry.name: entry for entry in entries if entry.init and entry.name not in self.given}
         problems += [self._unknown(name, setting, fields) for setting in given if setting not in fields]
         hints = get_type_hints(area) if fields else {}
         settings: dict[str, object] = {}
@@ -98,14 +102,15 @@ class Choice:
     def _unfit(self, name: str, node: ast.FunctionDef | ast.ClassDef, given: Mapping[str, object]) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef):
             if given:
+                what = f"with the field {self.given[0]}, whose other" if self.given else "with __call__, whose"
                 yield (
                     f"{self.settings_key}={shown(dict(given))}: {name} is a function, which has no settings; make it a "
-                    "dataclass with __call__, whose fields are settings"
+                    f"dataclass {what} fields are settings"
                 )
             return
         if node.bases:  # fields may be inherited; the class itself refuses unknown ones when it is made
             return
-        fields = dict(_fields(node))
+        fields = {field: default for field, default in _fields(node) if field not in self.given}
         yield from (self._unknown(name, setting, fields) for setting in given if setting not in fields)
         missing = [setting for setting, has_default in fields.items() if not has_default and setting not in given]
         if missing:
@@ -125,12 +130,15 @@ class Choice:
 ADVANTAGE = Choice("algorithm.advantage", ADVANTAGES, "AdvantageInputs")
 LOSS = Choice("algorithm.loss", LOSSES, "PolicyTokens")
 CORRECTION = Choice("algorithm.correction", CORRECTIONS, "SampledTokens")
-CHOICES = (ADVANTAGE, LOSS, CORRECTION)
+ALGORITHMS = (ADVANTAGE, LOSS, CORRECTION)
+ROLLOUT = Choice("rollout.source", {"single_turn": Settings}, "RolloutContext", given=("context",))
+DATA = Choice("data.source", {"files": DataSettings}, "DataContext", ("has_validation",), ("context",))
+CHOICES = (*ALGORITHMS, ROLLOUT, DATA)
 
 
 def chosen(config: Config, choice: Choice) -> str:
     """Return the name that a recipe chooses."""
-    name: str = getattr(config.algorithm, choice.key.rpartition(".")[2])
+    name: str = value_of(config, choice.key)
     return name
 
 
@@ -140,11 +148,10 @@ def settings_of(config: Config, choice: Choice) -> dict[str, object]:
     `load` writes every setting of the chosen one. In a config of which only the name was changed stand the defaults of
     the default choice, which are not its own: none are returned.
     """
-    name, key = choice.settings_key.rpartition(".")[2], choice.key.rpartition(".")[2]
-    settings: dict[str, object] = getattr(config.algorithm, name)
-    default = Config().algorithm
-    is_default = chosen(config, choice) == getattr(default, key)
-    return {} if settings == getattr(default, name) and not is_default else settings
+    settings: dict[str, object] = value_of(config, choice.settings_key)
+    default = Config()
+    is_default = chosen(config, choice) == chosen(default, choice)
+    return {} if settings == value_of(default, choice.settings_key) and not is_default else settings
 
 
 def needs_critic(config: Config) -> bool:
@@ -153,8 +160,15 @@ def needs_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    """Return whether a run has a reference: for a KL to it, or an estimator that reads its log-probs."""
-    return config.algorithm.kl.placement != "none" or ADVANTAGE.needs(config, "needs_reference")
+    """Return whether a run has a reference: for a KL to it, an estimator that reads its log-probs, or a teacher."""
+    return reads_reference(config) or LOSS.needs(config, "needs_teacher")
+
+
+def reads_reference(config: Config) -> bool:
+    """Return whether a step evaluates the reference, for its log-probs of the sampled tokens."""
+    # The loss of the same name reads no advantages.
+    of_tokens = ADVANTAGE.needs(config, "needs_reference") and config.algorithm.loss != "distillation"
+    return config.algorithm.kl.placement != "none" or of_tokens
 
 
 def corrects(config: Config) -> bool:

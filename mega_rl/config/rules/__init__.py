@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
-from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, unmet, updates_of_a_batch
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, needs_critic
+from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, may_have_parts, unmet, updates_of_a_batch
+from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import rollout as rollout_rules
 from mega_rl.config.schema import Config, KlConfig
@@ -97,7 +97,8 @@ def _algorithm(config: Config) -> Iterator[str]:
 def _teacher(config: Config) -> Iterator[str]:
     """Yield what keeps an estimator from the log-probs of a reference that it reads, or makes nothing of them."""
     algorithm, name = config.algorithm, config.algorithm.advantage
-    if ADVANTAGE.needs(config, "needs_reference") and algorithm.old_logprobs == "rollout":
+    compares = ADVANTAGE.needs(config, "needs_reference") and reads_reference(config)
+    if compares and algorithm.old_logprobs == "rollout":
         yield (
             f"algorithm.old_logprobs=rollout with algorithm.advantage={name}: the difference of engine and trainer "
             "would count as one to the reference; legal: auto, recompute"
@@ -122,8 +123,39 @@ def _teacher(config: Config) -> Iterator[str]:
         )
 
 
+def _whole_vocabulary(config: Config) -> Iterator[str]:
+    """Yield the settings that a divergence over the whole vocabulary leaves without effect or meaning."""
+    algorithm = config.algorithm
+    if LOSS.needs(config, "needs_teacher") and algorithm.kl.placement != "none":
+        yield (
+            f"algorithm.kl.placement={algorithm.kl.placement} with algorithm.loss={algorithm.loss}: the teacher is the "
+            "reference, and the loss is a divergence from it already; legal: none"
+        )
+    if LOSS.needs(config, "needs_teacher") and algorithm.advantage != "distillation" and not config.model.ref_path:
+        yield f"algorithm.loss={algorithm.loss} needs model.ref_path, the teacher"
+    if algorithm.loss != "distillation":
+        return
+    if algorithm.advantage != "distillation":
+        yield (
+            f"algorithm.advantage={algorithm.advantage} has no effect with algorithm.loss=distillation, which reads no "
+            "advantages; set algorithm.advantage=distillation, or keep the advantages and another loss"
+        )
+    settings = algorithm.advantage_settings if algorithm.advantage == "distillation" else {}
+    for name in (name for name, value in settings.items() if value):
+        yield (
+            f"algorithm.advantage_settings.{name}={settings[name]} has no effect with algorithm.loss=distillation, "
+            "which reads no advantages; set it to 0, or algorithm.loss=ppo, which learns from the sampled tokens"
+        )
+    if corrects(config):
+        yield (
+            f"algorithm.correction={algorithm.correction} with algorithm.loss=distillation: the ratio of a sampled "
+            "token is no weight of a divergence over all tokens; legal: none"
+        )
+
+
 def _loss(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
+    yield from _whole_vocabulary(config)
     if LOSS.needs(config, "needs_response_mean") and algorithm.loss_aggregation != "seq-mean-token-mean":
         yield (
             f"algorithm.loss_aggregation={algorithm.loss_aggregation} with algorithm.loss={algorithm.loss}: the loss "
@@ -186,6 +218,13 @@ def _reward(config: Config) -> Iterator[str]:
         yield (
             f"reward.overlong.buffer_tokens={buffer} leaves no length without a punishment: responses have at most "
             f"rollout.max_new_tokens={limit} tokens; make it smaller"
+        )
+    if ADVANTAGE.needs(config, "needs_parts") and not may_have_parts(config):
+        source = f"function={reward.function}" if reward.source == "function" else f"source={reward.source}"
+        yield (
+            f"algorithm.advantage={config.algorithm.advantage} with reward.{source}: it reads named parts of the "
+            "reward, but this gives one number; return a mapping from a function of your own, or take "
+            "algorithm.advantage=grpo"
         )
     if reward.source == "http" and not reward.http.url.startswith(("http://", "https://")):
         yield (

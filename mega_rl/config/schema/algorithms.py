@@ -1,4 +1,4 @@
-"""Settings of advantage estimators, policy losses and corrections, one dataclass each.
+"""Settings of advantage estimators, policy losses and corrections, one dataclass each, and needs of sources.
 
 The class with the formula, in `mega_rl.algorithms`, inherits from the dataclass of its settings; class variables say
 what the choice needs of a run. A user's own class has fields and class variables of the same kind.
@@ -24,6 +24,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class DataSettings(Settings):
+    """Traits of a source of prompts; without settings."""
+
+    has_validation: ClassVar[bool] = False  # has held-out rows of its own, the split "validation"
+
+
+@dataclass(frozen=True)
 class AdvantageSettings(Settings):
     """Needs of an advantage estimator; without settings."""
 
@@ -31,6 +38,7 @@ class AdvantageSettings(Settings):
     needs_groups: ClassVar[bool] = False  # several samples of each prompt
     needs_reference: ClassVar[bool] = False  # log-probs of the reference, which is built even without a KL to it
     needs_greedy: ClassVar[bool] = False  # the reward of a greedy response to each prompt
+    needs_parts: ClassVar[bool] = False  # named parts of the rewards
     takes_kl: ClassVar[bool] = False  # has rewards of single tokens, which a KL penalty may enter
 
 
@@ -78,6 +86,14 @@ class GRPOSettings(AdvantageSettings):
         "none as in Dr. GRPO.",
         choices=("group", "batch", "none"),
     )
+
+
+@dataclass(frozen=True)
+class GDPOSettings(AdvantageSettings):
+    """Named parts of the rewards, each relative to the other samples of the prompt, summed by reward.weights."""
+
+    needs_groups: ClassVar[bool] = True
+    needs_parts: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -155,6 +171,7 @@ class LossSettings(Settings):
     needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
     needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
     needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
+    needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -260,6 +277,21 @@ class KLCovSettings(LossSettings):
 
 
 @dataclass(frozen=True)
+class TeacherDivergenceSettings(LossSettings):
+    """On-policy distillation over the whole vocabulary, from the model of model.ref_path."""
+
+    needs_teacher: ClassVar[bool] = True
+
+    beta: float = setting(
+        1.0,
+        "Divergence of student p and teacher q: 1 is KL(p || q), 0 is KL(q || p), between them the generalised "
+        "Jensen-Shannon divergence with the mixture beta q + (1 - beta) p.",
+        min=0.0,
+        max=1.0,
+    )
+
+
+@dataclass(frozen=True)
 class CorrectionSettings(Settings):
     """No correction: every token counts fully."""
 
@@ -334,6 +366,7 @@ def defaults(area: type) -> dict[str, object]:
 ADVANTAGES: dict[str, type[AdvantageSettings]] = {
     "gae": GAESettings,
     "grpo": GRPOSettings,
+    "gdpo": GDPOSettings,
     "rloo": RLOOSettings,
     "reinforce_plus_plus": ReinforcePlusPlusSettings,
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaselineSettings,
@@ -352,6 +385,7 @@ LOSSES: dict[str, type[LossSettings]] = {
     "dppo_kl": DPPOKLSettings,
     "clip_cov": ClipCovSettings,
     "kl_cov": KLCovSettings,
+    "distillation": TeacherDivergenceSettings,
 }
 CORRECTIONS: dict[str, type[CorrectionSettings]] = {
     "none": CorrectionSettings,

@@ -33,6 +33,11 @@ class ChatConfig:
 class DataConfig:
     """Prompts: files, formats, lengths."""
 
+    source: str = setting(
+        "files",
+        "Where training prompts come from: the files of train_files, or path/to/file.py:class that yields rows.",
+    )
+    source_settings: dict[str, object] = setting({}, "Settings of a class that yields rows, by name.")
     train_files: list[str] = setting(
         [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
     )
@@ -195,13 +200,20 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Rollouts: backend, sampling, weight sync."""
+    """Rollouts: engine, source, sampling, weight sync."""
 
     backend: str = setting(
         "hf",
-        "Rollout engine: Hugging Face generate in the trainer's own processes (hf), or SGLang servers (sglang).",
-        choices=("hf", "sglang"),
+        "Rollout engine, which holds the actor's weights and samples: Hugging Face generate in the trainer's own "
+        "processes (hf), SGLang servers (sglang), or none, where a rollout.source of one's own needs no engine.",
+        choices=("hf", "sglang", "none"),
     )
+    source: str = setting(
+        "single_turn",
+        "How prompts become rollouts: one response of the engine to each (single_turn), or path/to/file.py:class, as "
+        "for several turns with tools, recorded rollouts, or an inference server of one's own.",
+    )
+    source_settings: dict[str, object] = setting({}, "Settings of a class that makes rollouts, by name.")
     n: int = setting(1, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
     top_p: float = setting(
@@ -305,6 +317,10 @@ class RewardConfig:
         choices=("function", "model", "http"),
     )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    weights: dict[str, float] = setting(
+        {},
+        "Weights of named parts of the reward, as {format: 0.2}; a part without one has 1, and one of 0 is only shown.",
+    )
     skip_special_tokens: bool = setting(
         True,
         "Leave the tokenizer's special tokens out of the text that is scored; false shows those that the model wrote, "

@@ -121,8 +121,9 @@ class AlgorithmConfig:
 
     advantage: str = setting(
         "gae",
-        "Advantage estimator: gae (needs a critic), grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, "
-        "remax, opo, pass_at_k, distillation (needs a reference), or path/to/file.py:class.",
+        "Advantage estimator: gae (needs a critic), grpo, gdpo (needs named rewards), rloo, reinforce_plus_plus, "
+        "reinforce_plus_plus_baseline, remax, opo, pass_at_k, distillation (needs a reference), or "
+        "path/to/file.py:class.",
     )
     advantage_settings: dict[str, object] = setting(
         defaults(GAESettings), "Settings of the estimator by name, as gamma or std."

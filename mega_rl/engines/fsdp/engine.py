@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from mega_rl.accelerator.transfer import send
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import EngineBase
 from mega_rl.engines.fsdp.attention import attention_arguments
-from mega_rl.engines.fsdp.model import fsdp_modules, sharded_parameters
+from mega_rl.engines.fsdp.model import TokenClassifier, fsdp_modules, hidden_outputs, sharded_parameters
 from mega_rl.engines.fsdp.optimizer import MOMENTS, clip, count_steps, gradient_norm, local, set_steps
-from mega_rl.engines.fsdp.weights import WholeModel, disk_buffers, is_first_copy, rows_here
+from mega_rl.engines.fsdp.weights import WholeModel, disk_buffers, is_first_copy, rows_here, whole_tensor
 from mega_rl.engines.microbatches import to_device
 from mega_rl.engines.offload import chosen_parts
 from mega_rl.engines.outcome import (
@@ -32,9 +33,10 @@ from mega_rl.engines.outcome import (
 )
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
+from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
+from mega_rl.parallel.vocab import VocabColumns, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Inspect, TokenLoss
-from mega_rl.types import EngineState, Experience, Metrics, Piece, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Lesson, Metrics, Piece, Rollout, TokenOutputs
 
 
 @dataclass(kw_only=True)
@@ -68,8 +70,26 @@ class FSDPEngine(EngineBase):
             ]
         return collect(results, batch, head=self.sharding.head, with_entropy=with_entropy)
 
+    def teach(self, minibatch: Experience) -> Lesson:
+        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        model = cast(PreTrainedModel, self.model)
+        with torch.no_grad(), hidden_outputs(model):
+            hidden = [
+                _head_output(model, micro, there, attention=self.attention)[0].cpu()
+                for micro, there in zip(micros, to_device(micros, self.device), strict=True)
+            ]
+        sharded_parameters(model)  # the projection is one of them again
+        weight = model.get_output_embeddings().weight
+        return Lesson(hidden, whole_tensor(weight, self.dtype, self.device))
+
     def train_minibatch(
-        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         assert self.optimizer is not None, f"engine {self.name} is frozen"
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
@@ -77,9 +97,14 @@ class FSDPEngine(EngineBase):
         self._memory.changed()
         self.optimizer.zero_grad()
         results: list[Finished] = []
+        if lesson is not None:
+            micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
         for micro, there in zip(micros, to_device(micros, self.device), strict=True):
-            self._expect_backward(is_last=len(results) == len(micros) - 1)
-            outputs = self._token_outputs(micro, there, with_entropy=loss.needs_entropy)
+            is_last = len(results) == len(micros) - 1
+            _expect_backward(
+                self.model, sends=is_last or self.reduce_every_microbatch, frees=is_last or not self.keep_gathered
+            )
+            outputs = self._token_outputs(micro, there, with_entropy=loss.needs_entropy, lesson=lesson)
             result = loss_of(outputs, there.fields)
             result.loss.backward()
             results.append(finished(micro, outputs, result))
@@ -147,34 +172,33 @@ class FSDPEngine(EngineBase):
         """Every parameter, a tied one once."""
         return list(sharded_parameters(self.model).values())
 
-    def _expect_backward(self, *, is_last: bool) -> None:
-        """Send gradients after the next backward, and free layers in it, or keep both for another micro-batch."""
-        for module in fsdp_modules(self.model):
-            module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch, recurse=False)
-            module.set_reshard_after_backward(is_last or not self.keep_gathered, recurse=False)
-
-    def _token_outputs(self, micro: MicroBatch, there: MicroBatch, *, with_entropy: bool) -> TokenOutputs:
+    def _token_outputs(
+        self, micro: MicroBatch, there: MicroBatch, *, with_entropy: bool, lesson: Lesson | None = None
+    ) -> TokenOutputs:
         """Return outputs for `micro.targets`, shaped like them, on the device, where `there` is the micro-batch."""
-        arguments: dict[str, Any] = {"position_ids": there.position_ids, "use_cache": False}
-        arguments |= attention_arguments(self.attention, micro.cu_seqlens, micro.max_seqlen, device=self.device)
+        logits, kept = _head_output(self.model, micro, there, attention=self.attention)
         if self.sharding.head == "value":
-            return TokenOutputs(values=self.model(there.tokens, **arguments).squeeze(-1).float())
-        # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
-        kept = send(_predicting(micro), self.device) if micro.packed else None
-        if kept is not None:
-            arguments["logits_to_keep"] = kept
-        logits = self.model(there.tokens, **arguments).logits.flatten(0, 1)
-        targets = there.targets.flatten()
-        logprobs, entropy = vocab_parallel_logprobs_entropy(
-            logits,
-            targets if kept is None else targets[kept],
-            group=None,
-            vocab_size=self.sharding.hf.vocab_size,
-            temperature=self.temperature,
-            with_entropy=with_entropy,
+            return TokenOutputs(values=logits.view(micro.targets.shape).float())
+        targets = there.targets.flatten() if kept is None else there.targets.flatten()[kept]
+        vocab_size, temperature = self.sharding.hf.vocab_size, self.temperature
+        divergence: Tensor | None = None
+        if lesson is None:
+            logprobs, entropy = vocab_parallel_logprobs_entropy(
+                logits, targets, group=None, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy
+            )
+        else:
+            assert there.hidden is not None, "a lesson has hidden states"
+            assert lesson.weight is not None, "a lesson has a projection"
+            columns = VocabColumns.of(logits, targets, group=None, vocab_size=vocab_size, temperature=temperature)
+            teacher = TeacherHead(there.hidden, lesson.weight, lesson.beta)
+            logprobs, entropy, divergence = vocab_parallel_divergence(
+                logits, targets, teacher, columns=columns, with_entropy=with_entropy
+            )
+        return TokenOutputs(
+            logprobs=_placed(logprobs, kept, micro),
+            entropy=None if entropy is None else _placed(entropy, kept, micro),
+            divergence=None if divergence is None else _placed(divergence, kept, micro),
         )
-        placed = None if entropy is None else _placed(entropy, kept, micro)
-        return TokenOutputs(logprobs=_placed(logprobs, kept, micro), entropy=placed)
 
     def _apply_gradients(self, lr: float, metrics: Metrics) -> float:
         """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far."""
@@ -187,6 +211,32 @@ class FSDPEngine(EngineBase):
             group["lr"] = lr
         self.optimizer.step()
         return norm
+
+
+def _head_output(
+    model: nn.Module, micro: MicroBatch, there: MicroBatch, *, attention: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return (logits [N, V] or values [N, 1], flat positions [N] that they are of, None for all) of a micro-batch.
+
+    `there` is the micro-batch on the device.
+    """
+    device = there.tokens.device
+    arguments = attention_arguments(attention, micro.cu_seqlens, micro.max_seqlen, device=device)
+    arguments |= {"position_ids": there.position_ids, "use_cache": False}
+    if isinstance(model, TokenClassifier):
+        return model(there.tokens, **arguments).flatten(0, 1), None
+    # In a packed micro-batch the head reads the positions that predict a token of the loss, and no other.
+    kept = send(_predicting(micro), device) if micro.packed else None
+    if kept is not None:
+        arguments["logits_to_keep"] = kept
+    return model(there.tokens, **arguments).logits.flatten(0, 1), kept
+
+
+def _expect_backward(model: nn.Module, *, sends: bool, frees: bool) -> None:
+    """Send gradients after the next backward, and free layers in it, or keep them for another micro-batch."""
+    for module in fsdp_modules(model):
+        module.set_requires_gradient_sync(sends, recurse=False)
+        module.set_reshard_after_backward(frees, recurse=False)
 
 
 def _predicting(micro: MicroBatch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -140,6 +141,21 @@ def use_fp32_logits(hf: PreTrainedModel) -> None:
     head = hf.get_output_embeddings()
     assert head.bias is None, "heads have no bias"
     head.forward = lambda hidden: fp32_linear(hidden, head.weight)
+
+
+@contextmanager
+def hidden_outputs(hf: PreTrainedModel) -> Iterator[None]:
+    """Let the model return the last hidden states in the place of logits."""
+    head = hf.get_output_embeddings()
+    own = head.__dict__.get("forward")
+    head.forward = lambda hidden: hidden
+    try:
+        yield
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own
 
 
 def units(model: nn.Module, hf: PreTrainedModel) -> list[nn.Module]:

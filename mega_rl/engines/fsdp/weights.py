@@ -140,20 +140,20 @@ class _Gatherer:
     def reader(self, name: str, source: Tensor, disk: DiskTensor, *, dtype: torch.dtype, device: torch.device) -> Any:
         """Return a function that gives one tensor of the checkpoint out of a parameter."""
         if tuple(source.shape) == disk.shape:
-            return lambda: _whole(source, dtype, device)
+            return lambda: whole_tensor(source, dtype, device)
 
         def read() -> Tensor:
             if name not in self._kept:
                 for old in list(self._kept)[: len(self._kept) + 1 - EXPERT_TENSORS]:
                     del self._kept[old]
-                self._kept[name] = _whole(source, dtype, device)
+                self._kept[name] = whole_tensor(source, dtype, device)
             matrix = self._kept[name].view(matrix_shape(tuple(source.shape)))
             return matrix[disk.row : disk.row + disk.rows].view(disk.shape)
 
         return read
 
 
-def _whole(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def whole_tensor(source: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a new whole tensor; collective for a parameter."""
     if not isinstance(source, DTensor):
         return source.detach().to(device=device, dtype=dtype, copy=True)

@@ -42,12 +42,13 @@ from mega_rl.engines.outcome import (
     microbatch_loss,
     reduce_losses,
 )
+from mega_rl.models.heads import projection
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.context import sum_over_context
 from mega_rl.protocols import Inspect, TokenLoss
-from mega_rl.types import EngineState, Experience, Metrics, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
 
@@ -86,8 +87,23 @@ class MegatronEngine(EngineBase):
             return outputs
         return replace(outputs, routing=self.routing.finish_forward(len(batch.tokens)))
 
+    def teach(self, minibatch: Experience) -> Lesson:
+        micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
+        if self.routing is not None:
+            self.routing.begin(micros, width=minibatch.tokens.size(1), routing=minibatch.routing, training=False)
+        hidden = self._schedule.hidden_states(self.models, micros)
+        if self.routing is not None:
+            self.routing.finish_forward(len(minibatch.tokens))
+        return Lesson(hidden, projection(self.models))
+
     def train_minibatch(
-        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         assert self.optimizer is not None, f"engine {self.name} is frozen"
         micros = self.batching.split(minibatch, data_parallel=self.data_parallel)
@@ -106,8 +122,10 @@ class MegatronEngine(EngineBase):
             )
         over_context = partial(sum_over_context, group=self.groups.cp)
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
-        results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy)
-        metrics = self._reduce(results) | _rounding_error(self.chunks, GroupRanks(self.groups.world), self.device)
+        results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy, lesson=lesson)
+        metrics = _reduce(results, self._token_shares, self._pipeline) | _rounding_error(
+            self.chunks, GroupRanks(self.groups.world), self.device
+        )
         if inspect is not None:
             head, with_entropy = self.sharding.head, loss.needs_entropy
             outputs = collect(results, minibatch, head=head, with_entropy=with_entropy, combine=self._combine)
@@ -179,13 +197,6 @@ class MegatronEngine(EngineBase):
             full = self._pipeline.broadcast(full, source=self._pipeline.size - 1)
         return full
 
-    def _reduce(self, results: list[Finished]) -> Metrics:
-        """Return the loss metrics over all ranks, on all of them."""
-        reduced = reduce_losses(results, self._token_shares) if self._is_last else {}
-        if self._pipeline.size > 1:
-            reduced = broadcast_json(reduced, self._pipeline, source=self._pipeline.size - 1)
-        return reduced
-
     def _apply_gradients(self, optimizer: MegatronOptimizer, lr: float, metrics: Metrics) -> float:
         """Clip by the global norm and step; returns the norm before clipping. `metrics` are of the update so far.
 
@@ -199,6 +210,13 @@ class MegatronEngine(EngineBase):
         clip(optimizer, norm=norm)
         step(optimizer, self.chunks)
         return norm
+
+
+def _reduce(results: list[Finished], token_shares: GroupRanks, pipeline: GroupRanks) -> Metrics:
+    """Return the loss metrics over all ranks, on all of them; the last pipeline stage has the results."""
+    last = pipeline.size - 1
+    reduced = reduce_losses(results, token_shares) if pipeline.rank == last else {}
+    return broadcast_json(reduced, pipeline, source=last) if pipeline.size > 1 else reduced
 
 
 def _steps(optimizer: MegatronOptimizer, world: GroupRanks) -> int:

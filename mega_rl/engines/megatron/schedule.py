@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -19,13 +20,16 @@ from mega_rl.data.packing import MicroBatch
 from mega_rl.engines.microbatches import to_device
 from mega_rl.engines.outcome import Finished, MicrobatchLoss, finished
 from mega_rl.models.attention import packed_sequences, te_sequences
+from mega_rl.models.heads import hidden_outputs
 from mega_rl.models.routing import Routing
+from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
-from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
-from mega_rl.types import TokenOutputs
+from mega_rl.parallel.vocab import VocabColumns, vocab_parallel_logprobs_entropy
+from mega_rl.types import Lesson, TokenOutputs
 
+Result = TypeVar("Result")  # of a micro-batch
 # (a micro-batch, the last stage's output) -> (loss, unused token count, result)
-Finish = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Finished]]
+Finish = Callable[[MicroBatch, Tensor], tuple[Tensor, Tensor, Result]]
 
 
 @dataclass(frozen=True)
@@ -46,20 +50,41 @@ class Schedule:
         *,
         loss: MicrobatchLoss | None,
         with_entropy: bool,
+        lesson: Lesson | None = None,
     ) -> list[Finished]:
         """Return one result for each micro-batch on the last pipeline stage, none elsewhere; collective.
 
         With a loss: forward and backward, gradients finalised. Without: forward only. `with_entropy`: a policy's
-        outputs have the entropy, too.
+        outputs have the entropy, too. With a `lesson` of these micro-batches they have the divergence from a teacher.
         """
-        layout = self.groups.layout
         # With averages the schedule divides a loss by the number of micro-batches and DDP a gradient by its ranks.
         scale = 1 if self.config.calculate_per_token_loss else len(micros) * self.groups.dp_cp.size()
-        finish = partial(self._finish_microbatch, loss, scale, with_entropy)
+        if lesson is not None and lesson.hidden:
+            micros = [replace(micro, hidden=hidden) for micro, hidden in zip(micros, lesson.hidden, strict=True)]
+        outputs_of = partial(self._token_outputs, with_entropy=with_entropy, lesson=lesson)
+        return self._run(
+            chunks, micros, partial(_finish_microbatch, loss, scale, outputs_of), forward_only=loss is None
+        )
+
+    def hidden_states(self, chunks: Sequence[GPTModel], micros: list[MicroBatch]) -> list[Tensor]:
+        """Return the last hidden states of each micro-batch, [tokens, H] on the host; none off the last stage."""
+        with torch.no_grad(), hidden_outputs(chunks):
+            return self._run(chunks, micros, _keep_hidden, forward_only=True)
+
+    def _run(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        micros: list[MicroBatch],
+        finish: Finish[Result],
+        *,
+        forward_only: bool,
+    ) -> list[Result]:
+        """Return what `finish` makes of each micro-batch on the last pipeline stage, none elsewhere; collective."""
+        layout = self.groups.layout
         # Between stages shapes travel ahead of tensors, and the host waits for them: not where all are the same.
         self.config.variable_seq_lengths = len({micro.tokens.shape for micro in micros}) > 1
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp if layout.vpp > 1 else None)
-        results: list[Finished] = schedule(
+        results: list[Result] = schedule(
             forward_step_func=partial(self._forward_step, chunks, finish),
             data_iterator=[to_device(micros, self.device) for _ in chunks],
             model=list(chunks),
@@ -67,7 +92,7 @@ class Schedule:
             # Upstream divides by cp (and tp).
             seq_length=max(micro.tokens.size(1) for micro in micros) * layout.cp,
             micro_batch_size=micros[0].tokens.size(0),
-            forward_only=loss is None,
+            forward_only=forward_only,
             p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if layout.pp > 1 else None,
             pg_collection=self.groups.collection,
         )
@@ -76,7 +101,7 @@ class Schedule:
     def _forward_step(
         self,
         chunks: Sequence[torch.nn.Module],
-        finish: Finish,
+        finish: Finish[Result],
         micros: Iterator[MicroBatch],
         model: torch.nn.Module,
     ) -> tuple[Tensor, Any]:
@@ -103,28 +128,51 @@ class Schedule:
             cp_size=cp_size,
         )
 
-    def _finish_microbatch(
-        self, loss: MicrobatchLoss | None, scale: int, with_entropy: bool, micro: MicroBatch, output: Tensor
-    ) -> tuple[Tensor, Tensor, Finished]:
-        """Return (loss, unused token count, result) of the last stage's output, as the schedule wants it."""
-        no_count = torch.zeros([], dtype=torch.int, device=output.device)
-        outputs = self._token_outputs(output, micro, with_entropy=with_entropy)
-        if loss is None:
-            return output.new_zeros([]), no_count, Finished(micro, outputs, None)
-        result = loss(outputs, micro.fields)
-        return result.loss * scale, no_count, finished(micro, outputs, result)
-
-    def _token_outputs(self, output: Tensor, micro: MicroBatch, *, with_entropy: bool) -> TokenOutputs:
+    def _token_outputs(
+        self, output: Tensor, micro: MicroBatch, *, with_entropy: bool, lesson: Lesson | None
+    ) -> TokenOutputs:
         """Return outputs for `micro.targets`, shaped like them, from the head's output [b, S, V/tp] or [b, S, 1]."""
         if self.sharding.head == "value":
             return TokenOutputs(values=output.squeeze(-1).float())
-        shape = micro.targets.shape
-        logprobs, entropy = vocab_parallel_logprobs_entropy(
-            output.flatten(0, 1),
-            micro.targets.flatten(),
-            group=self.groups.tp,
-            vocab_size=self.sharding.hf.vocab_size,
-            temperature=self.temperature,
-            with_entropy=with_entropy,
+        logits, targets, shape = output.flatten(0, 1), micro.targets.flatten(), micro.targets.shape
+        group, vocab_size, temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature
+        divergence: Tensor | None = None
+        if lesson is None:
+            logprobs, entropy = vocab_parallel_logprobs_entropy(
+                logits, targets, group=group, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy
+            )
+        else:
+            assert micro.hidden is not None, "the lesson is of another pipeline stage"
+            assert lesson.weight is not None, "the lesson is of another pipeline stage"
+            columns = VocabColumns.of(logits, targets, group=group, vocab_size=vocab_size, temperature=temperature)
+            teacher = TeacherHead(micro.hidden, lesson.weight, lesson.beta)
+            logprobs, entropy, divergence = vocab_parallel_divergence(
+                logits, targets, teacher, columns=columns, with_entropy=with_entropy
+            )
+        return TokenOutputs(
+            logprobs=logprobs.view(shape),
+            entropy=None if entropy is None else entropy.view(shape),
+            divergence=None if divergence is None else divergence.view(shape),
         )
-        return TokenOutputs(logprobs=logprobs.view(shape), entropy=None if entropy is None else entropy.view(shape))
+
+
+def _finish_microbatch(
+    loss: MicrobatchLoss | None,
+    scale: int,
+    outputs_of: Callable[[Tensor, MicroBatch], TokenOutputs],
+    micro: MicroBatch,
+    output: Tensor,
+) -> tuple[Tensor, Tensor, Finished]:
+    """Return (loss, unused token count, result) of the last stage's output, as the schedule wants it."""
+    no_count = torch.zeros([], dtype=torch.int, device=output.device)
+    outputs = outputs_of(output, micro)
+    if loss is None:
+        return output.new_zeros([]), no_count, Finished(micro, outputs, None)
+    result = loss(outputs, micro.fields)
+    return result.loss * scale, no_count, finished(micro, outputs, result)
+
+
+def _keep_hidden(micro: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (no loss, unused token count, last hidden states [tokens, H] on the host) of the last stage's output."""
+    no_count = torch.zeros([], dtype=torch.int, device=output.device)
+    return output.new_zeros([]), no_count, output.flatten(0, 1).cpu()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -33,6 +34,7 @@ class _Row:
     number: int  # place in the result
     prompt: int  # place in the caller's prompts
     sample: int
+    limit: int  # new tokens
 
 
 class HFRolloutEngine:
@@ -81,6 +83,7 @@ class HFRolloutEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`.
 
@@ -94,8 +97,11 @@ class HFRolloutEngine:
             raise ValueError(
                 f"{len(prompts)} prompts, {len(prompt_index)} indices, n={n}: one index per prompt, n >= 1"
             )
-        self._check_lengths(prompts)
-        rows = [_Row(number=p * n + s, prompt=p, sample=s) for p in range(len(prompts)) for s in range(n)]
+        limits = [self._max_new_tokens] * len(prompts) if limits is None else limits
+        self._check_lengths(prompts, limits)
+        rows = [
+            _Row(number=p * n + s, prompt=p, sample=s, limit=limit) for p, limit in enumerate(limits) for s in range(n)
+        ]
         # Neighbours of like length share a batch: little is padded.
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
         batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
@@ -111,11 +117,16 @@ class HFRolloutEngine:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
 
-    def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
-        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        if longest + self._max_new_tokens > self._max_positions:
+    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
+        if len(limits) != len(prompts) or not all(1 <= limit <= self._max_new_tokens for limit in limits):
+            raise ValueError(
+                f"limits={limits}: one for each prompt, 1 to rollout.max_new_tokens={self._max_new_tokens}"
+            )
+        lengths = ((len(prompt.token_ids), limit) for prompt, limit in zip(prompts, limits, strict=True))
+        longest, limit = max(lengths, key=sum, default=(0, 0))
+        if longest + limit > self._max_positions:
             raise UserError(
-                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={self._max_new_tokens}: together "
+                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={limit}: together "
                 f"more than the model's max_position_embeddings={self._max_positions}; lower data.max_prompt_tokens or "
                 "rollout.max_new_tokens"
             )
@@ -139,18 +150,20 @@ class HFRolloutEngine:
         indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
         samples = torch.tensor([row.sample for row in rows], dtype=torch.int64, device=self._device)
         token_ids = [prompts[prompt].token_ids for prompt in distinct]
-        longest = max(len(ids) for ids in token_ids) + self._max_new_tokens
+        limits = torch.tensor([row.limit for row in rows], dtype=torch.int64, device=self._device)
+        new_tokens = max(row.limit for row in rows)
+        longest = max(len(ids) for ids in token_ids) + new_tokens
         loop = DecodingLoop(
             prompt_of_row=torch.tensor([place[row.prompt] for row in rows], device=self._device),
             keys=stream_keys(seed, indices, samples),
             sampler=self._sampler,
             greedy=greedy,
-            max_new_tokens=self._max_new_tokens,
+            max_new_tokens=new_tokens,
             stop_token_ids=self._stop_token_ids,
             cache=make_cache(self._model.config, max_tokens=longest),
         )
         input_ids, attention_mask = _left_padded(token_ids, self._device)
-        return loop.run(self._model, input_ids, attention_mask)
+        return _cut(loop.run(self._model, input_ids, attention_mask), limits)
 
     def _assemble(
         self,
@@ -264,14 +277,22 @@ def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tu
     return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
 
 
+def _cut(decoded: Decoded, limits: Tensor) -> Decoded:
+    """Return the responses up to each row's limit, [R] int64."""
+    finished = decoded.finished & (decoded.lengths <= limits)
+    return replace(decoded, lengths=decoded.lengths.minimum(limits), finished=finished)
+
+
 def _joined(parts: Sequence[Decoded]) -> Decoded:
-    """Return the batches one after the other, on the host."""
+    """Return the batches one after the other, on the host; as wide as the widest, with zeros."""
     if not parts:
         none = torch.zeros(0, dtype=torch.int64)
         return Decoded(tokens=none[:, None], logprobs=none[:, None].float(), lengths=none, finished=none.bool())
+    width = max(part.tokens.size(1) for part in parts)
+    room = [(0, width - part.tokens.size(1)) for part in parts]
     return Decoded(
-        tokens=torch.cat([part.tokens.cpu() for part in parts]),
-        logprobs=torch.cat([part.logprobs.cpu() for part in parts]),
+        tokens=torch.cat([pad(part.tokens.cpu(), more) for part, more in zip(parts, room, strict=True)]),
+        logprobs=torch.cat([pad(part.logprobs.cpu(), more) for part, more in zip(parts, room, strict=True)]),
         lengths=torch.cat([part.lengths.cpu() for part in parts]),
         finished=torch.cat([part.finished.cpu() for part in parts]),
     )

@@ -62,7 +62,8 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     write_checkpoint(model, random_tensors(small, seed=seed), files={"config.json": config_file})
     _write_tokenizer(model)
     rows.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(seed)), "utf-8")
-    named = {"model.path": str(model), "data.train_files": [str(rows)]}
+    named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(rows)]}
+    named |= {"data.source": "files", "data.source_settings": {}}
     return with_settings(run.config, named), small
 
 

@@ -23,7 +23,7 @@ from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import PPOTrainer
 from mega_rl.trainer.experience import gather_column
-from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward
@@ -108,9 +108,9 @@ class RecordedScorer:
     scorer: Scorer
     recorder: Recorder
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Tensor:
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rewards = self.scorer.score(rollout, prompts)
-        self.recorder.write_rows(rollout, rewards)
+        self.recorder.write_rows(rollout, rewards.totals)
         return rewards
 
     def metrics(self) -> Metrics:

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
-from mega_rl.workers.reward_calls import NoScoreError, is_finite
+from mega_rl.workers.reward_calls import NoScoreError, NotAScoreError, Score, as_score
 from mega_rl.workers.reward_pool.process import (
     START_S,
     UnusableFunctionError,
@@ -38,7 +38,7 @@ class ScoreOutcome:
     """End of one response: its score, or in words why there is none."""
 
     kind: Literal["score", "timeout", "crash"]
-    score: float = 0.0
+    score: Score = 0.0
     what: str = ""
 
 
@@ -175,6 +175,9 @@ class RewardPool:
             return ScoreOutcome("crash", what=f"crashed its process, which {error}")
         finally:
             item.left_s -= time.monotonic() - begin
-        if isinstance(score := answer.get("score"), float) and is_finite(score):
-            return ScoreOutcome("score", score)
-        return NoScoreError(str(answer.get("no_score", "the reward worker sent no score")))
+        if "score" not in answer:
+            return NoScoreError(str(answer.get("no_score", "the reward worker sent no score")))
+        try:
+            return ScoreOutcome("score", as_score(answer["score"]))
+        except NotAScoreError as error:  # the user's code may have written to the channel
+            return NoScoreError(f"the reward worker sent {error}")

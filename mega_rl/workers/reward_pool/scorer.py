@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from mega_rl.data.columns import RewardColumns
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import Report, RewardError, ScoreCounts, ignore, no_score
-from mega_rl.workers.reward_calls import NoScoreError, Response, RewardCall
+from mega_rl.workers.reward import Report, RewardError, ScoreCounts, Scores, ignore, no_score
+from mega_rl.workers.reward_calls import FailureScore, NoScoreError, Response, RewardCall, Score
 from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.reward_pool.pool import RewardPool, ScoreOutcome
 from mega_rl.workers.reward_pool.process import UnusableFunctionError
@@ -28,7 +28,7 @@ _NAMED = 5  # responses without a score in the log of one batch
 class FailedScores:
     """Rule for responses whose scoring took too long or crashed a worker."""
 
-    score: float  # that they get
+    score: float  # that they get, in every part where a reward has parts
     max_share: float  # of a step's responses; more end the run
 
 
@@ -53,7 +53,7 @@ class PooledRewards:
         """Columns of the data that the function reads."""
         return self._call.columns
 
-    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> list[float]:
+    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Scores:
         """Return the scores, those of failed ones among them. Raises RewardError as `FunctionRewards` does."""
         futures = [
             self._begun.take((prompt.index, response)) or self._submit(prompt, response) for prompt, response in items
@@ -108,7 +108,7 @@ class PooledRewards:
             if time.monotonic() - last_end > self._pool.patience_s:
                 raise no_score(f"no score within {self._pool.patience_s:g} s: a defect of mega_rl", prompt, response)
 
-    def _settle(self, prompt: Prompt, response: Response, future: Future[ScoreOutcome]) -> float:
+    def _settle(self, prompt: Prompt, response: Response, future: Future[ScoreOutcome]) -> Score:
         """Return the score of an outcome. Raises RewardError."""
         try:
             outcome = future.result(timeout=0)
@@ -117,16 +117,17 @@ class PooledRewards:
         except NoScoreError as error:
             raise no_score(str(error), prompt, response) from error
         except TimeoutError:  # a later response has an exception
-            return self._failed.score
+            return FailureScore(self._failed.score)
         self._counts[outcome.kind] += 1
         if outcome.kind == "score":
-            self._lowest = outcome.score if self._lowest is None else min(self._lowest, outcome.score)
+            numbers = outcome.score.values() if isinstance(outcome.score, dict) else [outcome.score]
+            self._lowest = min(numbers if self._lowest is None else [self._lowest, *numbers])
             return outcome.score
         example = str(no_score(f"the reward function {outcome.what}", prompt, response))
         if len(self._examples) < _NAMED:
             self._examples.append(example)
             log.warning("%s; its score is reward.pool.failure_score=%g", example, self._failed.score)
-        return self._failed.score
+        return FailureScore(self._failed.score)
 
     def _warn_of_prizes(self) -> None:
         """Warn once if a failed response got more than the function gave another."""

@@ -19,7 +19,7 @@ from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.opo import opo
 from mega_rl.algorithms.advantages.registry import ESTIMATORS as REGISTRY
 from mega_rl.algorithms.statistics import SumOverRanks, identity
-from mega_rl.types import Experience
+from mega_rl.types import Experience, RewardParts
 from tests.helpers.simulated_ranks import on_simulated_ranks
 
 GAMMA = 0.9
@@ -44,6 +44,7 @@ class Sample(NamedTuple):
     length: int
     kl: list[float]  # of each response token
     greedy: float  # reward of the greedy response to the prompt
+    parts: list[float]  # named parts of the reward
 
 
 Group = Sequence[Sample]
@@ -139,6 +140,32 @@ def above_greedy(groups: Sequence[Group]) -> list[list[list[float]]]:
     return [[[s.reward - sum(s.kl[t:]) - s.greedy for t in range(s.length)] for s in g] for g in groups]
 
 
+WEIGHTS = (1.0, -0.5, 2.0)
+
+
+def reward_parts(batch: Batch) -> RewardParts:
+    """The reward, a part with few values of another scale, and one that is equal in all samples of a prompt."""
+    other = 100.0 * (batch.kl_penalty[:, 0] > 0.05)
+    values = torch.stack([batch.rewards, other, batch.group_ids.float() / 3], dim=1)
+    return RewardParts(("correct", "format", "prompt"), WEIGHTS, values)
+
+
+def parts_over_their_deviations(groups: Sequence[Group]) -> list[list[float]]:
+    """Each part less its mean, over its deviation in the group; the weighted sum over its deviation in the batch."""
+    rows = []
+    for g in groups:
+        scores = [0.0] * len(g)
+        for k, weight in enumerate(WEIGHTS):
+            values = [s.parts[k] for s in g]
+            deviation = statistics.stdev(values) if len(set(values)) > 1 else 0.0
+            for i, value in enumerate(values):
+                scores[i] += weight * (value - mean(values)) / (deviation + 1e-6) if deviation else 0.0
+        rows.append(scores)
+    every = [score for row in rows for score in row]
+    deviation = statistics.stdev(every) if len(every) > 1 else 0.0
+    return [[(score - mean(every)) / (deviation + 1e-6) for score in row] for row in rows]
+
+
 def greedy_rewards(batch: Batch) -> Tensor:
     """[B] float32, one number for each prompt."""
     return 0.05 * batch.group_ids.float()
@@ -156,7 +183,8 @@ def on_tokens(batch: Batch, formula: Formula) -> Tensor:
 
     def sample(row: int) -> Sample:
         kl = batch.kl_penalty[row][batch.mask[row]].tolist()
-        return Sample(float(batch.rewards[row]), len(kl), kl, float(greedy_rewards(batch)[row]))
+        parts = reward_parts(batch).values[row].tolist()
+        return Sample(float(batch.rewards[row]), len(kl), kl, float(greedy_rewards(batch)[row]), parts)
 
     numbers = formula([[sample(row) for row in rows] for rows in groups.values()])
     for rows, values in zip(groups.values(), numbers, strict=True):
@@ -177,7 +205,8 @@ def built(name: str, **settings: object) -> Estimate:
         )
         penalty = batch.kl_penalty if type(estimator).takes_kl else None
         greedy = greedy_rewards(batch) if type(estimator).needs_greedy else None
-        inputs = AdvantageInputs(experience, batch.rewards, penalty, sum_over_ranks, greedy)
+        parts = reward_parts(batch) if type(estimator).needs_parts else None
+        inputs = AdvantageInputs(experience, batch.rewards, penalty, sum_over_ranks, greedy, parts)
         advantages, returns = estimator(inputs)
         assert not returns.any()
         assert advantages.dtype == returns.dtype == torch.float32
@@ -192,6 +221,7 @@ ESTIMATORS: Mapping[str, tuple[Estimate, Formula]] = {
     "grpo": (built("grpo"), over_group_deviation),
     "grpo, std=none": (built("grpo", std="none"), centred),
     "grpo, std=batch": (built("grpo", std="batch"), over_batch_deviation),
+    "gdpo": (built("gdpo"), parts_over_their_deviations),
     "pass@1": (built("pass_at_k", k=1), partial(mean_of_sets, k=1, normalize=True)),
     "pass@2": (built("pass_at_k", k=2), partial(mean_of_sets, k=2, normalize=True)),
     "pass@3": (built("pass_at_k", k=3, std="none"), partial(mean_of_sets, k=3, normalize=False)),

@@ -1,4 +1,4 @@
-"""A run whose student has a teacher of another family, on each rank of a launch."""
+"""Runs of a student and its teacher, on each rank of a launch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from tests.helpers.engines import replaced
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
-STEPS = 12
+STEPS = {"ppo": 12, "distillation": 15}
 
 
-def distil(rank: int, folder: str) -> dict[str, Any]:
-    """KL of the student to the teacher at each step, and what the models are."""
+def distil(rank: int, folder: str, loss: str, teacher: str, lr: float, roles: str = "all") -> dict[str, Any]:
+    """Metrics of each step, and whether the run lacks a critic; `roles` of engine.resident_roles."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
@@ -21,18 +21,18 @@ def distil(rank: int, folder: str) -> dict[str, Any]:
     from mega_rl.workers.models import AbsentWorker
 
     config = run_config(Path(folder), "1", "grpo")
-    config = replaced(
-        config, "algorithm", advantage="distillation", advantage_settings={}, loss_aggregation="token-mean"
-    )
+    config = replaced(config, "algorithm", advantage="distillation", advantage_settings={})
+    config = replaced(config, "algorithm", loss=loss, loss_settings={}, loss_aggregation="token-mean")
     config = replaced(config, "algorithm.kl", placement="none", coef=0.001)
-    config = replaced(config, "model", ref_path=str(Path(folder) / "teacher"))
-    config = replaced(config, "optim", lr=1e-2)
+    config = replaced(config, "model", ref_path=str(Path(folder) / teacher))
+    config = replaced(config, "optim", lr=lr)
     config = replaced(config, "rollout", n=8)
-    config = replaced(config, "trainer", run_dir=str(Path(folder) / "distilled"), steps=STEPS)
-    records: list[dict[str, float]] = []
+    config = replaced(config, "engine", resident_roles=roles)
+    config = replaced(config, "trainer", run_dir=str(Path(folder) / f"distilled-{loss}-{roles}"), steps=STEPS[loss])
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-        for step in range(STEPS):
+        records: list[dict[str, float]] = []
+        for step in range(STEPS[loss]):
             trainer.sync.publish()
             records.append(trainer.step(step))
-        return {"kl": [record["kl/ref_k1"] for record in records], "critic": isinstance(trainer.critic, AbsentWorker)}
+        return {"records": records, "critic": isinstance(trainer.critic, AbsentWorker)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
+import mega_rl
+from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.statistics import identity
 from mega_rl.bench.learn import run
 from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_responses, expected_reward
+from mega_rl.bench.learn.neighbours_advantage import NeighboursAdvantage
 from mega_rl.bench.learn.noise import mix_with_uniform
 from mega_rl.bench.learn.results import ConfidenceBand, Curve, band, judge, summarize
 from mega_rl.bench.learn.task import Beats, LearningTask, Reaches, StepMetric, Variant
 from mega_rl.bench.learn.tasks import TASKS
 from mega_rl.bench.learn.tasks.bandit import BANDIT
+from mega_rl.bench.learn.tasks.delayed_credit import LENGTH, LETTERS, POLICY_LAMBDA, STATES
 from mega_rl.bench.learn.tasks.off_policy import NOISE, SAFE_REWARD, TOKENS
+from mega_rl.bench.learn.tasks.sorting import HELD_OUT, TRAIN
 from mega_rl.cli.app import main
 from mega_rl.errors import UserError
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.types import Rollout, TokenOutputs
+from mega_rl.types import Experience, Rollout, TokenOutputs
 from mega_rl.workers.rollout import RolloutWorker
 
 TINY = LearningTask(
@@ -130,6 +138,60 @@ def test_random_tokens_make_the_precise_response_the_worse_one() -> None:
     assert noisy < SAFE_REWARD < best == 1.0
 
 
+def test_half_of_the_first_letters_are_good_and_other_tokens_do_not_matter() -> None:
+    reward = TASKS["delayed_credit"].reward
+    good = {state: {letter for letter in LETTERS if reward(state, letter + "1") == 1.0} for state in STATES}
+    assert {state: len(letters) for state, letters in good.items()} == {"0": 8, "1": 8}
+    assert good["0"] != good["1"]
+    assert reward("0", "a" + "p" * (LENGTH - 1)) == 1.0
+    assert reward("0", "p" + "a" * (LENGTH - 1)) == reward("0", "0") == 0.0
+
+
+@pytest.mark.parametrize(("critic", "expected"), [(False, 0.0337), (True, 13.86)])
+def test_values_multiply_the_signal_of_the_first_token(critic: bool, expected: float) -> None:
+    # By hand, rewards 0 and 1 in equal shares, lambda 0.9, 48 tokens: without values A_t = lambda^(47 - t) R, whose
+    # deviation over all tokens is 0.210, so first tokens differ by 0.9^47 / 0.210. With exact values A_0 = R - 0.5 is
+    # all there is: 1 / sqrt(0.25 / 48). The tolerance is the rounding of 0.0337.
+    tokens, one = torch.ones(2, LENGTH + 1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    experience = Experience.from_rows(tokens, prompt_lengths=one, lengths=one * (LENGTH + 1), prompt_index=0 * one)
+    rewards = torch.tensor([1.0, 0.0])
+    if critic:
+        values = torch.where(experience.loss_mask, rewards[:, None], 0.0)
+        values[torch.arange(2), experience.loss_mask.int().argmax(dim=1)] = 0.5
+        experience = replace(experience, values=values)
+    advantages, _ = GAE(policy_lambda=POLICY_LAMBDA)(AdvantageInputs(experience, rewards, None, identity))
+    first = advantages[experience.loss_mask].view(2, LENGTH)[:, 0]
+    assert float(first[0] - first[1]) == pytest.approx(expected, rel=2e-3)
+
+
+def test_pairs_that_are_held_out_are_not_in_training() -> None:
+    train, held_out = {prompt for prompt, _ in TRAIN}, {prompt for prompt, _ in HELD_OUT}
+    assert (len(train), len(held_out), len(train | held_out)) == (80, 20, 100)
+    reward = TASKS["sorting"].reward
+    assert dict(TRAIN + HELD_OUT)["73="] == "37"
+    assert [reward("73=", text, "37", "stop") for text in ("37", "33", "73")] == pytest.approx([1.0, 0.6, 0.2])
+    assert [reward("73=", text, "37", "stop") for text in ("3", "3+", "377")] == [0.0, 0.0, 0.0]
+    assert reward("73=", "37", "37", "length") == 0.0
+
+
+def test_the_wrong_estimator_gives_every_row_the_advantage_of_the_next() -> None:
+    one = torch.ones(4, dtype=torch.int64)
+    tokens = torch.ones(4, 3, dtype=torch.int64)
+    index = torch.tensor([0, 0, 1, 1])
+    experience = Experience.from_rows(tokens, prompt_lengths=one, lengths=3 * one, prompt_index=index)
+    inputs = AdvantageInputs(experience, torch.tensor([1.0, 0.0, 0.0, 1.0]), None, identity)
+    advantages, _ = NeighboursAdvantage()(inputs)
+    # Two rewards of 0 and 1 are sqrt(1/2) deviations apart from their mean.
+    expected = torch.tensor([-1.0, -1.0, 1.0, 1.0]) * math.sqrt(0.5)
+    torch.testing.assert_close(advantages[:, 1], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_the_settings_of_every_variant_are_legal(task: LearningTask) -> None:
+    for variant in task.variants:
+        mega_rl.load_config(None, {**run.SHARED, **task.settings, **variant.settings})
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
@@ -172,10 +234,10 @@ def test_the_sampler_draws_the_share_of_noise_and_reports_the_mixtures_logprobs(
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task whose runs are made up."""
 
-    def run_task(task: LearningTask, variants: list[Variant], *, seeds: int) -> dict[str, list[Curve]]:
+    def run_task(task: LearningTask, variants: list[Variant], *, seeds: Sequence[int]) -> dict[str, list[Curve]]:
         ends = {"right": 0.9, "wrong": 0.2}
         return {
-            variant.name: [Curve(seed, ((1, 0.1), (2, ends[variant.name] + 0.01 * seed)), 1.0) for seed in range(seeds)]
+            variant.name: [Curve(seed, ((1, 0.1), (2, ends[variant.name] + 0.01 * seed)), 1.0) for seed in seeds]
             for variant in variants
         }
 
@@ -188,7 +250,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_table_with_verdicts_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for file in files:
-        arguments = ["--seeds", "3", "--json", str(tmp_path / "r.json"), "--plot", str(file)]
+        arguments = ["--seeds", "3", "--first-seed", "0", "--json", str(tmp_path / "r.json"), "--plot", str(file)]
         assert main(["bench", "learn", "tiny", *arguments]) == 0
     out = capsys.readouterr().out
     assert "0.91" in out
@@ -198,6 +260,7 @@ def test_a_table_with_verdicts_json_and_a_plot(tmp_path: Path, capsys: pytest.Ca
     (record,) = json.loads((tmp_path / "r.json").read_text())
     assert record["holds"] is True
     assert record["variants"][0]["final"]["mean"] == pytest.approx(0.91)
+    assert [seed["seed"] for seed in record["variants"][1]["seeds"]] == [0, 1, 2]
     assert [seed["points"][-1][1] for seed in record["variants"][1]["seeds"]] == pytest.approx([0.2, 0.21, 0.22])
 
 

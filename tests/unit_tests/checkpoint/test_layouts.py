@@ -40,7 +40,6 @@ FEW = {
     "tied": ("dp4", "uneven", "torch_fsdp2", "megatron_fsdp"),
     "value": ("dp4", "tp2-pp2"),
     "odd vocabulary": ("dp4", "tp2-pp2"),
-    "latent": ("dp4", "mixed"),
 }
 CHOSEN = CIRCLES if FULL else {name: {each: CIRCLES[name][each] for each in few} for name, few in FEW.items()}
 FAMILIES = {"routed": "qwen3_moe", "tied": "qwen3", "latent": "deepseek_v3", "sinks": "gpt_oss", "shared": "qwen2_moe"}

@@ -48,9 +48,10 @@ RESUMED = {
 }
 # Of each kind, the rest as well in `make test-full`.
 if not selection.FULL:
-    RESUMED[1] = {name: RESUMED[1][name] for name in ("1 from ep2", "fsdp 1 from fsdp 2")}
+    RESUMED[1] = {name: RESUMED[1][name] for name in ("1 from tp2", "fsdp 1 from fsdp 2")}
     del RESUMED[2]["tp2 from ep2"], RESUMED[2]["bf16 tp2 from dp2"], FULL[1]
-    del RESUMED[2]["bf16 from bf16"], FULL[2]["full bf16"]  # bfloat16 is in test_layouts.py, too
+    # bfloat16 and experts are in test_layouts.py, too.
+    del RESUMED[2]["bf16 from bf16"], FULL[2]["full bf16"], RESUMED[2]["ep2 from ep2"], FULL[2]["full ep2"]
 # Runs on one engine from a checkpoint of the other, and how the refusal names both.
 OTHER_ENGINE = {
     "fsdp from megatron": (Run("fsdp 2", "full dp2"), "engine: 'megatron' -> 'fsdp'"),

@@ -246,6 +246,7 @@ def test_sizes_that_are_none(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full: four starts of two ranks")
 def test_under_torchrun(models: Path) -> None:
     """Two ranks write what one writes, and say it once; the script is the same command."""
     script = str(ROOT / "scripts" / "convert_checkpoint.py")

@@ -15,7 +15,7 @@ from mega_rl.cli.app import main
 from mega_rl.converters.offline.formats import open_checkpoint
 from mega_rl.errors import UserError
 from tests.helpers.models import write_tiny_checkpoint
-from tests.helpers.selection import without
+from tests.helpers.selection import FULL
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,10 +33,10 @@ VERBS = {
     "torch_dist": ("import", ["--format", "torch_dist"]),
     "export": ("export", []),
 }
-CHOSEN = without(VERBS, "ranks", "torch_dist")
 
 
-@pytest.mark.parametrize(("verb", "options"), CHOSEN.values(), ids=CHOSEN)
+@pytest.mark.skipif(not FULL, reason="make test-full: ten seconds for each command")
+@pytest.mark.parametrize(("verb", "options"), VERBS.values(), ids=VERBS)
 def test_killed_in_the_middle(source: Path, tmp_path: Path, verb: str, options: list[str]) -> None:
     """SIGKILL as soon as there is something on disk."""
     origin, target = source, tmp_path / "out"

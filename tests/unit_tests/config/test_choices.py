@@ -18,7 +18,7 @@ from mega_rl.assemble.algorithms import build_correction, build_estimator, build
 from mega_rl.assemble.plan import roles_of
 from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models, is_on_policy
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, needs_critic
+from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, needs_critic, reads_reference
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
@@ -223,6 +223,18 @@ def test_a_teacher_is_a_reference_without_a_kl() -> None:
     assert is_on_policy(other)
 
 
+def test_a_teacher_of_whole_distributions_costs_one_forward() -> None:
+    """The reference is there, its log-probs are not asked for, and old ones come from the update."""
+    overrides = ["trainer.prompts_per_step=8", "trainer.minibatch_size=8", "model.ref_path=teacher"]
+    config = load(None, [*overrides, "algorithm.advantage=distillation", "algorithm.loss=distillation"])
+    assert roles_of(config) == ["actor", "reference"]
+    assert not reads_reference(config)
+    assert is_on_policy(config)
+    assert problems(*overrides, "algorithm.advantage=distillation", "algorithm.loss=distillation") == []
+    anchored = [*overrides, "algorithm.loss=distillation", "algorithm.old_logprobs=rollout"]
+    assert problems(*anchored, "algorithm.advantage=distillation") == []
+
+
 def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
     chosen = f"algorithm.advantage={mine}/runs.py:Estimator"
     estimator = build_estimator(load(None, [chosen, "algorithm.advantage_settings={alpha: 2.0}"]))
@@ -294,6 +306,22 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "has no place in it; legal: none, loss",
         ),
         (
+            "algorithm.advantage=gdpo rollout.n=4",
+            "algorithm.advantage=gdpo with reward.function=exact_match: it reads named parts of the reward, but this "
+            "gives one number; return a mapping from a function of your own, or take algorithm.advantage=grpo",
+        ),
+        (
+            "algorithm.advantage=gdpo rollout.n=4 reward.source=model reward.model.path=r",
+            "algorithm.advantage=gdpo with reward.source=model: it reads named parts of the reward, but this gives one "
+            "number; return a mapping from a function of your own, or take algorithm.advantage=grpo",
+        ),
+        (
+            "reward.weights.form=0.5",
+            "reward.weights={'form': 0.5} has no effect: it needs rewards that may have named parts: "
+            "reward.source=http, or reward.function=path/to/file.py:function; set that or leave it out (on a command "
+            "line: reward.weights=null)",
+        ),
+        (
             "algorithm.advantage=distillation",
             "algorithm.advantage=distillation needs model.ref_path, the teacher: the student's own start teaches it "
             "nothing",
@@ -320,6 +348,27 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "algorithm.loss=gmpo with algorithm.advantage=distillation: the loss reads one advantage for a response, "
             "so what a critic or a teacher says of single tokens is lost; set algorithm.loss=gspo, or an estimator "
             "with one number for a response",
+        ),
+        (
+            "algorithm.loss=distillation model.ref_path=t",
+            "algorithm.advantage=gae has no effect with algorithm.loss=distillation, which reads no advantages; set "
+            "algorithm.advantage=distillation, or keep the advantages and another loss",
+        ),
+        (
+            "algorithm.advantage=distillation algorithm.loss=distillation model.ref_path=t "
+            "algorithm.advantage_settings.gamma=0.5",
+            "algorithm.advantage_settings.gamma=0.5 has no effect with algorithm.loss=distillation, which reads no "
+            "advantages; set it to 0, or algorithm.loss=ppo, which learns from the sampled tokens",
+        ),
+        (
+            "algorithm.advantage=distillation algorithm.loss=distillation model.ref_path=t algorithm.correction=tis",
+            "algorithm.correction=tis with algorithm.loss=distillation: the ratio of a sampled token is no weight of a "
+            "divergence over all tokens; legal: none",
+        ),
+        (
+            "algorithm.advantage=distillation algorithm.loss=distillation model.ref_path=t algorithm.kl.placement=loss",
+            "algorithm.kl.placement=loss with algorithm.loss=distillation: the teacher is the reference, and the loss "
+            "is a divergence from it already; legal: none",
         ),
         (
             "algorithm.kl.reference_interval=10",

@@ -71,3 +71,14 @@ def test_what_is_no_mapping(override: str, words: str) -> None:
     (line,) = str(caught.value).splitlines()
     assert line.startswith(KEY)
     assert words in line
+
+
+def test_weights_are_numbers() -> None:
+    url = ("reward.source=http", "reward.http.url=http://127.0.0.1:1/")
+    assert load(None, [*url, "reward.weights.form=2", "reward.weights.right=0.5"]).reward.weights == {
+        "form": 2.0,
+        "right": 0.5,
+    }
+    for value in ("true", "a", "[1]", ".nan"):
+        with pytest.raises(UserError, match=r"reward\.weights=.*the value of form must be"):
+            load(None, [*url, f"reward.weights.form={value}"])

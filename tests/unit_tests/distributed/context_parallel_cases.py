@@ -57,7 +57,8 @@ if not FULL:  # each model once or twice, each layout of four ranks with one
         "cp2": (2, {"cp": 2}, ("qwen3-tied", "qwen2-window", "deepseek_v3-yarn")),
         "cp4": (4, {"cp": 4}, ("gpt_oss",)),
         "tp2-sp-cp2": (4, {"tp": 2, "sequence_parallel": True, "cp": 2}, ("deepseek_v3",)),
-        "pp2-cp2": (4, {"pp": 2, "cp": 2}, ("mixtral",)),
+        "cp2-dp2": (4, {"cp": 2}, ()),  # test_layouts.py and "cp2"
+        "pp2-cp2": (4, {"pp": 2, "cp": 2}, ()),  # "pp2-vpp2-cp2" has its stages
     }
 
 

@@ -15,6 +15,7 @@ from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
 from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
+from mega_rl.config.schema.algorithms import LOSSES
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.types import TokenOutputs, row_numbers
@@ -59,6 +60,7 @@ class SequenceRatioLoss:
         )
 
 
+WITHOUT_TEACHER = [loss for loss in OBJECTIVES if not LOSSES[loss].needs_teacher]
 # In which every policy loss is tried, too: what else is cut, a loss does not see.
 EVERY_LOSS = ("1", "packed, one sequence", "dp2", "cp2")
 # Where the defaults would cut off every response or none: the model has nothing in common with the old log-probs.
@@ -80,7 +82,7 @@ def losses_of(name: str) -> dict[str, Any]:
     """The losses of a case: that of this file, every policy loss, and PPO's with every correction."""
     losses: dict[str, Any] = {"ratio": SequenceRatioLoss()}
     if name in EVERY_LOSS:
-        made = {loss: objective(**SETTINGS.get(loss, {})) for loss, objective in OBJECTIVES.items()}
+        made = {loss: OBJECTIVES[loss](**SETTINGS.get(loss, {})) for loss in WITHOUT_TEACHER}
         losses |= {loss: PolicyLoss(objective, kl=None, kl_estimator=k2) for loss, objective in made.items()}
         for correction, build in CORRECTIONS.items():
             weights = build(**CORRECTION_SETTINGS.get(correction, {}))

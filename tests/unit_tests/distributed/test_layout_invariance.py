@@ -38,6 +38,7 @@ from mega_rl.config.schema import (
     RolloutConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.algorithms import LOSSES as NEEDS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
@@ -73,22 +74,31 @@ ALGORITHMS = {
     ),
 }
 ALONE = ("1", "experts 1")  # what the other layouts are compared with
-COMPARED = covering((layout, algorithm) for layout in ALL_LAYOUTS if layout not in ALONE for algorithm in ALGORITHMS)
+MANY = [layout for layout in without(ALL_LAYOUTS, "pp2") if layout not in ALONE]  # "pp2-vpp2" has what "pp2" has
+COMPARED = covering((layout, algorithm) for layout in MANY for algorithm in ALGORITHMS)
 # Policy losses in four updates of each batch, each on another layout; `make test` has one that reads whole responses.
 LOSSES = {
     f"grpo with {loss}": AlgorithmConfig(
         advantage="grpo", advantage_settings={}, loss=loss, loss_aggregation="seq-mean-token-mean", epochs=2
     )
-    for loss in (OBJECTIVES if FULL else ("gmpo",))
+    for loss in ((name for name in OBJECTIVES if not NEEDS[name].needs_teacher) if FULL else ("gmpo",))
 }
-OTHERS = [layout for layout in ("cp2", *ALL_LAYOUTS) if layout not in (*ALONE, *EXPERT_LAYOUTS)]
+# Named parts of the reward, one of them at half weight.
+PARTS = {"gdpo": AlgorithmConfig(advantage="gdpo", advantage_settings={}, epochs=2)}
+OTHERS = [layout for layout in ("cp2", *MANY) if layout not in EXPERT_LAYOUTS]
 COMPARED += list(zip(OTHERS, sorted(LOSSES, key=lambda name: "gmpo" not in name), strict=False))
+COMPARED += [(layout, "gdpo") for layout in (OTHERS if FULL else ("dp2",))]
 RECOMPUTED = dataclasses.replace(ALGORITHMS["grpo"], old_logprobs="recompute")
 REWARD = '''
 def share_of_odd_digits(prompt, response, answer):
     """A reward that varies between responses and needs no skill."""
     digits = [int(c) for c in response if c.isdigit()]
     return sum(d % 2 for d in digits) / max(len(digits), 1) + 0.1 * len(response)
+
+
+def in_parts(prompt, response, answer):
+    """Two parts, of which one is equal in many samples of a prompt."""
+    return {"odd": share_of_odd_digits(prompt, response, answer), "first": float(response[:1] in "13579")}
 '''
 
 
@@ -123,7 +133,7 @@ def write_inputs(folder: Path) -> Path:
 def run_config(folder: Path, layout: str, algorithm: str) -> Config:
     """Eight prompts, four samples each; PPO in two mini-batches twice over, GRPO in a single on-policy update."""
     experts = layout in EXPERT_LAYOUTS
-    algorithm_config = (ALGORITHMS | LOSSES | {"grpo recomputed": RECOMPUTED})[algorithm]
+    algorithm_config = (ALGORITHMS | LOSSES | PARTS | {"grpo recomputed": RECOMPUTED})[algorithm]
     return make_config(
         folder / ("experts" if experts else "model"),
         engine="fsdp" if layout in FSDP_LAYOUTS else "megatron",
@@ -133,7 +143,8 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
         data=DataConfig(train_files=[str(folder / "train.jsonl")], max_prompt_tokens=8),
         rollout=RolloutConfig(n=4, max_new_tokens=8, temperature=0.8, verify_interval=1),
         reward=RewardConfig(
-            function=f"{folder / 'reward.py'}:share_of_odd_digits",
+            function=f"{folder / 'reward.py'}:{'in_parts' if algorithm in PARTS else 'share_of_odd_digits'}",
+            weights={"first": 0.5} if algorithm in PARTS else {},
             pool=RewardPoolConfig(workers=0),  # their number, and so their metrics, would depend on the ranks of a host
         ),
         metrics=MetricsConfig(tensorboard=False, progress_bar=False, rollout_interval=0),
@@ -143,7 +154,7 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
             prompts_per_step=8,
             minibatch_size=4 if algorithm_config.epochs > 1 else 8,
             timeout_s=60.0,
-            microbatch=MicrobatchConfig(max_tokens=96),
+            microbatch=MicrobatchConfig(max_tokens=128),
         ),
     )
 
@@ -170,7 +181,7 @@ def run_all(rank: int, folder: str, runs: list[tuple[str, str]]) -> dict[str, An
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    wanted = [*product(ALONE, ALGORITHMS), *product(["1"], LOSSES), ("1", "grpo recomputed"), *COMPARED]
+    wanted = [*product(ALONE, ALGORITHMS), *product(["1"], [*LOSSES, *PARTS]), ("1", "grpo recomputed"), *COMPARED]
     results: dict[str, Any] = {}
     for world_size in sorted({size for size, _ in ALL_LAYOUTS.values()}):
         of_this_size = [run for run in wanted if ALL_LAYOUTS[run[0]][0] == world_size]

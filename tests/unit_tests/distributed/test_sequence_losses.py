@@ -9,14 +9,19 @@ import torch
 
 from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
-from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.types import TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
-from tests.unit_tests.distributed.sequence_losses_on_ranks import CASES, SequenceRatioLoss, losses_of, run_cases
+from tests.unit_tests.distributed.sequence_losses_on_ranks import (
+    CASES,
+    WITHOUT_TEACHER,
+    SequenceRatioLoss,
+    losses_of,
+    run_cases,
+)
 from tests.unit_tests.distributed.test_engine_parity import worst_difference
 
 pytestmark = pytest.mark.timeout(300)
@@ -56,7 +61,7 @@ def test_the_cases_are_different(results: dict[str, Any]) -> None:
     one = {loss: result["metrics"] for loss, result in results["1"].items()}
     assert abs(one["ratio"]["actor/ratio"] - 1.0) > 0.1
     names = ("clip_fraction_low", "capped_fraction", "masked_fraction", "covariance_fraction")
-    shares = {(loss, name): one[loss].get(f"actor/{name}") for loss in OBJECTIVES for name in names}
+    shares = {(loss, name): one[loss].get(f"actor/{name}") for loss in WITHOUT_TEACHER for name in names}
     shares |= {(loss, ""): one[loss]["actor/correction_masked_fraction"] for loss in CORRECTIONS if loss != "tis"}
     shares["tis", ""] = one["tis"]["actor/tis_truncated_fraction"]
     shares = {place: share for place, share in shares.items() if share is not None}

@@ -21,6 +21,7 @@ from mega_rl.models import attention_choice
 from mega_rl.verify.layouts import ALL, fsdp, resolve_all
 from mega_rl.verify.plan import REFERENCE
 from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.engines.feature_cases import ENGINES, see_all, write_inputs
 
@@ -111,6 +112,9 @@ CHECKS: dict[str, Check] = {
     "packed sequences": shown("packed"),
     "bf16 with FP32 main weights and moments": shown("bf16"),
     "logits in FP32": setting("model.fp32_head=true"),
+    "divergence from a teacher over the whole vocabulary": setting(
+        "algorithm.loss=distillation", "algorithm.advantage=distillation", "model.ref_path=teacher"
+    ),
     "moments in bf16": setting(
         "engine.megatron.optimizer.precision_aware=true", "engine.megatron.optimizer.moment_dtype=bf16"
     ),
@@ -149,6 +153,8 @@ CELLS = [(feature, engine) for feature in CHECKS for engine in ENGINES]
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """What both of two ranks have seen."""
+    if not FULL:
+        pytest.skip("make test-full: every cell of a table, tried on running engines")
     folder = tmp_path_factory.mktemp("features")
     write_inputs(folder)
     first, second = run_ranks(2, see_all, str(folder), timeout_s=200)

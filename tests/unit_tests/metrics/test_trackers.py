@@ -27,8 +27,10 @@ from mega_rl.metrics.tracker_clients import Started, TrackedRun
 from mega_rl.metrics.tracker_process import serve
 from mega_rl.metrics.trackers import Deadlines, TrackerSink, without_secrets
 from mega_rl.preflight.host import check_packages
+from tests.helpers.selection import FULL
 
 pytestmark = pytest.mark.slow
+REAL_CLIENT = pytest.mark.skipif(not FULL, reason="make test-full: a dozen seconds for each client")
 
 ROWS = [{"prompt": "3+4=", "response": "7\nü", "reward": 1.0}, {"prompt": "1+1=", "response": "", "reward": 0.0}]
 
@@ -96,6 +98,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@REAL_CLIENT
 def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path) -> None:
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     first, resumed = (read_wandb(file) for file in files)
@@ -125,6 +128,7 @@ def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path)
     assert outcomes == [("stopped", [0]), ("failed", [1])]
 
 
+@REAL_CLIENT
 def test_mlflow_files_hold_everything_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient

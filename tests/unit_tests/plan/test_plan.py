@@ -356,6 +356,21 @@ def test_the_largest_batch_is_the_largest() -> None:
     assert not judge(changed(setup, {key: value + 1024})).fits
 
 
+def test_a_source_without_an_engine_counts_no_generation() -> None:
+    """No second model, cache, server or time for responses, and the report says so."""
+    own = {"rollout.backend": "none", "rollout.source": "own.py:Replay"}
+    setup = changed(run("8b"), own)
+    phases = [phase for each in memory_of_stages(setup) for phase in each.phases]
+    entries = {name for phase in phases for name in phase.entries}
+    assert "training the actor" in {phase.name for phase in phases}
+    assert "generating" not in {phase.name for phase in phases}
+    assert not entries & {"rollout model", "KV cache", "KV cache and logits", "servers' weights", "servers' residue"}
+    text = "\n".join(as_text(make_plan(setup)))
+    assert "generation:" not in text
+    assert "servers:" not in text
+    assert "rollout.source=own.py:Replay: what it does itself is not counted" in text
+
+
 def test_layouts_near_by_are_legal_and_judged() -> None:
     setup = run("8b")
     candidates = nearby(setup)

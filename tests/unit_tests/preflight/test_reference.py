@@ -1,4 +1,4 @@
-"""A reference that takes in the actor's weights must be of its architecture."""
+"""A reference that takes in the actor's weights must be of its architecture, a teacher of its vocabulary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mega_rl.config.loader import load
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.preflight.checkpoints import check_reference
+from mega_rl.preflight.checkpoints import check_reference, check_teacher
 from tests.helpers.inputs import qwen3_config
 
 ACTOR = parse_hf_config(qwen3_config("8b"))
@@ -32,3 +32,17 @@ def test_another_checkpoint_of_the_architecture_is_not() -> None:
 
 def test_a_reference_that_stays_may_be_any() -> None:
     assert problems(0, num_layers=2) == []
+
+
+def test_a_teacher_of_whole_distributions_has_the_students_vocabulary() -> None:
+    """Its size; that tokens are the same is checked of every reference."""
+    distilled = ["algorithm.advantage=distillation", "model.ref_path=t"]
+    smaller = {"model.path": ACTOR, "model.ref_path": replace(ACTOR, vocab_size=151_643, hidden_size=8192)}
+    assert list(check_teacher(load(None, [*distilled, "algorithm.loss=distillation"]), smaller)) == [
+        "algorithm.loss=distillation: a divergence goes over one vocabulary, but model.path has 151936 entries and "
+        "model.ref_path 151643; take a teacher of the same size, or another loss with "
+        "algorithm.advantage=distillation, which compares the sampled tokens alone"
+    ]
+    assert list(check_teacher(load(None, distilled), smaller)) == []
+    wider = {"model.path": ACTOR, "model.ref_path": replace(ACTOR, hidden_size=8192)}
+    assert list(check_teacher(load(None, [*distilled, "algorithm.loss=distillation"]), wider)) == []

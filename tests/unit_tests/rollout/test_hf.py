@@ -455,3 +455,21 @@ def test_checksums_are_of_what_the_model_computes_with(checkpoint: Checkpoint) -
     with torch.no_grad():
         engine.model.get_parameter(name)[3] += 1
     assert engine.checksums([name])[name] != checksum(checkpoint.model.state_dict()[name], torch.bfloat16)
+
+
+def test_a_limit_cuts_a_response_and_changes_nothing_before(checkpoint: Checkpoint) -> None:
+    """Limits of each prompt, in one batch and in several: the beginning of the response without a limit."""
+    prompts, limits = make_prompts(LENGTHS), [1, 4, 2, 16, 3, 5]
+    for size in (256, 4):
+        engine = make_engine(checkpoint, stop_token_ids=STOPS, max_new_tokens=16, batch_size=size)
+        whole = responses(engine.generate(prompts, list(range(6)), n=2, seed=SEED))
+        cut = responses(engine.generate(prompts, list(range(6)), n=2, seed=SEED, limits=limits))
+        assert whole.keys() == cut.keys()
+        for key, (tokens, finished, logprobs) in cut.items():
+            limit = limits[key[0]]
+            assert tokens == whole[key][0][:limit]
+            assert finished == (whole[key][1] and len(whole[key][0]) <= limit)
+            torch.testing.assert_close(logprobs, whole[key][2][:limit], rtol=0, atol=1e-5)
+        assert any(len(tokens) > limits[key[0]] for key, (tokens, *_) in whole.items())
+    with pytest.raises(ValueError, match="one for each prompt"):
+        engine.generate(prompts, list(range(6)), n=1, seed=SEED, limits=[17] * 6)

@@ -14,7 +14,7 @@ from mega_rl.config.schema import Config
 from mega_rl.data.prompts import PromptSampler
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
 from mega_rl.workers.rollout import share
 from tests.helpers.engines import exported, replaced
 from tests.unit_tests.distributed.test_layout_invariance import run_config
@@ -66,9 +66,11 @@ class NumberSource:
             failed=torch.tensor(failed) if any(failed) else None,
         )
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> torch.Tensor:
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rows = zip(rollout.tokens.tolist(), rollout.lengths.tolist(), rollout.prompt_index.tolist(), strict=True)
-        return torch.tensor([score(prompts[index], ids[2:length]) for ids, length, index in rows])
+        totals = torch.tensor([score(prompts[index], ids[2:length]) for ids, length, index in rows])
+        columns = torch.stack([totals - rollout.lengths, rollout.lengths.float(), rollout.sample_index % 2], dim=1)
+        return Rewards(totals, RewardParts(("most", "length", "odd"), (1.0, 1.0, 0.0), columns))
 
     def metrics(self) -> Metrics:
         return {}
@@ -100,7 +102,7 @@ def sampled_steps(ranks: Ranks) -> list[dict[str, Any]]:
             {
                 "prompts": [prompt.index for prompt in prompts],
                 "rollout": {name: field for name, field in rollout.items() if field is not None},
-                "rewards": dynamic.score(rollout, prompts),
+                "rewards": dynamic.score(rollout, prompts).columns(),
                 "metrics": dynamic.metrics(),
             }
         )

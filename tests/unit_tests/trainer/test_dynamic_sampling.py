@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
 from mega_rl.trainer.loop import PPOTrainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
+from mega_rl.types import Rewards
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer
 from tests.helpers.selection import FULL
@@ -63,7 +65,7 @@ def test_a_step_keeps_the_groups_that_a_loop_keeps(plan: SamplingPlan) -> None:
         expected, generations, drawn = sampled_by_loops(drawn, plan)
         prompts = dynamic.batch(step)
         rollout = dynamic.generate(prompts, step=step)
-        rewards = dynamic.score(rollout, prompts)
+        rewards = dynamic.score(rollout, prompts).totals
         assert [prompt.index for prompt in prompts] == [group["prompt"].index for group in expected]
         assert rewards.tolist() == [reward for group in expected for reward in group["rewards"]]
         responses = [tokens for group in expected for tokens in group["responses"]]
@@ -80,12 +82,29 @@ def test_a_step_keeps_the_groups_that_a_loop_keeps(plan: SamplingPlan) -> None:
         assert dynamic.metrics() == {}
 
 
+def test_a_difference_in_a_part_is_one_where_the_estimator_reads_parts() -> None:
+    """Totals of every third prompt are equal, its lengths are not; nothing is different in a part of no weight."""
+    plan = SamplingPlan(4, 4, 5)
+    for by_parts in (False, True):
+        dynamic = cases.sampling(FakeRanks(), dataclasses.replace(plan, by_parts=by_parts))
+        filled = drawn = 0
+        for step in range(6):
+            prompts = dynamic.batch(step)
+            rewards = dynamic.score(dynamic.generate(prompts, step=step), prompts)
+            assert rewards.parts is not None
+            assert torch.equal(rewards.parts.values[:, 0] + rewards.parts.values[:, 1], rewards.totals)
+            filled += int(dynamic.metrics()["rollout/filled_groups"])
+        drawn = dynamic.drawn
+        assert filled == 0
+        assert (drawn == 6 * 4) == by_parts
+
+
 def test_failed_samples_make_no_spread() -> None:
     """Their reward of 0 is no reward. A generation with failures and one without make one step."""
     dynamic = cases.sampling(FakeRanks(), SamplingPlan(5, 3, 4), failing=True)
     prompts = dynamic.batch(0)
     rollout = dynamic.generate(prompts, step=0)
-    rewards = dynamic.score(rollout, prompts)
+    rewards = dynamic.score(rollout, prompts).totals
     assert rollout.failed is not None
     assert rollout.failed.any()
     assert not rollout.failed.all()
@@ -134,8 +153,8 @@ def test_the_loop_trains_on_groups_with_a_spread() -> None:
 class NoReward(FakeReward):
     """Nothing for anything."""
 
-    def score(self, rollout: Any, prompts: Any) -> torch.Tensor:
-        return torch.zeros(len(rollout.tokens))
+    def score(self, rollout: Any, prompts: Any) -> Rewards:
+        return Rewards(torch.zeros(len(rollout.tokens)))
 
 
 def test_a_step_without_a_spread_ends_and_says_so() -> None:

@@ -17,7 +17,7 @@ from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
-from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
+from mega_rl.types import Experience, Prompt, Rewards, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
@@ -51,7 +51,7 @@ def answered(rollout: Rollout, rewards: torch.Tensor) -> tuple[Rollout, torch.Te
 def experience_of(rollout: Rollout, rewards: torch.Tensor, estimator: AdvantageEstimator) -> Experience:
     return build_experience(
         rollout,
-        rewards,
+        Rewards(rewards),
         old=TokenOutputs(logprobs=rollout.rollout_logprobs),
         ref=TokenOutputs(),
         critic=TokenOutputs(values=0.3 * rollout.rollout_logprobs),
@@ -107,10 +107,13 @@ def test_tokens_of_a_failed_sample_are_our_own_bug() -> None:
 
 def test_a_dump_says_which_samples_failed() -> None:
     rollout, rewards = with_failures([(3, False), (2, True)])
-    rows = sample_rows(rollout, rewards, PROMPTS, str, render=str, step=1, count=2)
+    rows = sample_rows(rollout, Rewards(rewards), PROMPTS, str, render=str, step=1, count=2)
     assert [row["failed"] for row in rows] == [False, True]
     assert rows[1]["response"] == "[]"
-    assert "failed" not in sample_rows(make_rollout([1]), rewards[:1], PROMPTS, str, render=str, step=1, count=1)[0]
+    assert (
+        "failed"
+        not in sample_rows(make_rollout([1]), Rewards(rewards[:1]), PROMPTS, str, render=str, step=1, count=1)[0]
+    )
 
 
 def with_empty_rows(batch: Experience) -> Experience:

@@ -102,11 +102,30 @@ def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
         settings=RunSettings(steps=80),
         estimator=ESTIMATORS[name](**settings),
         greedy_baseline=ADVANTAGES[name].needs_greedy,
+        reward=FakeReward([], parts=ADVANTAGES[name].needs_parts),
     )
     trainer.fit()
     records = trainer.metrics.records
     assert records[1]["reward/mean"] < 0.3
     assert records[80]["reward/mean"] > 0.5
+
+
+def test_parts_of_rewards_are_metrics_and_dumped() -> None:
+    """Of a step and of a validation: means over all samples, whatever their weights."""
+    trainer = make_trainer(
+        grpo=True,
+        reward=FakeReward([], parts=True),
+        settings=RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=8),
+        val_prompts=FakePrompts().batch(0),
+    )
+    trainer.fit()
+    record, rows = trainer.metrics.records[1], trainer.metrics.dumps[1]
+    for name in ("early", "late", "token"):
+        assert f"val/reward_{name}" in record
+        assert all(f"reward_{name}" in row for row in rows)
+    assert record["reward/mean"] == pytest.approx((record["reward/early"] + record["reward/late"]) / 2)
+    assert record["val/reward_mean"] == pytest.approx((record["val/reward_early"] + record["val/reward_late"]) / 2)
+    assert record["reward/token"] > 1.0
 
 
 def test_a_student_comes_to_its_teacher_without_a_reward() -> None:

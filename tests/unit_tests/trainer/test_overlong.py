@@ -13,7 +13,7 @@ from mega_rl.config.schema import Config, OverlongConfig, RewardConfig, RolloutC
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.overlong import Overlong, soft_punishment
-from mega_rl.types import Experience, Rollout, TokenOutputs
+from mega_rl.types import Experience, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakePolicy, FakeRanks
 from tests.helpers.rollouts import make_rollout
 from tests.unit_tests.trainer.test_loop import make_trainer
@@ -23,14 +23,14 @@ LENGTHS = [3, 8, 5, 8, 7, 6, 2, 8]
 TRUNCATED = torch.tensor([False, True, False, False, False, False, False, True])  # one of full length ended by itself
 
 
-def sampled() -> tuple[Rollout, torch.Tensor]:
+def sampled() -> tuple[Rollout, Rewards]:
     """(four samples of each of two prompts, at most 8 tokens long, their rewards)."""
     rollout = make_rollout(LENGTHS, samples=4)
     rollout.finished = ~TRUNCATED
-    return rollout, torch.rand(len(LENGTHS), generator=torch.Generator().manual_seed(2))
+    return rollout, Rewards(torch.rand(len(LENGTHS), generator=torch.Generator().manual_seed(2)))
 
 
-def experience_of(rollout: Rollout, rewards: torch.Tensor) -> Experience:
+def experience_of(rollout: Rollout, rewards: Rewards) -> Experience:
     return build_experience(
         rollout,
         rewards,
@@ -68,14 +68,25 @@ def test_rewards_fall_over_the_last_tokens() -> None:
     overlong = Overlong(8, buffer_tokens=4, penalty=2.0)
     shaped, metrics = overlong.shape(rollout, rewards, FakeRanks())
     expected = [0.0, -2.0, -0.5, -2.0, -1.5, -1.0, 0.0, -2.0]
-    torch.testing.assert_close(shaped - rewards, torch.tensor(expected), rtol=0, atol=2e-7)
+    torch.testing.assert_close(shaped.totals - rewards.totals, torch.tensor(expected), rtol=0, atol=2e-7)
     assert metrics == {"reward/overlong_punishment_mean": pytest.approx(sum(expected) / 7)}
+
+
+def test_rewards_of_parts_get_the_punishment_as_a_part() -> None:
+    """From 0 to -1 with the penalty as its weight, so that the weighted sum is the punished reward."""
+    rollout, rewards = sampled()
+    parts = RewardParts(("a",), (1.0,), rewards.totals[:, None])
+    shaped, _ = Overlong(8, buffer_tokens=4, penalty=2.0).shape(rollout, Rewards(rewards.totals, parts), FakeRanks())
+    assert shaped.parts is not None
+    assert (shaped.parts.names, shaped.parts.weights) == (("a", "overlong"), (1.0, 2.0))
+    torch.testing.assert_close(shaped.parts.values @ torch.tensor(shaped.parts.weights), shaped.totals)
+    assert (shaped.totals < rewards.totals).sum() == 6
 
 
 def test_without_settings_nothing_changes() -> None:
     rollout, rewards = sampled()
     shaped, metrics = Overlong().shape(rollout, rewards, FakeRanks())
-    assert torch.equal(shaped, rewards)
+    assert torch.equal(shaped.totals, rewards.totals)
     assert metrics == {}
     expected = experience_of(rollout, rewards)
     actual = Overlong().leave_out(experience_of(rollout, rewards), rollout)

@@ -12,7 +12,7 @@ from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
-from mega_rl.types import Rollout, TokenOutputs
+from mega_rl.types import Rewards, Rollout, TokenOutputs
 from tests.helpers.models import random_experience
 
 
@@ -28,7 +28,7 @@ def experience_from(old: TokenOutputs, routing: torch.Tensor | None) -> Any:
     rollout = Rollout.from_rows(**{name: getattr(batch, name) for name in names}, routing=routing)
     return build_experience(
         rollout,
-        torch.randn(8),
+        Rewards(torch.randn(8)),
         old=dataclasses.replace(old, logprobs=batch.old_logprobs),
         ref=TokenOutputs(),
         critic=TokenOutputs(),

@@ -113,7 +113,7 @@ def score_on_layouts(rank: int, checkpoint: str, actor: str, layouts: list[str],
                     decode=lambda ids: str(sampled_with.decode(list(ids), skip_special_tokens=True)),
                 )
                 worker = RewardModelWorker(model, source, limits=limits, everyone=everyone)
-                actual[f"{layout} {name}"] = worker.score(rows, PROMPTS)
+                actual[f"{layout} {name}"] = worker.score(rows, PROMPTS).totals
             limits = dataclasses.replace(limits, positions=22)
             try:
                 RewardModelWorker(model, own_tokens, limits=limits, everyone=everyone).score(rows, PROMPTS)

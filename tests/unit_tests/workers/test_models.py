@@ -21,7 +21,7 @@ from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.types import Experience, Metrics, TokenOutputs
+from mega_rl.types import Experience, Lesson, Metrics, TokenOutputs
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience
@@ -49,7 +49,13 @@ class RecordingEngine:
         return self.outputs
 
     def train_minibatch(
-        self, minibatch: Experience, loss: TokenLoss, *, lr: float, inspect: Inspect | None = None
+        self,
+        minibatch: Experience,
+        loss: TokenLoss,
+        *,
+        lr: float,
+        inspect: Inspect | None = None,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         self.updates.append((minibatch, loss, lr))
         return dict(self.metrics)

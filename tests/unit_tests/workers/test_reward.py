@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.reward import FunctionRewards, RewardError, RewardWorker
-from mega_rl.workers.reward_calls import Response
+from mega_rl.errors import UserError
+from mega_rl.types import Prompt, Rewards, Rollout
+from mega_rl.workers.reward import FunctionRewards, PartRule, RewardError, RewardWorker, Scores, ignore
+from mega_rl.workers.reward_calls import TAKEN, FailureScore, Response
 from tests.helpers.threads import ThreadGroup
 
 PROMPTS = [
@@ -50,7 +55,7 @@ def score_on(size: int, function: Callable[..., object], *, replicas: int = 1) -
         scorer = FunctionRewards(function)
         worker = RewardWorker(scorer, decode=decode, replica=replica, everyone=everyone.rank(rank), timeout_s=60)  # type: ignore[arg-type]
         try:
-            results[rank] = worker.score(rollout_of(), PROMPTS)
+            results[rank] = worker.score(rollout_of(), PROMPTS).totals
         except RewardError as error:
             results[rank] = error
 
@@ -121,7 +126,7 @@ def test_numbers_of_other_types(value: object) -> None:
         (1e300, "returned 1e+300, which is not finite in float32"),
         (None, "returned None, which is not a number"),
         ("0.5", "returned '0.5', which is not a number"),
-        (10**400, "raised OverflowError"),
+        (10**400, "(401 characters), which is not finite in float32"),
         ("x" * 1000, "... (1002 characters), which is not a number"),
     ],
 )
@@ -171,7 +176,7 @@ def test_failed_samples_are_not_scored() -> None:
         return 7.0
 
     worker = RewardWorker(FunctionRewards(function), decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
-    assert worker.score(rollout, PROMPTS).tolist() == [7.0, 0.0, 7.0]
+    assert worker.score(rollout, PROMPTS).totals.tolist() == [7.0, 0.0, 7.0]
     assert seen == ["2+3=", "2+3="]
 
 
@@ -203,7 +208,7 @@ def test_a_rank_scores_what_it_has_begun_and_its_share_of_the_rest(size: int) ->
         if rank == size - 1:
             worker.begin(PROMPTS[1], [50, 51], True)
             worker.begin(PROMPTS[0], [50, 51], False)
-        return worker.score(rollout_of(), PROMPTS).tolist(), scored, rewards.begun
+        return worker.score(rollout_of(), PROMPTS).totals.tolist(), scored, rewards.begun
 
     results = group.run(lambda ranks: play(ranks.rank))
     assert [scores for scores, _, _ in results] == [[5.5, 8.5, 0.5]] * size
@@ -216,4 +221,171 @@ def test_no_rows() -> None:
     alone = ThreadGroup(1).rank(0)
     scorer = FunctionRewards(lambda *_: 1.0)
     worker = RewardWorker(scorer, decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
-    assert worker.score(rollout_of()[:0], PROMPTS).shape == (0,)
+    assert worker.score(rollout_of()[:0], PROMPTS).totals.shape == (0,)
+
+
+def scored_on(size: int, function: Callable[..., object], rule: PartRule) -> list[Rewards | Exception]:
+    """What `score` returns or raises on each rank of one replica."""
+
+    def work(ranks: Any) -> Rewards | Exception:
+        own = dataclasses.replace(rule)
+        worker = RewardWorker(
+            FunctionRewards(function), decode=decode, replica=ranks, everyone=ranks, timeout_s=60, parts=own
+        )
+        try:
+            return worker.score(rollout_of(), PROMPTS)
+        except (RewardError, UserError) as error:
+            return error
+
+    return ThreadGroup(size).run(work)
+
+
+def in_parts(response: str) -> dict[str, float]:
+    return {"length": len(response), "first": float(response[:2] or 0) / 7, "shown": 0.5}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_named_parts_reach_every_rank_with_their_weighted_sum(size: int) -> None:
+    """In alphabetical order, also on a rank without a response; the sum is one of float64, rounded once."""
+    rule = PartRule({"length": -0.1, "shown": 0.0})
+    for rewards in scored_on(size, in_parts, rule):
+        assert isinstance(rewards, Rewards)
+        assert rewards.parts is not None
+        assert (rewards.parts.names, rewards.parts.weights) == (("first", "length", "shown"), (1.0, -0.1, 0.0))
+        expected = [[50 / 7, 5.0, 0.5], [52 / 7, 8.0, 0.5], [0.0, 0.0, 0.5]]
+        assert torch.equal(rewards.parts.values, torch.tensor(expected))
+        assert torch.equal(rewards.totals, torch.tensor([50 / 7 - 0.5, 52 / 7 - 0.8, 0.0]))
+
+
+SECOND = "; prompt 17: '1+1=', response: '52,53,54', answer: '2'"  # the cut off one, on the second of two ranks
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"a": 1.0}, "the reward {'a': 1.0} has no part 'b', which those of other responses have" + SECOND),
+        ({"a": 1, "b": 2, "c": 3}, "has a part 'c', which those of other responses have not" + SECOND),
+        (0.5, "the reward 0.5 has no part 'a', which those of other responses have" + SECOND),
+        (
+            {"a": 1.0, "b": float("nan")},
+            "returned {'a': 1.0, 'b': nan}, whose part 'b' is not finite in float32" + SECOND,
+        ),
+        ({"a": 1.0, "b": None}, "returned {'a': 1.0, 'b': None}, whose part 'b' is not a number" + SECOND),
+        ({"a": 1.0, "b": {"c": 1.0}}, "whose part 'b' is not a number" + SECOND),
+        ({"a": 1.0, "b 2": 1.0}, "whose part 'b 2' is not named by letters, digits, _" + SECOND),
+        ({"a": 1.0, "mean": 1.0}, "whose part 'mean' has the name of another metric; rename it" + SECOND),
+        ({}, "returned {}, which has no part" + SECOND),
+        ({"a": 3e38, "b": 3e38}, "the weighted sum of the parts {'a': 3e+38, 'b': 3e+38} is not finite in"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_parts_that_are_not_those_of_the_others_are_an_error_on_every_rank(
+    size: int, odd: object, message: str
+) -> None:
+    def function(response: str) -> object:
+        return odd if response == "52,53,54" else {"a": 0.0, "b": 1.0}
+
+    for error in scored_on(size, function, PartRule()):
+        assert isinstance(error, RewardError)
+        assert message in str(error)
+        assert "prompt 17" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("function", "rule", "message"),
+    [
+        (in_parts, PartRule({"lenght": 2.0}), "reward.weights.lenght has no effect: the reward has the parts first, l"),
+        (len, PartRule({"length": 2.0}), "reward.weights.length has no effect: the reward is a number, without named"),
+        (len, PartRule(reader="algorithm.advantage=gdpo"), "algorithm.advantage=gdpo reads named parts of the reward,"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_parts_are_refused_on_every_rank(
+    function: Callable[..., object], rule: PartRule, message: str
+) -> None:
+    def scoring(response: str) -> object:
+        return function(response)
+
+    for error in scored_on(3, scoring, rule):
+        assert isinstance(error, UserError)
+        assert message in str(error)
+
+
+def test_parts_stay_the_same_from_batch_to_batch() -> None:
+    alone = ThreadGroup(1).rank(0)
+    score: list[object] = [{"a": 1.0}]
+    scorer = FunctionRewards(lambda *_: score[0])
+    worker = RewardWorker(scorer, decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
+    assert worker.score(rollout_of(), PROMPTS).parts is not None
+    for other in ({"a": 1.0, "b": 2.0}, {"b": 1.0}, 1.0):
+        score[0] = other
+        with pytest.raises(RewardError, match=r"prompt 23: '2\+3='"):
+            worker.score(rollout_of(), PROMPTS)
+
+
+class HalfFailed(FunctionRewards):
+    """The first response cannot be scored."""
+
+    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Any = None) -> Scores:
+        return [FailureScore(-1.0), *super().score_texts(items, ignore)[1:]]
+
+
+def test_a_response_without_a_score_gets_the_failure_score_in_every_part() -> None:
+    alone = ThreadGroup(1).rank(0)
+    worker = RewardWorker(
+        HalfFailed(in_parts),
+        decode=decode,
+        replica=alone,
+        everyone=alone,
+        timeout_s=60,
+        parts=PartRule({"length": 0.5}),
+    )  # type: ignore[arg-type]
+    rewards = worker.score(rollout_of(), PROMPTS)
+    assert rewards.parts is not None
+    assert rewards.parts.values[0].tolist() == [-1.0, -1.0, -1.0]
+    assert float(rewards.totals[0]) == -2.5
+
+
+def test_no_part_can_have_the_name_of_another_metric() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `reward/(\w+)`", page, re.M)) | {"overlong"} == set(TAKEN)
+
+
+def of_several_turns(*, finished: bool) -> Rollout:
+    """One row: two turns of the policy, between them and before the first what a tool wrote."""
+    rollout = Rollout.from_rows(
+        torch.tensor([[3, 90, 50, 51, 91, 92, 52, 9, 0]]),
+        prompt_lengths=torch.tensor([1]),
+        lengths=torch.tensor([8]),
+        loss_mask=torch.tensor([[False, False, True, True, False, False, True, True, False]]),
+        finished=torch.tensor([finished]),
+        prompt_index=torch.tensor([1]),
+    )
+    return rollout
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_tools_wrote_is_no_response_of_the_policy(finished: bool) -> None:
+    """A function sees the policy's own turns, one a line, and all of it as `transcript`."""
+    calls: list[tuple[object, ...]] = []
+
+    def function(response: str, turns: list[str], transcript: str, num_tokens: int, finish: str) -> float:
+        calls.append((response, turns, transcript, num_tokens, finish))
+        return 1.0
+
+    alone = ThreadGroup(1).rank(0)
+    worker = RewardWorker(FunctionRewards(function), decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
+    worker.score(of_several_turns(finished=finished), PROMPTS)
+    last, transcript = ("52", "90,50,51,91,92,52") if finished else ("52,9", "90,50,51,91,92,52,9")
+    finish = "stop" if finished else "length"
+    assert calls == [(f"50,51\n{last}", ["50,51", last], transcript, 4, finish)]
+
+
+def test_a_response_of_one_turn_is_its_only_turn() -> None:
+    calls = []
+
+    def function(turns: list[str], transcript: str, num_tokens: int) -> float:
+        calls.append((turns, transcript, num_tokens))
+        return 0.0
+
+    score_on(1, function)
+    assert calls == [(["50,51"], "50,51", 3), (["52,53,54"], "52,53,54", 3), ([""], "", 1)]

@@ -174,6 +174,15 @@ def test_what_is_sent_and_what_comes_back() -> None:
     assert "Authorization" not in post.headers
 
 
+def test_parts_come_back_by_name_and_turns_are_sent() -> None:
+    (prompt, _), *_ = some(1)
+    several = Response("a\nb", num_tokens=2, finish="stop", turns=("a", "b"), transcript="a tool b")
+    with serving(lambda number, post: Answer(b'{"scores": [{"right": 1, "form": 0.5}]}')) as service:
+        assert client(service.url).score_texts([(prompt, several)]) == [{"form": 0.5, "right": 1.0}]
+    (item,) = service.posts[0].items
+    assert (item["response"], item["turns"], item["transcript"]) == ("a\nb", ["a", "b"], "a tool b")
+
+
 def test_batches_keep_their_order_whichever_answers_first() -> None:
     def answer(number: int, post: Post) -> Answer:
         said = lengths(post)
@@ -302,15 +311,16 @@ def test_the_first_batch_that_fails_ends_the_others() -> None:
         (b'{"scores": 1}', 'an answer without a list "scores"'),
         (b'{"scores": [1]}', "1 scores for 2 responses (and 1 more in this request); prompt 0"),
         (b'{"scores": [1, 2, 3]}', "3 scores for 2 responses"),
-        (b'{"scores": [1, "2"]}', "the score '2' is not a number; prompt 1: 'p1', response: 'x'"),
-        (b'{"scores": [1, null]}', "the score None is not a number; prompt 1"),
-        (b'{"scores": [true, 1]}', "the score True is not a number; prompt 0"),
-        (b'{"scores": [1, NaN]}', "the score nan is not finite in float32; prompt 1"),
-        (b'{"scores": [1, 1e39]}', "the score 1e+39 is not finite in float32"),
+        (b'{"scores": [1, "2"]}', "gave '2', which is not a number; prompt 1: 'p1', response: 'x'"),
+        (b'{"scores": [1, null]}', "gave None, which is not a number; prompt 1"),
+        (b'{"scores": [true, 1]}', "gave 'true', which is not a number; prompt 0"),
+        (b'{"scores": [1, NaN]}', "gave nan, which is not finite in float32; prompt 1"),
+        (b'{"scores": [1, {"right": true}]}', "gave {'right': 'true'}, whose part 'right' is not a number; prompt 1"),
+        (b'{"scores": [1, 1e39]}', "gave 1e+39, which is not finite in float32"),
         (b'{"scores": [1, 1' + b"0" * 400 + b"]}", "is not finite in float32"),
         (b" " * ((1 << 20) + 129), "an answer of more than 1048704 bytes"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_answers_that_are_no_scores(body: bytes, what: str) -> None:
     message, service, _ = failing(lambda number, post: Answer(body))
@@ -340,7 +350,7 @@ def test_ranks_post_their_share_and_all_hear() -> None:
         def work(rank: Any) -> Any:
             replica: Any = groups[rank.rank // 2].rank(rank.rank % 2)
             worker = RewardWorker(client(url), decode=decode, replica=replica, everyone=rank, timeout_s=60)
-            return worker.score(rollout_of(), PROMPTS)
+            return worker.score(rollout_of(), PROMPTS).totals
 
         return everyone.run(work)
 

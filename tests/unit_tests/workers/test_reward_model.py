@@ -125,7 +125,7 @@ def worker_of(engine: Any, rows: Any = own_tokens, **limits: Any) -> RewardModel
 
 def test_the_place_of_a_score_is_after_the_rows_last_token() -> None:
     engine = Readable()
-    scores = worker_of(engine).score(rollout_of_rows(), PROMPTS)
+    scores = worker_of(engine).score(rollout_of_rows(), PROMPTS).totals
     assert scores.tolist() == [0.0 if row == FAILED else length for row, length in enumerate(LENGTHS)]
     (batch,) = engine.seen
     assert batch.loss_mask.sum(1).tolist() == [1] * len(ANSWERED)
@@ -135,7 +135,7 @@ def test_the_place_of_a_score_is_after_the_rows_last_token() -> None:
 
 def test_no_rows() -> None:
     engine = Readable()
-    assert worker_of(engine).score(rollout_of_rows()[:0], PROMPTS).shape == (0,)
+    assert worker_of(engine).score(rollout_of_rows()[:0], PROMPTS).totals.shape == (0,)
     assert len(engine.seen) == 1  # other replicas may have rows, and a forward is collective
 
 

@@ -14,7 +14,7 @@ from mega_rl.config.attention import Role
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
-from mega_rl.types import Experience, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.models import LearningWorker, ReferenceWorker
 from mega_rl.workers.turns import NOTHING, PARAMETERS, EngineInTurn, ResidentModels, RolloutsInTurn
 from tests.helpers.device_budget import BudgetAccelerator, BudgetEngine, DeviceMemory, OvercommitError
@@ -36,7 +36,9 @@ class WorkingEngine(BudgetEngine):
         super().forward(batch)
         return self.role.evaluate(batch) if self.role else TokenOutputs(logprobs=torch.zeros(batch.tokens.shape))
 
-    def train_minibatch(self, minibatch: Experience, loss: Any, *, lr: float, inspect: Any = None) -> Metrics:
+    def train_minibatch(
+        self, minibatch: Experience, loss: Any, *, lr: float, inspect: Any = None, lesson: Any = None
+    ) -> Metrics:
         super().train_minibatch(minibatch, loss, lr=lr, inspect=inspect)
         return self.role.update(minibatch, step=0, inspect=inspect)
 
@@ -87,9 +89,9 @@ class Run:
         self.note("publishes")
         return self.policy.publish()
 
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> torch.Tensor:
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         self.models.in_turn("reward").forward(rollout)
-        return (rollout.tokens[:, 2:] == 5).float().mean(dim=1)
+        return Rewards((rollout.tokens[:, 2:] == 5).float().mean(dim=1))
 
     def save(self, step: int, state: Any, *, metrics: Any = None) -> None:
         for name in cast(Sequence[Role], ("actor", "critic")):

@@ -35,6 +35,7 @@ OFF_POLICY = LearningTask(
         "trainer.prompts_per_step": 4,
         "trainer.minibatch_size": 4,
         "algorithm.advantage": "rloo",
+        "algorithm.entropy_coef": 0.02,  # keeps both kinds of response in use, so that luck at the start is not the end
         "rollout.n": 128,
         "rollout.max_new_tokens": 2,
         # The noise is on purpose, so the guards against a wrong engine are open.

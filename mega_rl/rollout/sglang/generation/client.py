@@ -78,8 +78,8 @@ class SglangClient:
             BadAnswer: for an answer that is not one to this request.
         """
         before = partial or Sample()
-        to_come = sampling.max_new_tokens - len(before.token_ids)
-        assert to_come > 0, f"sample {request.key} has all of its {sampling.max_new_tokens} tokens"
+        to_come = request.most(sampling) - len(before.token_ids)
+        assert to_come > 0, f"sample {request.key} has all of its {request.most(sampling)} tokens"
         context = [*request.prompt, *before.token_ids]
         body = {
             "rid": rid,

@@ -130,9 +130,10 @@ class SglangRolloutEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         def sample() -> Sampled:
-            return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy)
+            return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy, limits=limits)
 
         return self.collect(run_on_all(sample, self._everyone))
 
@@ -144,15 +145,19 @@ class SglangRolloutEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        limits: Sequence[int] | None = None,
     ) -> Sampled:
         """Request n samples of each prompt and return those answered within the deadline, for `collect`. No collective.
 
         Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
         """
-        self._check_lengths(prompts)
+        limits = [self._settings.sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        self._check_lengths(prompts, limits)
         requests = [
-            SampleRequest((index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number))
-            for prompt, index in zip(prompts, prompt_index, strict=True)
+            SampleRequest(
+                (index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number), limit=limit
+            )
+            for prompt, index, limit in zip(prompts, prompt_index, limits, strict=True)
             for number in range(n)
         ]
         return_routing = self._settings.routed is not None and not greedy
@@ -254,9 +259,9 @@ class SglangRolloutEngine:
 
     # -- what went wrong ---------------------------------------------------------------------------------------------
 
-    def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
-        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        new, most = self._settings.sampling.max_new_tokens, self._settings.max_positions
+    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
+        most, lengths = self._settings.max_positions, [len(prompt.token_ids) for prompt in prompts]
+        longest, new = max(zip(lengths, limits, strict=True), key=sum, default=(0, 0))
         if longest + new > most:
             raise UserError(
                 f"the longest prompt has {longest} tokens and rollout.max_new_tokens={new}: "

@@ -46,10 +46,10 @@ class Job:
         return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (failed - 1)) * jitter
 
 
-def is_whole(sample: Sample, sampling: Sampling) -> bool:
+def is_whole(sample: Sample, request: SampleRequest, sampling: Sampling) -> bool:
     """Return whether a response is complete: of the full length, or ended by a stop token."""
     tokens = sample.token_ids
-    return len(tokens) >= sampling.max_new_tokens or (bool(tokens) and tokens[-1] in sampling.stop_token_ids)
+    return len(tokens) >= request.most(sampling) or (bool(tokens) and tokens[-1] in sampling.stop_token_ids)
 
 
 def closed(sample: Sample, sampling: Sampling) -> Sample:

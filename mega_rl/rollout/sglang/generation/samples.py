@@ -15,7 +15,7 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int  # 0 keeps all tokens
-    max_new_tokens: int  # of the whole response, what a partial one has already included
+    max_new_tokens: int  # of a response, unless its request has a limit of its own
     stop_token_ids: tuple[int, ...]  # sorted, the model's end-of-sequence ids among them
     greedy: bool = False
     return_routing: bool = False
@@ -36,6 +36,11 @@ class SampleRequest:
     key: Key
     prompt: tuple[int, ...]
     seed: int  # 0 .. 2**31 - 1, of this sample alone
+    limit: int | None = None  # new tokens; None: Sampling.max_new_tokens
+
+    def most(self, sampling: Sampling) -> int:
+        """Return the most tokens of the whole response, what a partial one has already included."""
+        return sampling.max_new_tokens if self.limit is None else self.limit
 
 
 @dataclass

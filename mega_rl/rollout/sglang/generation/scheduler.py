@@ -73,7 +73,7 @@ class SampleScheduler:
             replica.begin()
         for _ in range(len(self._fresh)):
             job = self._fresh.popleft()
-            if is_whole(job.partial, self._sampling):
+            if is_whole(job.partial, job.request, self._sampling):
                 self._outcomes.end(job, closed(job.partial, self._sampling))
             else:
                 self._fresh.append(job)
@@ -209,7 +209,7 @@ class SampleScheduler:
             self._outcomes.end(job, sample)
             return
         job.partial = sample
-        if is_whole(sample, self._sampling):  # aborted at its last token
+        if is_whole(sample, job.request, self._sampling):  # aborted at its last token
             self._outcomes.end(job, closed(sample, self._sampling))
         elif self._interrupted:
             self._waiting.append(job)
@@ -224,7 +224,7 @@ class SampleScheduler:
         if failure.partial is not None:
             self.result.stats.tokens += len(failure.partial.token_ids) - len(job.partial.token_ids)
             job.partial = failure.partial
-            if is_whole(job.partial, self._sampling):
+            if is_whole(job.partial, job.request, self._sampling):
                 self._outcomes.end(job, closed(job.partial, self._sampling))
                 return
         if kind.charged == "sample":

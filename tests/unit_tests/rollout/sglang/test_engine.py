@@ -22,6 +22,7 @@ from mega_rl.rollout.sglang.generation.engine import (
     SglangRolloutSettings,
     sampling_seed,
 )
+from mega_rl.rollout.sglang.generation.jobs import is_whole
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
 from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
 from mega_rl.types import Prompt
@@ -92,6 +93,27 @@ def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: in
 
 def generate(engine: SglangRolloutEngine, **given: Any) -> Any:
     return engine.generate(PROMPTS, [5, 6, 7], n=2, seed=(0, 3), **given)
+
+
+def test_requests_carry_their_limits() -> None:
+    """A response is whole at its request's limit, by default at that of all."""
+    asked: list[SampleRequest] = []
+
+    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> FleetResult:
+        asked.extend(requests)
+        return served(requests)
+
+    engine, _ = engine_over(ScriptedFleet(answer), max_positions=6)
+    generate(engine, limits=[1, 2, 4])
+    assert [request.most(SAMPLING) for request in asked] == [1, 1, 2, 2, 4, 4]
+    sample = Sample([9, 9], [-0.5, -0.5], [1, 1])
+    assert [is_whole(sample, request, SAMPLING) for request in asked[::2]] == [True, True, False]
+    generate(engine)
+    assert asked[-1].most(SAMPLING) == 4
+    longer = [replace(PROMPTS[0], token_ids=(3, 4, 5))]
+    engine.generate(longer, [0], n=1, seed=(0,), limits=[3])
+    with pytest.raises(UserError, match="max_position_embeddings=6"):
+        engine.generate(longer, [0], n=1, seed=(0,), limits=[4])
 
 
 def test_rows_come_by_prompt_then_sample_and_each_has_its_own_seed() -> None:

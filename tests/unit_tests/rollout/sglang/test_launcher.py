@@ -16,6 +16,7 @@ import pytest
 
 from mega_rl.rollout.sglang.server import group, launcher
 from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.selection import FULL
 from tests.helpers.sglang import assert_gone, needs_sglang, owner, private_folder, shared_files, wait_until
 
 pytestmark = needs_sglang
@@ -60,6 +61,7 @@ def test_a_server_that_has_just_been_started_ends_with_its_trainer(start: Owner,
     assert_gone(server, set())
 
 
+@pytest.mark.skipif(not FULL, reason="make test-full: starts of two more servers")
 def test_a_server_among_whose_processes_are_some_that_start_ends_whoever_is_killed(start: Owner) -> None:
     """SIGKILL of the trainer, and in another server SIGKILL of the main process while its trainer lives on."""
     (first, orphaned), (_, headless) = start("wait"), start("wait")

@@ -19,10 +19,12 @@ STARTED = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]
 
 def many_kinds(
     response: str, prompt: str, answer: Any, row: Any, prompt_index: int, finish: str, num_tokens: int
-) -> float:
-    """A number that depends on every bit of what it gets."""
+) -> float | dict[str, float]:
+    """A number that depends on every bit of what it gets, or two where the prompt's index is odd."""
     text = json.dumps([response, prompt, answer, row, prompt_index, finish, num_tokens], sort_keys=True)
-    return random.Random(text).gauss(0.0, 1e3)
+    numbers = random.Random(text)
+    number = numbers.gauss(0.0, 1e3)
+    return {"z": number, "a": numbers.gauss(0.0, 1.0)} if prompt_index % 2 else number
 
 
 def short(response: str) -> float:

@@ -1,0 +1,162 @@
+"""Context of a user's rollout source: tokenizer, engine and ranks, and rollouts of several turns made with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from mega_rl.protocols import Ranks, RolloutEngine
+from mega_rl.rollout.sglang.generation.samples import Sampling
+from mega_rl.types import Prompt, Rollout
+from mega_rl.workers.rollout import own_share
+
+
+@dataclass
+class Trajectory:
+    """A prompt and its response so far: turns that the policy sampled, and tokens between them that it was given."""
+
+    prompt: Prompt
+    prompt_index: int  # position in the step's prompts
+    sample_index: int  # number of the sample of its prompt
+    limit: int  # most tokens of the response, given ones included
+    token_ids: list[int] = field(default_factory=list)  # of the response
+    sampled: list[bool] = field(default_factory=list)  # whether the policy sampled the token: these train
+    logprobs: list[float] = field(default_factory=list)  # of each token at the sampling temperature, 0 of given ones
+    finished: bool = False  # a stop token ended the last turn
+    failed: bool = False  # the engine has no answer; the row stays out of the loss
+    closed: bool = False  # no further turn
+
+    @property
+    def room(self) -> int:
+        """Return the tokens that may still come; 0 once the trajectory is closed."""
+        return 0 if self.closed or self.failed else self.limit - len(self.token_ids)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, finished: bool) -> None:
+        """Append a turn of the policy, with the stop token that ended it where it `finished`."""
+        assert len(token_ids) == len(logprobs) <= self.room, f"{len(token_ids)} tokens, room for {self.room}"
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.sampled += [True] * len(token_ids)
+        self.finished = finished
+
+    def give(self, token_ids: Sequence[int]) -> bool:
+        """Append tokens that the policy reads, such as the answer of a tool; they do not train.
+
+        Return whether they fit and leave room for a turn; where they do not, the trajectory is closed as it is.
+        """
+        if len(token_ids) >= self.room:
+            self.closed = True
+            return False
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.sampled += [False] * len(token_ids)
+        return True
+
+
+@dataclass(frozen=True)
+class RolloutContext:
+    """Parts of a run that a rollout source works with, the same on every rank but for the ranks' numbers."""
+
+    tokenizer: PreTrainedTokenizerBase
+    engine: RolloutEngine | None  # samples with the actor's weights; None with rollout.backend=none
+    sampling: Sampling  # temperature, top_p, top_k, max_new_tokens of a whole response, stop_token_ids
+    n: int  # samples of each prompt in training
+    seed: int
+    data_parallel: Ranks  # of this rank's replica among the replicas
+    replica: Ranks  # of this rank among those of its replica
+    weight_version: Callable[[], int]  # version of the actor's weights that was published last
+
+    def own(self, prompts: Sequence[Prompt]) -> range:
+        """Return the positions of the prompts that this rank generates for, a share of its replica's."""
+        return own_share(len(prompts), self.data_parallel, self.replica)
+
+    def start(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> list[Trajectory]:
+        """Return the trajectories of this rank's prompts without a token: n of each, one when greedy."""
+        samples, limit = range(1 if greedy else self.n), self.sampling.max_new_tokens
+        return [Trajectory(prompts[i], i, sample, limit) for i in self.own(prompts) for sample in samples]
+
+    def sample(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> list[Trajectory]:
+        """Return `start`'s trajectories with their first turn, as rollout.source=single_turn samples it; collective."""
+        trajectories, own = self.start(prompts, greedy=greedy), self.own(prompts)
+        rows = self._engine().generate(
+            [prompts[i] for i in own], list(own), n=1 if greedy else self.n, seed=(self.seed, step), greedy=greedy
+        )
+        _add_turn(trajectories, rows)
+        return trajectories
+
+    def extend(self, trajectories: Sequence[Trajectory], *, step: int, turn: int, greedy: bool = False) -> None:
+        """Sample turn number `turn` (from 1 on) of the trajectories that have room; collective.
+
+        Every rank calls it equally often in a step, also one whose trajectories are all closed.
+        """
+        going = [trajectory for trajectory in trajectories if trajectory.room > 0]
+        samples = 1 if greedy else self.n
+        rows = self._engine().generate(
+            [replace(each.prompt, token_ids=(*each.prompt.token_ids, *each.token_ids)) for each in going],
+            [each.prompt_index * samples + each.sample_index for each in going],  # each has random numbers of its own
+            n=1,
+            seed=(self.seed, step, turn),
+            greedy=greedy,
+            limits=[each.room for each in going],
+        )
+        _add_turn(going, rows)
+
+    def rollout(self, trajectories: Sequence[Trajectory]) -> Rollout:
+        """Return the replica's rows from the trajectories of its ranks; tokens given after the last turn are left out.
+
+        Collective over all ranks.
+        """
+        ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
+        failed = torch.tensor([each.failed for each in ordered], dtype=torch.bool)
+        any_failed = self.data_parallel.max(self.replica.max(failed.any().long()))
+        rows = _rows(ordered, version=self.weight_version(), failed=failed if any_failed else None)
+        return self.replica.gather_rows(rows)
+
+    def _engine(self) -> RolloutEngine:
+        assert self.engine is not None, "rollout.backend=none has no engine to sample with; set hf or sglang"
+        return self.engine
+
+
+def _add_turn(trajectories: Sequence[Trajectory], rows: Rollout) -> None:
+    """Append the responses of an engine, one row for each trajectory."""
+    failed = [False] * len(trajectories) if rows.failed is None else rows.failed.tolist()
+    columns = (rows.tokens, rows.rollout_logprobs, rows.prompt_lengths, rows.lengths, rows.finished)
+    for trajectory, no_answer, *row in zip(trajectories, failed, *(column.tolist() for column in columns), strict=True):
+        token_ids, logprobs, first, end, finished = row
+        trajectory.add(token_ids[first:end], logprobs[first:end], finished=finished)
+        trajectory.failed = no_answer
+
+
+def _rows(trajectories: Sequence[Trajectory], *, version: int, failed: Tensor | None) -> Rollout:
+    """Return one row for each trajectory, prompt and response, right-padded; a failed one has no response."""
+    ends = [0 if each.failed else _last_sampled(each.sampled) for each in trajectories]
+    prompts = torch.tensor([len(each.prompt.token_ids) for each in trajectories], dtype=torch.int64)
+    lengths = prompts + torch.tensor(ends, dtype=torch.int64)
+    width = int(lengths.max()) if len(lengths) else 0
+    tokens = torch.zeros(len(ends), width, dtype=torch.int64)
+    mask, logprobs = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.float32)
+    for row, (each, first, end) in enumerate(zip(trajectories, prompts.tolist(), ends, strict=True)):
+        tokens[row, : first + end] = torch.tensor([*each.prompt.token_ids, *each.token_ids[:end]])
+        mask[row, first : first + end] = torch.tensor(each.sampled[:end], dtype=torch.bool)
+        logprobs[row, first : first + end] = torch.tensor(each.logprobs[:end])
+    return Rollout.from_rows(
+        tokens,
+        prompt_lengths=prompts,
+        lengths=lengths,
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        finished=torch.tensor([each.finished and not each.failed for each in trajectories], dtype=torch.bool),
+        prompt_index=torch.tensor([each.prompt_index for each in trajectories], dtype=torch.int64),
+        sample_index=torch.tensor([each.sample_index for each in trajectories], dtype=torch.int64),
+        weight_version=torch.full_like(lengths, version),
+        failed=failed,
+    )
+
+
+def _last_sampled(sampled: Sequence[bool]) -> int:
+    """Return the tokens of a response up to the last one that the policy sampled."""
+    return max((position + 1 for position, own in enumerate(sampled) if own), default=0)

@@ -1,0 +1,96 @@
+"""Faults of named parts of rewards and of turns, for tests/planted_faults.py (see tests/fault_table.py)."""
+
+from __future__ import annotations
+
+from tests.fault import fault
+
+ESTIMATORS = "algorithms/test_group_advantages.py"
+WORKER = "workers/test_reward.py"
+SAMPLING = "trainer/test_dynamic_sampling.py"
+
+PARTS = (
+    fault(
+        "parts",
+        "GDPO's parts without their deviations",
+        "scores += weight * centred / (deviation + eps)",
+        "scores += weight * centred",
+        ESTIMATORS,
+    ),
+    fault(
+        "parts",
+        "GDPO's parts without their weights",
+        "scores += weight * centred / (deviation + eps)",
+        "scores += centred / (deviation + eps)",
+        ESTIMATORS,
+    ),
+    fault(
+        "parts",
+        "GDPO's sum over the deviation of the rank's own batch",
+        "sums = sum_over_ranks(torch.stack(",
+        "sums = (torch.stack(",
+        ESTIMATORS,
+    ),
+    fault(
+        "parts",
+        "a reward without the weights of its parts",
+        "sum(weight * part for weight, part in",
+        "sum(part for weight, part in",
+        WORKER,
+    ),
+    fault(
+        "parts",
+        "parts in the order of the function's mapping",
+        "for name in sorted(value)}",
+        "for name in value}",
+        WORKER,
+    ),
+    fault(
+        "parts",
+        "parts of the row before",
+        "columns[row] = torch.tensor(self._parts.columns(score))",
+        "columns[row - 1] = torch.tensor(self._parts.columns(score))",
+        WORKER,
+    ),
+    fault(
+        "parts",
+        "a part that others lack is dropped",
+        "new = [name for name in names if name not in settled]",
+        "new: list[str] = []",
+        WORKER,
+    ),
+    fault(
+        "parts",
+        "what a tool wrote is the policy's answer",
+        'return Response("\\n".join(turns), num_tokens',
+        "return Response(text, num_tokens",
+        WORKER,
+    ),
+    fault(
+        "parts",
+        "a tool's tokens count as sampled",
+        "len(self.token_ids) - sum(stop - start for start, stop in self.others) + self.finished",
+        "len(self.token_ids) + self.finished",
+        WORKER,
+    ),
+    fault(
+        "parts",
+        "dynamic sampling drops prompts that differ in parts",
+        "if self.plan.by_parts and rewards.parts is not None:",
+        "if not self.plan.by_parts and rewards.parts is not None:",
+        SAMPLING,
+    ),
+    fault(
+        "parts",
+        "rewards of other samples after dynamic sampling",
+        "columns = gather_column(rewards.columns(), self.ranks)[keys.argsort()]",
+        "columns = gather_column(rewards.columns(), self.ranks)",
+        SAMPLING,
+    ),
+    fault(
+        "parts",
+        "the punishment of length is no part",
+        "_with_part(rewards.parts, part, weight=self.penalty)",
+        "rewards.parts",
+        "trainer/test_overlong.py",
+    ),
+)

@@ -1,0 +1,102 @@
+"""A student's update on the divergence from a teacher of another family and width: any layout, against float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
+from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.types import Experience
+from tests.helpers.distributed import run_ranks
+from tests.helpers.fakes import FakeRanks
+from tests.helpers.models import random_experience, write_tiny_checkpoint
+from tests.unit_tests.distributed.test_engine_parity import worst_difference
+from tests.unit_tests.distributed.whole_vocabulary_on_ranks import (
+    CASES,
+    ENTROPY_COEF,
+    LOSSES,
+    TEMPERATURE,
+    run_cases,
+)
+from tests.unit_tests.parallel.test_divergence import jensen_shannon
+
+pytestmark = pytest.mark.timeout(300)
+
+# As in test_engine_parity: fp32 sums of a few hundred terms, here against float64.
+RELATIVE_TOLERANCE = 1e-5
+
+Expected = dict[str, tuple[float, dict[str, Tensor]]]  # loss and gradients by name
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    student = write_tiny_checkpoint(folder / "student", family="qwen3", tied=True)
+    return student, write_tiny_checkpoint(folder / "teacher", family="llama", tied=False, hidden_size=48, seed=5)
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints: tuple[Path, Path]) -> dict[str, Any]:
+    """Every case, by name; one launch for each number of ranks."""
+    paths = [str(path) for path in checkpoints]
+    return run_ranks(1, run_cases, 1, *paths)[0] | run_ranks(2, run_cases, 2, *paths)[0]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: tuple[Path, Path]) -> Expected:
+    """Loss and every gradient of transformers' models in float64, row by row, without packing."""
+    from transformers import AutoModelForCausalLM
+
+    student, teacher = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in checkpoints)
+    plan = MinibatchPlan(4, epochs=1, aggregation=sequence_mean_token_mean, max_response_tokens=24, seed=0)
+    (batch,) = plan.cut(random_experience(), num_prompts=4, step=0, ranks=FakeRanks())
+    reference: Expected = {}
+    for name, (beta, _) in LOSSES.items():
+        student.zero_grad()
+        rows = range(len(batch.tokens))
+        losses = [_row_loss(student, teacher, batch, row, beta=beta, mixed=name == "mixed") for row in rows]
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        gradients = {key: parameter.grad.clone() for key, parameter in student.named_parameters()}
+        reference[name] = (float(loss.detach()), gradients)
+    return reference
+
+
+def _row_loss(student: Any, teacher: Any, batch: Experience, row: int, *, beta: float, mixed: bool) -> Tensor:
+    length = int(batch.lengths[row])
+    tokens = batch.tokens[row : row + 1, :length]
+    logp = (student(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(dim=-1)
+    with torch.no_grad():
+        logq = (teacher(tokens).logits[0, :-1] / TEMPERATURE).log_softmax(dim=-1)
+    each = jensen_shannon(logp, logq, beta)
+    if mixed:
+        sampled = logp.gather(1, tokens[0, 1:, None])[:, 0]
+        entropy = -(logp.exp() * logp).sum(dim=1)
+        each = each - batch.advantages[row, 1:length].double() * sampled - ENTROPY_COEF * entropy
+    return (batch.loss_weights[row, 1:length].double() * each).sum()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_equals_float64(results: dict[str, Any], expected: Expected, case: str, loss: str) -> None:
+    """The loss, the gradient norm, and where an engine shows them all gradients."""
+    actual, (value, gradients) = results[case][loss], expected[loss]
+    assert actual["metrics"]["actor/loss"] == pytest.approx(value, rel=RELATIVE_TOLERANCE)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    assert actual["metrics"]["grad_norm"] == pytest.approx(float(norm), rel=RELATIVE_TOLERANCE)
+    if "gradients" in actual:
+        distance, name = worst_difference({k: v.double() for k, v in actual["gradients"].items()}, gradients)
+        assert distance <= RELATIVE_TOLERANCE, name
+
+
+def test_the_cases_are_different(results: dict[str, Any]) -> None:
+    """Micro-batches are several, the divergence is far from 0, and no two losses are the same."""
+    assert min(results[case]["reverse"]["metrics"]["num_microbatches"] for case in ("1", "padded")) >= 2.0
+    metrics = {loss: result["metrics"] for loss, result in results["1"].items()}
+    assert metrics["reverse"]["actor/teacher_divergence"] > 0.5
+    assert len({round(of_loss["grad_norm"], 3) for of_loss in metrics.values()}) == len(LOSSES)
