@@ -12,7 +12,7 @@ import yaml
 
 from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, TYPES, flat, keys_in
 from mega_rl.config.origins import recorded
-from mega_rl.config.plugins.choices import ALGORITHMS
+from mega_rl.config.plugins.choices import ALGORITHM_CHOICES
 from mega_rl.config.recipe import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range
@@ -63,7 +63,7 @@ def config_markdown() -> str:
     lines = [_INTRO]
     for section, area in SECTIONS.items():
         lines += [f"## {section}", "", (area.__doc__ or "").strip(), "", *_table(keys_in(section))]
-    for choice in ALGORITHMS:
+    for choice in ALGORITHM_CHOICES:
         lines += [f"## Choices of {choice.key}", "", "When to take which: [algorithms](algorithms.md).", ""]
         lines += ["| choice | setting | default | legal | meaning |", "|---|---|---|---|---|"]
         lines += [row for name, area in choice.builtin.items() for row in _choice_rows(name, area)] + [""]

@@ -130,10 +130,10 @@ class Choice:
 ADVANTAGE = Choice("algorithm.advantage", ADVANTAGES, "AdvantageInputs")
 LOSS = Choice("algorithm.loss", LOSSES, "PolicyTokens")
 CORRECTION = Choice("algorithm.correction", CORRECTIONS, "SampledTokens")
-ALGORITHMS = (ADVANTAGE, LOSS, CORRECTION)
+ALGORITHM_CHOICES = (ADVANTAGE, LOSS, CORRECTION)
 ROLLOUT = Choice("rollout.source", {"single_turn": Settings}, "RolloutContext", given=("context",))
 DATA = Choice("data.source", {"files": DataSettings}, "DataContext", ("has_validation",), ("context",))
-CHOICES = (*ALGORITHMS, ROLLOUT, DATA)
+CHOICES = (*ALGORITHM_CHOICES, ROLLOUT, DATA)
 
 
 def chosen(config: Config, choice: Choice) -> str:

@@ -24,13 +24,19 @@ FLOOR = 1e-2
 
 
 def follow(
-    folder: Path, model: Path, settings: LockstepSettings, formulas: Formulas | None = None
+    folder: Path,
+    model: Path,
+    settings: LockstepSettings,
+    formulas: Formulas | None = None,
+    *,
+    reference: Path | None = None,
 ) -> Iterator[UpdateErrors]:
     """Train from the weights of `model` on the samples recorded in `folder`; yields the errors of each update.
 
+    reference: the reference's weights; None: those of `model`.
     Raises UserError for a model whose weights transformers keeps under other names than those of its checkpoint.
     """
-    trainer = IndependentTrainer(model, settings, formulas or Formulas())
+    trainer = IndependentTrainer(model, settings, formulas or Formulas(), reference=reference)
     start = trainer.weights()
     done: Counter[str] = Counter()
     for step in range(settings.steps):

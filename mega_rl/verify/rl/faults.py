@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.formulas import Formulas, Row
-from mega_rl.verify.rl.independent.records import LockstepSettings
+from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings
 
 # Settings of the runs that faults are looked for in: every one of them has an effect.
 SHARED: dict[str, object] = {
@@ -63,13 +63,13 @@ def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[
     return advantages, returns
 
 
-def _unclipped(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) -> Tensor:
+def _unclipped(ratio: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
     return -ratio * advantages
 
 
-def _clipped_alone(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) -> Tensor:
+def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
     """Return the loss of the clipped ratio, without the minimum of both."""
-    return -torch.clamp(ratio, 1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    return -torch.clamp(ratio, 1 - choice["clip_low"], 1 + choice["clip_high"]) * advantages
 
 
 FAULTS = (
@@ -79,7 +79,12 @@ FAULTS = (
         "advantages",
         formulas=lambda: Formulas(deviation=_population_deviation),
     ),
-    Fault("no division by the deviation", "grpo", "advantages", settings=lambda run: replace(run, deviation="none")),
+    Fault(
+        "no division by the deviation",
+        "grpo",
+        "advantages",
+        settings=lambda run: replace(run, advantage=Algorithm("grpo", words={"std": "none"})),
+    ),
     Fault("temperature 1", "grpo", "log-probs", settings=lambda run: replace(run, temperature=1.0)),
     Fault(
         "token-mean instead of seq-mean-token-mean",
@@ -111,13 +116,23 @@ FAULTS = (
     Fault(
         "entropy bonus with the wrong sign", "grpo_kl", "loss", settings=lambda run: replace(run, entropy_coef=-0.01)
     ),
-    Fault("importance weights without a cap", "tis", "loss", settings=lambda run: replace(run, tis_cap=1e9)),
-    Fault("no importance weights", "tis", "loss", settings=lambda run: replace(run, tis_cap=0.0)),
+    Fault(
+        "importance weights without a cap",
+        "tis",
+        "loss",
+        settings=lambda run: replace(run, correction=run.correction.but(cap=1e9)),
+    ),
+    Fault("no importance weights", "tis", "loss", settings=lambda run: replace(run, correction=Algorithm("none"))),
     Fault("advantages one token early", "ppo", "advantages", formulas=lambda: Formulas(placed=_shifted)),
     Fault(
         "KL in the reward with the wrong sign", "ppo", "advantages", settings=lambda run: replace(run, kl_coef=-0.05)
     ),
-    Fault("lambda 1", "ppo", "advantages", settings=lambda run: replace(run, lam=1.0)),
+    Fault(
+        "lambda 1",
+        "ppo",
+        "advantages",
+        settings=lambda run: replace(run, advantage=run.advantage.but(gae_lambda=1.0)),
+    ),
     Fault(
         "whitening with the sample deviation", "ppo", "advantages", formulas=lambda: Formulas(whitened=_sample_whitened)
     ),
@@ -128,5 +143,60 @@ FAULTS = (
         "ppo",
         "loss",
         formulas=lambda: Formulas(value_term=lambda *row: 2 * formulas.value_term(*row)),
+    ),
+    Fault(
+        "reference as at the start",
+        "reinforce_plus_plus_baseline",
+        "log-probs",
+        settings=lambda run: replace(run, reference_interval=0),
+    ),
+    Fault(
+        "copy instead of a moving average",
+        "reinforce_plus_plus_baseline",
+        "log-probs",
+        settings=lambda run: replace(run, reference_rate=1.0),
+    ),
+    Fault(
+        "mean reward without lengths",
+        "opo",
+        "advantages",
+        settings=lambda run: replace(run, advantage=Algorithm("grpo", words={"std": "none"})),
+    ),
+    Fault(
+        "geometric mean without narrow bounds",
+        "opo",
+        "loss",
+        settings=lambda run: replace(run, loss=run.loss.but(clip_low=9.0, clip_high=9.0)),
+    ),
+    Fault("no rejection", "opo", "loss", settings=lambda run: replace(run, correction=Algorithm("none"))),
+    Fault(
+        "sets of one response",
+        "pass_at_k",
+        "advantages",
+        settings=lambda run: replace(run, advantage=run.advantage.but(k=1)),
+    ),
+    Fault(
+        "covariant tokens not held back",
+        "pass_at_k",
+        "loss",
+        settings=lambda run: replace(run, loss=run.loss.but(threshold=1e9)),
+    ),
+    Fault(
+        "ratio of each token",
+        "gspo_critic",
+        "loss",
+        settings=lambda run: replace(run, loss=Algorithm("ppo", run.loss.numbers)),
+    ),
+    Fault(
+        "no punishment of long responses",
+        "dapo_sampling",
+        "advantages",
+        settings=lambda run: replace(run, overlong_buffer=0),
+    ),
+    Fault(
+        "responses that were cut off train",
+        "dapo_sampling",
+        "log-probs",
+        settings=lambda run: replace(run, overlong_filter=False),
     ),
 )

@@ -27,9 +27,13 @@ NUM_PROMPTS, LONGEST_PROMPT = 64, 8
 CHARACTERS = "0123456789abcdefghijklmnopqrs"  # a token each
 STOP_TOKENS = [3, 4, 5, 6]  # the first characters: one token in six ends a response, so that lengths differ
 
+EOS = 1  # number of the token that ends a response, too
 # Settings whose values are the recipe's, with those of the sections below.
-KEPT = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "trainer.seed", "trainer.microbatch.packing")
-KEPT_SECTIONS = ("algorithm", "optim")
+KEPT = (
+    *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.dynamic_sampling.max_generations"),
+    *("trainer.seed", "trainer.microbatch.packing"),
+)
+KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
 # Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element after
 # clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
 # decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
@@ -38,6 +42,7 @@ SIZES: Mapping[str, object] = {
     "trainer.minibatch_size": 4,
     "trainer.microbatch.max_tokens": 64,
     "rollout.n": 4,
+    "rollout.dynamic_sampling.prompts": 0,
     "rollout.max_new_tokens": 12,
     "optim.lr": 1e-3,
     "optim.critic_lr": 3e-3,
@@ -77,7 +82,7 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
     read = load(recipe, overrides)
     given = {text.lstrip("~+").partition("=")[0] for text in overrides}
     problems = [
-        f"{key}: verify rl has its own; leave it out. Legal are settings of {' and '.join(KEPT_SECTIONS)}, model.path, "
+        f"{key}: verify rl has its own; leave it out. Legal are settings of {', '.join(KEPT_SECTIONS)}, model.path, "
         f"{', '.join((*KEPT, *SIZES))}; --layouts and --steps choose the rest"
         for key in sorted(given)
         if not (_is_kept(key) or key in SIZES or key == "model.path")
@@ -99,16 +104,21 @@ def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None)
 
 
 def _is_kept(key: str) -> bool:
-    return key in KEPT or key.partition(".")[0] in KEPT_SECTIONS
+    return key in KEPT or any(key.startswith(f"{section}.") for section in KEPT_SECTIONS)
 
 
 def _shortened(config: Config, given: set[str]) -> Config:
-    """Return the config with warm-ups of a long run cut down to a third of this one's steps each."""
+    """Return the config with numbers of a long run cut down: warm-ups and intervals, and the buffer of lengths."""
     most = config.trainer.steps // 3
-    changes: dict[str, object] = {}
-    for key in ("optim.warmup_steps", "algorithm.critic_warmup_steps"):
-        if key not in given:
-            changes[key] = min(int(value_of(config, key)), most)
+    limits = {
+        "optim.warmup_steps": most,
+        "algorithm.critic_warmup_steps": most,
+        "algorithm.kl.reference_interval": max(most, 1),
+        "reward.overlong.buffer_tokens": config.rollout.max_new_tokens // 3,
+    }
+    changes: dict[str, object] = {
+        key: min(int(value_of(config, key)), limit) for key, limit in limits.items() if key not in given
+    }
     return with_settings(config, changes)
 
 

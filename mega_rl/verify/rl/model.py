@@ -9,18 +9,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from mega_rl.config.keys import with_settings
+from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_writer import write_checkpoint
-from mega_rl.verify.rl.inputs import CHARACTERS, STAND_IN, LockstepRun, prompts
+from mega_rl.verify.rl.inputs import CHARACTERS, EOS, STAND_IN, LockstepRun, prompts
 from mega_rl.verify.twin.shrink import random_tensors, shrink
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = (*SPECIAL, *CHARACTERS)
-EOS = 1
 # The architecture without a model: that of the quickstart, with grouped heads.
 ARCHITECTURE = {
     "model_type": Qwen3Config.model_type,
@@ -44,7 +44,8 @@ def read_architecture(run: LockstepRun) -> HFConfig:
 def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Config, HFConfig]:
     """Write the shrunk model, with random weights, its tokenizer and the prompts; return the config that names them.
 
-    multiple: its number of layers is one of it, for pipelines. Raises UserError for a model that cannot be shrunk.
+    multiple: its number of layers is one of it, for pipelines. An algorithm that learns from a reference gets another
+    model of random weights as model.ref_path. Raises UserError for a model that cannot be shrunk.
     """
     seed = run.config.trainer.seed
     hf = read_architecture(run)
@@ -64,6 +65,11 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     rows.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(seed)), "utf-8")
     named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(rows)]}
     named |= {"data.source": "files", "data.source_settings": {}}
+    if ADVANTAGE.needs(run.config, "needs_reference"):
+        teacher = folder / "teacher"
+        write_checkpoint(teacher, random_tensors(small, seed=seed + 1), files={"config.json": config_file})
+        _write_tokenizer(teacher)
+        named["model.ref_path"] = str(teacher)
     return with_settings(run.config, named), small
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, chosen, settings_of
-from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import (
-    ADVANTAGES,
-    CORRECTIONS,
-    LOSSES,
-    CISPOSettings,
-    GAESettings,
-    GRPOSettings,
-    GSPOSettings,
-    PPOSettings,
-    TISSettings,
-)
-from mega_rl.errors import UserErrors
-from mega_rl.verify.rl.independent.records import LockstepSettings
+import dataclasses
+from collections.abc import Iterator, Mapping
 
-# Settings that make an algorithm, by name, beside the defaults.
+from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen, settings_of
+from mega_rl.config.schema import Config
+from mega_rl.errors import UserErrors
+from mega_rl.verify.rl.independent import records
+from mega_rl.verify.rl.independent.advantages import ADVANTAGES
+from mega_rl.verify.rl.independent.corrections import CORRECTIONS
+from mega_rl.verify.rl.independent.losses import LOSSES
+from mega_rl.verify.rl.independent.records import LockstepSettings
+from mega_rl.verify.rl.inputs import EOS
+
+# Settings that make an algorithm, by name, beside the defaults. Bounds of the later ones are narrow enough to be met.
 ALGORITHMS: dict[str, dict[str, object]] = {
     "grpo": {"algorithm.advantage": "grpo", "algorithm.loss_aggregation": "seq-mean-token-mean"},
     "dr_grpo": {
@@ -49,13 +46,84 @@ ALGORITHMS: dict[str, dict[str, object]] = {
         "algorithm.kl.placement": "loss",
         "algorithm.kl.coef": 0.1,
     },
+    "reinforce_plus_plus": {
+        "algorithm.advantage": "reinforce_plus_plus",
+        "algorithm.advantage_settings": {"gamma": 0.95},
+        "algorithm.kl.placement": "reward",
+        "algorithm.kl.coef": 0.05,
+        "algorithm.loss": "dppo_tv",
+        "algorithm.loss_settings": {"threshold": 0.05, "cap": 2.0},
+        "algorithm.correction": "icepop",
+        "algorithm.correction_settings": {"low": 0.8, "high": 1.2},
+    },
+    "reinforce_plus_plus_baseline": {
+        "algorithm.advantage": "reinforce_plus_plus_baseline",
+        "algorithm.kl.placement": "loss",
+        "algorithm.kl.estimator": "k2",
+        "algorithm.kl.reference_interval": 1,
+        "algorithm.kl.reference_rate": 0.6,
+        "algorithm.loss": "sapo",
+    },
+    "remax": {
+        "algorithm.advantage": "remax",
+        "algorithm.kl.placement": "reward",
+        "algorithm.kl.coef": 0.05,
+        "algorithm.loss": "dppo_kl",
+        "algorithm.loss_settings": {"threshold": 0.02, "cap": 2.0},
+        "algorithm.correction": "opsm",
+        "algorithm.correction_settings": {"delta": 0.05},
+    },
+    "opo": {
+        "algorithm.advantage": "opo",
+        "algorithm.loss": "gmpo",
+        "algorithm.loss_settings": {"clip_low": 0.1, "clip_high": 0.15},
+        "algorithm.loss_aggregation": "seq-mean-token-mean",
+        "algorithm.correction": "geometric_rejection",
+        "algorithm.correction_settings": {"low": 0.95, "high": 1.05},
+    },
+    "pass_at_k": {
+        "algorithm.advantage": "pass_at_k",
+        "algorithm.advantage_settings": {"k": 2, "right_above": 0.0},
+        "algorithm.loss": "kl_cov",
+        "algorithm.loss_settings": {"threshold": 0.5},
+        "algorithm.old_logprobs": "rollout",
+    },
+    "distillation": {
+        "algorithm.advantage": "distillation",
+        "algorithm.advantage_settings": {"gamma": 0.9, "reward_weight": 0.5},
+        "algorithm.loss": "clip_cov",
+        "algorithm.loss_settings": {"threshold": 1.0},
+        "algorithm.correction": "sequence_rejection",
+    },
+    "gspo_critic": {
+        "algorithm.loss": "gspo",
+        "algorithm.loss_settings": {"clip_low": 0.02, "clip_high": 0.03},
+        "algorithm.loss_aggregation": "seq-mean-token-mean",
+    },
+    "dapo_sampling": {
+        "algorithm.advantage": "grpo",
+        "algorithm.loss_settings": {"clip_high": 0.28},
+        "rollout.n": 2,
+        "rollout.dynamic_sampling.max_generations": 3,
+        "reward.overlong.filter": True,
+        "reward.overlong.buffer_tokens": 6,
+        "reward.overlong.penalty": 0.5,
+    },
 }
-# Choices that the independent trainer has formulas for.
-FOLLOWED = (
-    (ADVANTAGE, ("gae", "grpo", "rloo")),
-    (LOSS, ("ppo", "gspo", "cispo")),
-    (CORRECTION, ("none", "tis")),
-)
+# What the independent trainer has formulas for: settings that each reads, by kind of choice and name.
+FORMULAS: Mapping[str, Mapping[str, frozenset[str]]] = {
+    ADVANTAGE.key: {name: reads for name, (_, reads) in ADVANTAGES.items()},
+    LOSS.key: {name: reads for name, (_, reads) in LOSSES.items()},
+    CORRECTION.key: {name: reads for name, (_, reads) in CORRECTIONS.items()},
+}
+
+
+def coverage(choice: Choice) -> tuple[list[str], list[str]]:
+    """Return the names of built-in choices that are followed, and of those that are refused."""
+    followed = FORMULAS[choice.key]
+    return [name for name in choice.builtin if name in followed], [
+        name for name in choice.builtin if name not in followed
+    ]
 
 
 def lockstep_settings(config: Config) -> LockstepSettings:
@@ -63,40 +131,38 @@ def lockstep_settings(config: Config) -> LockstepSettings:
 
     Raises UserErrors for choices that the independent trainer has no formula for.
     """
-    _check_followed(config)
-    advantage = ADVANTAGES[config.algorithm.advantage](**settings_of(config, ADVANTAGE))
-    loss = LOSSES[config.algorithm.loss](**settings_of(config, LOSS))
-    correction = CORRECTIONS[config.algorithm.correction](**settings_of(config, CORRECTION))
-    generalized = advantage if isinstance(advantage, GAESettings) else GAESettings()
-    clips = loss if isinstance(loss, PPOSettings | GSPOSettings) else PPOSettings()
-    algorithm, optim, kl = config.algorithm, config.optim, config.algorithm.kl
+    problems = [problem for choice in ALGORITHM_CHOICES for problem in _unknown(config, choice)]
+    if config.algorithm.loss == "kl_cov" and config.algorithm.old_logprobs != "rollout":
+        problems.append(
+            f"algorithm.old_logprobs={config.algorithm.old_logprobs} with algorithm.loss=kl_cov: |log ratio| has no "
+            "derivative at the old policy, where rounding decides its sign, so two right trainers differ; legal: "
+            "rollout"
+        )
+    if problems:
+        raise UserErrors(problems)
+    algorithm, optim, kl, overlong = config.algorithm, config.optim, config.algorithm.kl, config.reward.overlong
     usual_estimator = {"none": "k3", "reward": "k1", "loss": "k3"}[kl.placement]
     return LockstepSettings(
-        advantage=algorithm.advantage,
-        deviation=advantage.std if isinstance(advantage, GRPOSettings) else "none",
-        gamma=generalized.gamma,
-        lam=generalized.gae_lambda,
-        policy_lam=generalized.policy_lambda,
-        length_alpha=generalized.length_alpha,
-        whiten=generalized.whiten,
+        advantage=_followed(config, ADVANTAGE),
+        loss=_followed(config, LOSS),
+        correction=_followed(config, CORRECTION),
         temperature=config.rollout.temperature,
-        loss=algorithm.loss,
-        ratio_cap=loss.cap if isinstance(loss, CISPOSettings) else 0.0,
-        clip_low=clips.clip_low,
-        clip_high=clips.clip_high,
-        dual_clip=clips.dual_clip if isinstance(clips, PPOSettings) else 0.0,
         value_clip=algorithm.value_clip,
         entropy_coef=algorithm.entropy_coef,
         aggregation=algorithm.loss_aggregation,
         max_response_tokens=config.rollout.max_new_tokens,
-        tis_cap=correction.cap if isinstance(correction, TISSettings) else 0.0,
-        tis_by_sequence=isinstance(correction, TISSettings) and correction.level == "sequence",
+        stop_tokens=frozenset({EOS, *config.rollout.stop_token_ids}),
+        overlong_filter=overlong.filter,
+        overlong_buffer=overlong.buffer_tokens,
+        overlong_penalty=overlong.penalty,
         old_is_rollout=algorithm.old_logprobs == "rollout",
         kl_placement=kl.placement,
         kl_estimator=usual_estimator if kl.estimator == "auto" else kl.estimator,
         kl_coef=kl.coef,
         kl_target=kl.target if kl.control == "adaptive" else 0.0,
         kl_horizon=kl.horizon,
+        reference_interval=kl.reference_interval,
+        reference_rate=kl.reference_rate,
         critic_warmup_steps=algorithm.critic_warmup_steps,
         lr=optim.lr,
         critic_lr=optim.critic_lr,
@@ -112,19 +178,29 @@ def lockstep_settings(config: Config) -> LockstepSettings:
     )
 
 
-def _check_followed(config: Config) -> None:
-    """Raise UserErrors for choices that the independent trainer has no formula for."""
-    problems = [
-        f"{choice.key}={chosen(config, choice)}: the independent trainer has no formula of it; legal: {' '.join(names)}"
-        for choice, names in FOLLOWED
-        if chosen(config, choice) not in names
-    ]
-    if config.algorithm.loss == "gspo" and config.algorithm.advantage == "gae":
-        problems.append(
-            "algorithm.loss=gspo with algorithm.advantage=gae: the independent trainer has its formula for advantages "
-            "that are equal within a response; legal: grpo rloo"
+def _followed(config: Config, choice: Choice) -> records.Algorithm:
+    """Return the chosen algorithm with its settings as the independent trainer's own."""
+    name = chosen(config, choice)
+    settings = dataclasses.asdict(choice.builtin[name](**settings_of(config, choice)))
+    words = {key: value for key, value in settings.items() if isinstance(value, str)}
+    return records.Algorithm(name, {key: float(value) for key, value in settings.items() if key not in words}, words)
+
+
+def _unknown(config: Config, choice: Choice) -> Iterator[str]:
+    """Yield why a choice cannot be followed: of a user's file, without a formula, or with a setting that has none."""
+    name, followed = chosen(config, choice), coverage(choice)[0]
+    if name not in choice.builtin:
+        yield (
+            f"{choice.key}={name}: the independent trainer is written from papers and runs nobody else's code, so "
+            f"there is nothing to compare yours with; legal: {' '.join(followed)}"
         )
-    if config.algorithm.kl.reference_interval:
-        problems.append("algorithm.kl.reference_interval: the reference of the independent trainer stays; legal: 0")
-    if problems:
-        raise UserErrors(problems)
+    elif name not in followed:
+        yield f"{choice.key}={name}: the independent trainer has no formula of it; legal: {' '.join(followed)}"
+    else:
+        for field in dataclasses.fields(choice.builtin[name]):
+            value = settings_of(config, choice).get(field.name, field.default)
+            if field.name not in FORMULAS[choice.key][name] and value != field.default:
+                yield (
+                    f"{choice.settings_key}.{field.name}={value}: the independent trainer's {name} has no such "
+                    f"setting; legal: {field.default}"
+                )

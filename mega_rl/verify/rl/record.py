@@ -27,7 +27,7 @@ from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOu
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward
-from mega_rl.verify.rl.trace import Update, by_sample, write_rows, write_update
+from mega_rl.verify.rl.trace import GREEDY, Update, by_sample, write_rows, write_update
 from mega_rl.workers.metered import MeteredLearner
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss
 
@@ -44,7 +44,7 @@ def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
 def instrument(trainer: PPOTrainer, folder: Path) -> None:
     """Wrap the trainer's parts by recorders."""
     recorder = Recorder(folder, trainer.ranks, is_writer=_is_first())
-    trainer.rollout = ShiftedRollouts(trainer.rollout)
+    trainer.rollout = ShiftedRollouts(trainer.rollout, recorder)
     trainer.reward = RecordedScorer(trainer.reward, recorder)
     names = ["advantages"]
     loss = _worker_of(trainer.actor).loss
@@ -63,16 +63,21 @@ class Recorder:
     folder: Path
     ranks: Ranks  # the data-parallel replicas
     is_writer: bool
+    greedy: Rollout | None = field(default=None, init=False)  # greedy responses, which no step trains on
+    _greedy_rewards: dict[str, Tensor] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
 
     def write_rows(self, rollout: Rollout, rewards: Tensor) -> None:
-        """Write the samples of the next step with their rewards, [B]; collective."""
+        """Write the samples of the next step with their rewards, [B], or keep those of greedy ones; collective."""
         rewards, rows = gather_column(rewards.double(), self.ranks), self.ranks.gather_rows(rollout)
+        if rollout is self.greedy:
+            self._greedy_rewards = {GREEDY: rewards[rows.prompt_index.argsort()]}
+            return
         if self.is_writer:
             fields = {name: getattr(rows, name) for name in ("tokens", "rollout_logprobs")}
             fields |= {name: getattr(rows, name) for name in ("prompt_lengths", "lengths")}
             fields |= {name: getattr(rows, name) for name in ("prompt_index", "sample_index")}
-            write_rows(self.folder, self._steps, {**fields, "rewards": rewards})
+            write_rows(self.folder, self._steps, {**fields, "rewards": rewards, **self._greedy_rewards})
         self._steps += 1
 
     def write_update(self, number: int, update: Update) -> None:
@@ -89,9 +94,12 @@ class ShiftedRollouts:
     """
 
     source: RolloutSource
+    recorder: Recorder
 
     def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
         rollout = self.source.generate(prompts, step=step, greedy=greedy)
+        if greedy:
+            self.recorder.greedy = rollout
         columns = torch.arange(rollout.tokens.size(1))
         shift = SHIFT * torch.sin(3.0 * columns + rollout.tokens + rollout.sample_index[:, None])
         rollout.rollout_logprobs = rollout.rollout_logprobs + shift * rollout.loss_mask

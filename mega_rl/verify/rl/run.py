@@ -76,7 +76,6 @@ def follow_layouts(
 
     Raises UserError for a run that the trainer refuses.
     """
-    settings = lockstep_settings(config)
     for layout in layouts:
         target = folder / layout.name
         real = with_layout(config, layout, run_dir=target / "run")
@@ -89,8 +88,17 @@ def follow_layouts(
             yield Lockstep(layout, (), str(failure))
             continue
         with progress.phase(f"following {layout.name}"):
-            updates = tuple(follow(target, Path(config.model.path), settings))
+            updates = tuple(follow_config(config, target))
         yield Lockstep(layout, updates, problem_of(updates, tolerances))
+
+
+def follow_config(config: Config, trace: Path, fault: Fault | None = None) -> Iterator[UpdateErrors]:
+    """Follow the trace of a config's run, with a fault in the independent trainer; yields the errors of each update."""
+    settings, formulas = lockstep_settings(config), None
+    if fault is not None:
+        settings, formulas = fault.plant(settings)
+    reference = Path(config.model.ref_path) if config.model.ref_path else None
+    yield from follow(trace, Path(config.model.path), settings, formulas, reference=reference)
 
 
 def record_runs(configs: Sequence[Config], folders: Sequence[Path], *, ranks: int, timeout_s: float) -> None:
@@ -126,7 +134,7 @@ def self_check(folder: Path, *, timeout_s: float) -> Iterator[PlantedFault]:
     record_runs(configs, traces, ranks=1, timeout_s=timeout_s)
     runs = dict(zip(names, zip(configs, traces, strict=True), strict=True))
     for name, (config, trace) in runs.items():
-        updates = tuple(follow(trace, Path(config.model.path), lockstep_settings(config)))
+        updates = tuple(follow_config(config, trace))
         if problem := problem_of(updates, TOLERANCES):
             raise RunError(f"{name} is off without a planted fault: {problem}")
     with progress.rounds("fault", len(FAULTS)) as rounds:
@@ -138,8 +146,7 @@ def self_check(folder: Path, *, timeout_s: float) -> Iterator[PlantedFault]:
 
 def find(fault: Fault, config: Config, trace: Path) -> PlantedFault:
     """Follow a trace with a fault until it is found."""
-    settings, formulas = fault.plant(lockstep_settings(config))
-    first = off(follow(trace, Path(config.model.path), settings, formulas))
+    first = off(follow_config(config, trace, fault))
     if first is None:
         return PlantedFault(fault, "", "", 0.0)
     update, phase = first

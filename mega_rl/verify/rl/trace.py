@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBatch
 
 GRADIENT, WEIGHT, TOKENS = "gradient/", "weight/", "tokens/"
+GREEDY = "greedy_rewards"  # by prompt, of steps that ask for greedy responses
 ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
 
 
@@ -38,8 +40,10 @@ class _Facts:
 
 
 def write_rows(folder: Path, step: int, rows: dict[str, Tensor]) -> None:
-    """Write the samples of a step: the tensors of `ROWS`, in any order of rows."""
-    save_file({name: rows[name].contiguous() for name in ROWS}, folder / f"step{step}.safetensors")
+    """Write the samples of a step: the tensors of `ROWS`, in any order of rows, and perhaps `GREEDY`."""
+    save_file(
+        {name: rows[name].contiguous() for name in (*ROWS, GREEDY) if name in rows}, folder / f"step{step}.safetensors"
+    )
 
 
 def write_update(folder: Path, number: int, update: Update) -> None:
@@ -69,6 +73,7 @@ def read_batch(folder: Path, step: int) -> StepBatch:
                 prompt=int(rows["prompt_index"][i]),
                 reward=float(rows["rewards"][i]),
                 rollout_logprobs=rows["rollout_logprobs"][i, start:end].tolist(),
+                greedy_reward=float(rows[GREEDY][rows["prompt_index"][i]]) if GREEDY in rows else math.nan,
             )
         )
     updates: dict[str, list[list[int]]] = {}

@@ -97,7 +97,10 @@ def test_a_planted_fault_that_is_not_named_ends_with_1(
             "algorithm.kl.placement=reward",
         ),
         (["trainer.minibatch_size=3", "--layouts", "1"], "trainer.minibatch_size=3"),
-        (["algorithm.loss=sapo"], "algorithm.loss=sapo: the independent trainer has no formula of it"),
+        (
+            ["algorithm.loss=kl_cov", "algorithm.advantage=grpo"],
+            "algorithm.old_logprobs=auto with algorithm.loss=kl_cov: |log ratio| has no derivative",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(

@@ -5,22 +5,28 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
 
 from mega_rl.config.keys import flat
+from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen
 from mega_rl.config.schema import Config
+from mega_rl.config.schema.algorithms import OPOSettings
+from mega_rl.config.schema.setting import setting
+from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import Layout, fsdp, parse
 from mega_rl.verify.plan import REFERENCE, RUNS
-from mega_rl.verify.rl import independent
-from mega_rl.verify.rl.compare import follow, off
+from mega_rl.verify.rl import independent, reading
+from mega_rl.verify.rl.compare import off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import write_inputs
 from mega_rl.verify.rl.phases import TOLERANCES
-from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
-from mega_rl.verify.rl.run import find, problem_of
+from mega_rl.verify.rl.reading import ALGORITHMS, FORMULAS, coverage, lockstep_settings
+from mega_rl.verify.rl.run import find, follow_config, problem_of
+from mega_rl.verify.rl.trace import read_batch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -59,12 +65,27 @@ VARIANTS: dict[str, dict[str, object]] = {
     "lambda by length": {"algorithm.advantage_settings": {"length_alpha": 0.5, "gamma": 0.9}},
     "gspo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "gspo"},
     "cispo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "cispo", "algorithm.loss_settings": {"cap": 1.5}},
+    "truncated weights of tokens": {**ALGORITHMS["tis"], "algorithm.loss_aggregation": "seq-mean-token-sum"},
+    "sets without a deviation": {
+        **ALGORITHMS["pass_at_k"],
+        "algorithm.advantage_settings": {"k": 2, "right_above": 0.1, "std": "none"},
+    },
+    "teacher of single tokens": {"algorithm.advantage": "distillation"},
+    "filter with a critic": {**ALGORITHMS["ppo"], "reward.overlong.filter": True},
+    "copies of the reference": {
+        **KL_LOSS,
+        "algorithm.kl.reference_interval": 2,
+        "algorithm.kl.control": "adaptive",
+        "algorithm.kl.target": 0.01,
+        "algorithm.kl.horizon": 64,
+        "trainer.steps": 3,
+    },
     "mixture": ALGORITHMS["ppo"],
 }
 STEPS = {} if FULL else {"trainer.steps": 2}
 ALL_RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
-FEW = (("grpo", "1"), ("ppo", "1"), ("grpo", "dp2"))
+FEW = (("grpo", "1"), ("ppo", "1"), ("opo", "1"), ("remax", "1"), ("grpo", "dp2"))
 ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, "1") for name in VARIANTS)]
 CASES = ALL if FULL else list(FEW)
 FEW_FAULTS = ("population instead of sample deviation", "temperature 1", "no gradient clipping", "no value clip")
@@ -106,7 +127,7 @@ def launch(runs: Sequence[tuple[Config, Path]], layout: Layout, *, fault: str = 
 def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str, layout: str) -> None:
     """Log-probs, advantages, loss, every parameter's gradient and the weights: see `phases.TOLERANCES`."""
     config, trace = runs[name, layout]
-    updates = list(follow(trace, Path(config.model.path), lockstep_settings(config)))
+    updates = list(follow_config(config, trace))
     assert problem_of(updates, TOLERANCES) == ""
     assert {update.step for update in updates} == set(range(config.trainer.steps))
     assert max(update.errors["gradient"] for update in updates) > 0.0  # sums in another order: two computations
@@ -123,15 +144,78 @@ def test_a_fault_in_the_real_trainer_is_named_by_its_phase(runs: Runs, fault: st
     config, _ = runs["ppo", "1"]
     config = with_layout(config, REFERENCE, run_dir=tmp_path / "run")
     launch([(config, tmp_path / "trace")], REFERENCE, fault=fault)
-    first = off(follow(tmp_path / "trace", Path(config.model.path), lockstep_settings(config)))
+    first = off(follow_config(config, tmp_path / "trace"))
     assert first is not None
     assert first[1] == REAL_FAULTS[fault]
+
+
+@pytest.mark.skipif(not FULL, reason="make test-full has this run")
+def test_dynamic_sampling_only_chooses_the_samples_that_are_recorded(runs: Runs) -> None:
+    """The batch of a step is the prompts whose rewards differ; others were sampled and dropped."""
+    config, trace = runs["dapo_sampling", "1"]
+    lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert sum(json.loads(line).get("rollout/dropped_groups", 0.0) for line in lines) > 0
+    for step in range(config.trainer.steps):
+        rewards: dict[int, set[float]] = {}
+        for sample in read_batch(trace, step).samples:
+            rewards.setdefault(sample.prompt, set()).add(sample.reward)
+        assert set(rewards) == set(range(config.trainer.prompts_per_step))
+        assert all(len(different) == 2 for different in rewards.values())
+
+
+@pytest.mark.parametrize("choice", ALGORITHM_CHOICES, ids=lambda choice: str(choice.key))
+def test_every_formula_of_the_independent_trainer_has_a_run(choice: Choice) -> None:
+    followed, _ = coverage(choice)
+    assert {chosen(algorithm_run({**SHARED, **run}).config, choice) for run in ALL_RUNS.values()} == set(followed)
+    assert set(FORMULAS[choice.key]) == set(followed)  # none of a choice that the package has not
+    for name in followed:
+        assert FORMULAS[choice.key][name] == {field.name for field in fields(choice.builtin[name])}
+
+
+@pytest.mark.parametrize("choice", ALGORITHM_CHOICES, ids=lambda choice: str(choice.key))
+def test_the_page_lists_what_is_followed_and_what_is_refused(choice: Choice) -> None:
+    followed, refused = (" ".join(f"`{name}`" for name in names) or "none" for names in coverage(choice))
+    page = (Path(__file__).parents[3] / "docs" / "verify.md").read_text("utf-8")
+    assert f"| `{choice.key}` | {followed} | {refused} |" in page
+
+
+@dataclass(frozen=True)
+class NewSettings(OPOSettings):
+    """Settings of an estimator that is not followed, or of OPO with a setting that is new."""
+
+    sharpness: float = setting(1.0, "A number.")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("new", {}, "algorithm.advantage=new: the independent trainer has no formula of it; legal: gae grpo "),
+        ("opo", {"sharpness": 2.0}, "algorithm.advantage_settings.sharpness=2.0: the independent trainer's opo has no"),
+        ("opo", {}, ""),
+        ("mine.py:Mine", {}, "algorithm.advantage=mine.py:Mine: the independent trainer is written from papers"),
+    ],
+)
+def test_a_choice_without_a_formula_is_refused_with_the_reason(
+    name: str, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builtin = {**ADVANTAGE.builtin, "new": NewSettings, "opo": NewSettings}
+    algorithm = replace(Config().algorithm, advantage=name, advantage_settings=settings)
+    config = replace(Config(), algorithm=algorithm)
+    changed = replace(ADVANTAGE, builtin=builtin)
+    monkeypatch.setattr(reading, "ADVANTAGE", changed)
+    monkeypatch.setattr(reading, "ALGORITHM_CHOICES", (changed, LOSS, CORRECTION))
+    if not message:
+        assert lockstep_settings(config).advantage.name == name
+        return
+    with pytest.raises(UserErrors) as raised:
+        lockstep_settings(config)
+    assert message in str(raised.value)
 
 
 def test_the_independent_trainer_imports_nothing_of_the_package() -> None:
     """It could not be a second opinion on code that it calls."""
     modules = sorted(Path(str(independent.__file__)).parent.glob("*.py"))
-    assert len(modules) >= 5
+    assert len(modules) >= 8
     lines = 0
     for module in modules:
         text = module.read_text("utf-8")
@@ -142,4 +226,4 @@ def test_the_independent_trainer_imports_nothing_of_the_package() -> None:
             assert not isinstance(node, ast.ImportFrom) or node.level == 0
             for name in names:
                 assert not name.startswith("mega_rl") or name.startswith(independent.__name__), f"{module.name}: {name}"
-    assert lines < 700
+    assert lines < 1000

@@ -1,4 +1,4 @@
-"""Formulas of the papers, one function each. A list has one number for each response token, unless it says otherwise.
+"""Formulas that several algorithms share, and those of the optimizer. A list has a number for each response token.
 
 `Formulas` holds those that a planted fault may replace (`mega_rl.verify.rl.faults`).
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.verify.rl.independent.records import LockstepSettings
+from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings
 
 Row = list[float]
 
@@ -21,31 +21,6 @@ def sample_deviation(values: Sequence[float]) -> float:
     """Return the standard deviation with n - 1 below, as published GRPO implementations have it."""
     mean = sum(values) / len(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
-
-
-def group_advantages(rewards: Sequence[float], *, deviation: Callable[[Row], float] | None) -> Row:
-    """Return (r - mean) / (std + 1e-6) of each sample of a prompt (GRPO, arXiv:2402.03300, section 4.1.2).
-
-    Without a deviation r - mean (Dr. GRPO, arXiv:2503.20783); zeros where all rewards are equal.
-    """
-    if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)
-    mean = sum(rewards) / len(rewards)
-    below = deviation(list(rewards)) + 1e-6 if deviation is not None else 1.0
-    return [(reward - mean) / below for reward in rewards]
-
-
-def leave_one_out(rewards: Sequence[float]) -> Row:
-    """Return each sample's reward less the mean of the prompt's other samples (RLOO, arXiv:2402.14740)."""
-    others = len(rewards) - 1
-    return [reward - (sum(rewards) - reward) / others for reward in rewards]
-
-
-def policy_lambda(length: int, settings: LockstepSettings) -> float:
-    """Return the decay of the policy's advantages in a response of so many tokens (VAPO, arXiv:2504.05118)."""
-    if settings.length_alpha > 0:
-        return max(1 - 1 / (settings.length_alpha * length), 0.0)
-    return settings.policy_lam or settings.lam
 
 
 def token_rewards(reward: float, logprobs: Row, ref_logprobs: Row, coef: float) -> Row:
@@ -63,6 +38,11 @@ def gae(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
         next_advantage = delta + gamma * lam * next_advantage
         advantages[t], next_value = next_advantage, values[t]
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def returns_to_go(rewards: Row, gamma: float) -> Row:
+    """Return the discounted sum of each token's reward and those after it."""
+    return [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
 
 
 def whitened(rows: list[Row]) -> list[Row]:
@@ -85,35 +65,26 @@ def aggregation_weights(lengths: Sequence[int], settings: LockstepSettings) -> R
     return [1 / (rows * settings.max_response_tokens) for _ in lengths]  # Dr. GRPO, arXiv:2503.20783
 
 
-def clipped_term(ratio: Tensor, advantages: Tensor, settings: LockstepSettings) -> Tensor:
+def clipped_term(ratio: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
     """Return the loss of each token, arXiv:1707.06347, eq. 7; with a bound below where A < 0, arXiv:1912.09729."""
-    clipped = torch.clamp(ratio, 1 - settings.clip_low, 1 + settings.clip_high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    if settings.dual_clip > 0:
-        bounded = torch.maximum(objective, settings.dual_clip * advantages)
-        objective = torch.where(advantages < 0, bounded, objective)
+    clipped = torch.clamp(ratio, 1 - choice["clip_low"], 1 + choice["clip_high"])
+    return bounded_term(torch.minimum(ratio * advantages, clipped * advantages), advantages, choice)
+
+
+def bounded_term(objective: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
+    """Return the loss of each token, at most dual_clip * |A| where A < 0 (arXiv:1912.09729, eq. 5)."""
+    bound = choice.numbers.get("dual_clip", 0.0)
+    if bound > 0:
+        objective = torch.where(advantages < 0, torch.maximum(objective, bound * advantages), objective)
     return -objective
 
 
-def response_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Return the geometric mean of a response's ratios, one number for all its tokens (GSPO, arXiv:2507.18071, eq. 7).
-
-    For advantages that are equal within a response, as those of groups are.
-    """
-    return torch.exp((logprobs - old).mean()).expand(len(old))
-
-
-def capped_term(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    """Return REINFORCE's loss of each token, weighted by its capped ratio (CISPO, arXiv:2506.13585, eq. 4)."""
-    return -ratio.detach().clamp(max=cap) * advantages * logprobs
-
-
-def importance_weights(old: Tensor, rollout: Tensor, settings: LockstepSettings) -> Tensor:
-    """Return min(p_old / p_rollout, cap) of each token, or of the whole response (Yao et al. 2025)."""
-    log_ratio = old - rollout
-    if settings.tis_by_sequence:
-        log_ratio = log_ratio.sum().expand(len(log_ratio))
-    return torch.exp(log_ratio).clamp(max=settings.tis_cap)
+def overlong_punishment(length: int, settings: LockstepSettings) -> float:
+    """Return what is added to the reward of a response of so many tokens (DAPO, arXiv:2503.14476, eq. 13)."""
+    limit, buffer = settings.max_response_tokens, settings.overlong_buffer
+    if buffer == 0 or length <= limit - buffer:
+        return 0.0
+    return settings.overlong_penalty * ((limit - buffer) - length) / buffer
 
 
 def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -194,10 +165,11 @@ class Formulas:
     """The formulas that the independent trainer uses."""
 
     deviation: Callable[[Row], float] = sample_deviation
+    overlong_punishment: Callable[[int, LockstepSettings], float] = overlong_punishment
     gae: Callable[[Row, Row, float, float], tuple[Row, Row]] = gae
     whitened: Callable[[list[Row]], list[Row]] = whitened
     placed: Callable[[Row], Row] = same
-    clipped_term: Callable[[Tensor, Tensor, LockstepSettings], Tensor] = clipped_term
+    clipped_term: Callable[[Tensor, Tensor, Algorithm], Tensor] = clipped_term
     value_term: Callable[[Tensor, Tensor, Tensor, float], Tensor] = value_term
     anchor: Callable[[Tensor, Tensor], Tensor] = anchor
     bias_corrections: Callable[[int, LockstepSettings], tuple[float, float]] = bias_corrections

@@ -62,6 +62,14 @@ class PolicyNetwork(Network):
         return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
 
 
+@torch.no_grad()
+def moved(reference: Network, policy: Network, rate: float) -> None:
+    """Move the reference's weights by this share of the way to the policy's (TR-DPO, arXiv:2404.09656, eq. 2)."""
+    for name, parameter in reference.parameters.items():
+        mixed = (1 - rate) * parameter.double() + rate * policy.parameters[name].double()
+        parameter.copy_(mixed)
+
+
 class CriticNetwork(Network):
     """A language model's backbone, with a head of one value that begins at 0."""
 

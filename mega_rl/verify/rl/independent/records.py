@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm by its name, with its settings by theirs: numbers (1 for yes, 0 for no) and words."""
+
+    name: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, setting: str) -> float:
+        return self.numbers[setting]
+
+    def but(self, **settings: float) -> Algorithm:
+        """Return the same with other numbers."""
+        return replace(self, numbers={**self.numbers, **settings})
 
 
 @dataclass(frozen=True)
 class LockstepSettings:
     """The numbers of a run that its mathematics depends on."""
 
-    advantage: str  # gae, grpo, rloo
-    deviation: str  # that GRPO divides by: of the group, of the batch, none
-    gamma: float
-    lam: float
-    policy_lam: float  # of the policy's advantages; 0: lam
-    length_alpha: float  # lambda of the policy's advantages by a response's length; 0: one for all
-    whiten: bool
+    advantage: Algorithm
+    loss: Algorithm
+    correction: Algorithm
     temperature: float
-    loss: str  # ppo, gspo, cispo
-    ratio_cap: float  # of cispo
-    clip_low: float
-    clip_high: float
-    dual_clip: float  # 0: none
     value_clip: float  # 0: none
     entropy_coef: float
     aggregation: str  # token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm
     max_response_tokens: int
-    tis_cap: float  # 0: no importance sampling
-    tis_by_sequence: bool  # by the ratio of whole responses; else of each token
+    stop_tokens: frozenset[int]  # a response that ends with another one was cut off
+    overlong_filter: bool  # responses that were cut off do not train
+    overlong_buffer: int  # tokens before the limit in which a punishment grows; 0: none
+    overlong_penalty: float  # punishment at the limit
     old_is_rollout: bool  # the ratio is to what sampled; else to the policy before the updates
     kl_placement: str  # none, reward, loss
     kl_estimator: str  # k1, k2, k3
     kl_coef: float
     kl_target: float  # nats per token, of the adaptive coefficient; 0: the coefficient is fixed
     kl_horizon: int  # sequences
+    reference_interval: int  # steps after which the reference takes in the policy; 0: never
+    reference_rate: float  # share of the policy in the reference's new weights
     critic_warmup_steps: int
     lr: float
     critic_lr: float
@@ -60,6 +72,7 @@ class ScoredSample:
     prompt: int  # position of the prompt in the step's batch
     reward: float
     rollout_logprobs: Sequence[float]  # of the response's tokens, by what sampled them
+    greedy_reward: float = math.nan  # of the prompt's greedy response; not a number where none was asked for
 
     @property
     def length(self) -> int:

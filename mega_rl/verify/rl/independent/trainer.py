@@ -9,23 +9,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, value_targets
+from mega_rl.verify.rl.independent.corrections import CORRECTIONS
 from mega_rl.verify.rl.independent.formulas import (
     Formulas,
     Row,
     adapted_coefficient,
     aggregation_weights,
-    capped_term,
-    group_advantages,
-    importance_weights,
     kl_estimate,
     kl_term,
     learning_rate,
-    leave_one_out,
-    policy_lambda,
-    response_ratio,
     token_rewards,
 )
-from mega_rl.verify.rl.independent.networks import Adam, CriticNetwork, Network, PolicyNetwork
+from mega_rl.verify.rl.independent.losses import LOSSES, ResponseTokens
+from mega_rl.verify.rl.independent.networks import Adam, CriticNetwork, Network, PolicyNetwork, moved
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
 
 
@@ -61,7 +58,7 @@ class TrainedNetwork:
         return Figures(
             self._name,
             *place,
-            tokens={name: torch.cat(rows).double() for name, rows in tokens.items()},
+            tokens={name: torch.cat([torch.zeros(0), *rows]).double() for name, rows in tokens.items()},
             loss=loss,
             loss_scale=scale,
             grad_norm=norm,
@@ -83,14 +80,20 @@ class Evaluated:
 
 
 class IndependentTrainer:
-    """A policy, its reference and perhaps a critic, all from the weights at the start; steps are numbered from 0."""
+    """A policy and perhaps a critic, both from the weights at the start, and a reference; steps count from 0.
 
-    def __init__(self, path: Path, settings: LockstepSettings, formulas: Formulas) -> None:
+    reference: its weights; None: those at the start.
+    """
+
+    def __init__(
+        self, path: Path, settings: LockstepSettings, formulas: Formulas, *, reference: Path | None = None
+    ) -> None:
         self._settings, self._formulas, self._kl_coef = settings, formulas, settings.kl_coef
         self._policy = PolicyNetwork(path)
         self._actor_role = TrainedNetwork("actor", self._policy, settings, formulas)
-        self._reference = PolicyNetwork(path) if settings.kl_placement != "none" else None
-        self._critic = CriticNetwork(path) if settings.advantage == "gae" else None
+        has_reference = settings.kl_placement != "none" or settings.advantage.name == "distillation"
+        self._reference = PolicyNetwork(reference or path) if has_reference else None
+        self._critic = CriticNetwork(path) if settings.advantage.name == "gae" else None
         self._critic_role = None if self._critic is None else TrainedNetwork("critic", self._critic, settings, formulas)
 
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
@@ -101,6 +104,8 @@ class IndependentTrainer:
     def step(self, step: int, batch: StepBatch) -> Iterator[Figures]:
         """Make the updates of a step; yields the figures of each, the critic's first."""
         rows = self._evaluate(batch.samples)
+        if self._settings.overlong_filter:  # DAPO, arXiv:2503.14476, section 3.4: in advantages, but in no loss
+            rows = [row for row in rows if row.sample.tokens[-1] in self._settings.stop_tokens]
         minibatches = [[row for row in rows if row.sample.prompt in prompts] for prompts in batch.minibatches]
         if self._critic is not None:
             for update, minibatch in enumerate(minibatches):
@@ -111,7 +116,10 @@ class IndependentTrainer:
             if self._reference is not None:
                 old, ref = torch.cat([row.old for row in rows]), torch.cat([row.ref for row in rows])
                 kl = float(kl_estimate("k3", old, ref).mean())
-                self._kl_coef = adapted_coefficient(self._kl_coef, kl, len(rows), self._settings)
+                self._kl_coef = adapted_coefficient(self._kl_coef, kl, len(batch.samples), self._settings)
+        interval = self._settings.reference_interval
+        if self._reference is not None and interval > 0 and (step + 1) % interval == 0:
+            moved(self._reference, self._policy, self._settings.reference_rate)
 
     def _evaluate(self, samples: Sequence[ScoredSample]) -> list[Evaluated]:
         """Return the samples with log-probs, values, advantages and returns by the weights of now."""
@@ -127,50 +135,33 @@ class IndependentTrainer:
             values = [torch.zeros_like(row) for row in old]
             if self._critic is not None:
                 values = [self._critic.values(sample) for sample in samples]
-        if self._critic is None:
-            advantages, returns = self._group_relative(samples), [[0.0] * sample.length for sample in samples]
-        else:
-            advantages, returns = self._generalized(samples, old, ref, values)
-        placed = [_row(self._formulas.placed(row)) for row in advantages]
-        every = zip(samples, old, ref, values, placed, map(_row, returns), strict=True)
-        return [Evaluated(*row) for row in every]
+        responses = self._responses(samples, old, ref, values)
+        formula, _ = ADVANTAGES[self._settings.advantage.name]
+        placed = [_row(self._formulas.placed(row)) for row in formula(responses, self._settings.advantage)]
+        returns = values
+        if self._critic is not None:
+            returns = [_row(row) for row in value_targets(responses, self._settings.advantage)]
+        return [Evaluated(*row) for row in zip(samples, old, ref, values, placed, returns, strict=True)]
 
-    def _group_relative(self, samples: Sequence[ScoredSample]) -> list[Row]:
-        """Return the same advantage for all tokens of a sample, by the rewards of its prompt's samples."""
-        settings, rows = self._settings, list[Row]([] for _ in samples)
-        deviation = self._formulas.deviation if settings.deviation == "group" else None
-        for prompt in {sample.prompt for sample in samples}:
-            group = [i for i, sample in enumerate(samples) if sample.prompt == prompt]
-            rewards = [samples[i].reward for i in group]
-            is_grpo = settings.advantage == "grpo"
-            numbers = group_advantages(rewards, deviation=deviation) if is_grpo else leave_one_out(rewards)
-            for i, number in zip(group, numbers, strict=True):
-                rows[i] = [number] * samples[i].length
-        if settings.advantage == "grpo" and settings.deviation == "batch":  # Lite PPO, arXiv:2508.08221
-            below = self._formulas.deviation([row[0] for row in rows]) + 1e-6
-            rows = [[number / below for number in row] for row in rows]
-        return rows
-
-    def _generalized(
+    def _responses(
         self, samples: Sequence[ScoredSample], old: list[Tensor], ref: list[Tensor], values: list[Tensor]
-    ) -> tuple[list[Row], list[Row]]:
-        """Return (advantages, returns) by the critic's values, with the KL in the rewards where it has its place."""
-        settings = self._settings
-        coef = self._kl_coef if settings.kl_placement == "reward" else 0.0
-        advantages, returns = list[Row](), list[Row]()
-        for sample, logprobs, references, before in zip(samples, old, ref, values, strict=True):
-            rewards = token_rewards(sample.reward, logprobs.tolist(), references.tolist(), coef)
-            decay = policy_lambda(sample.length, settings)
-            advantages.append(self._formulas.gae(rewards, before.tolist(), settings.gamma, decay)[0])
-            returns.append(self._formulas.gae(rewards, before.tolist(), settings.gamma, settings.lam)[1])
-        return (self._formulas.whitened(advantages) if settings.whiten else advantages), returns
+    ) -> Responses:
+        """Return the samples with their rewards, those of tokens with the KL where it has its place."""
+        coef = self._kl_coef if self._settings.kl_placement == "reward" else 0.0
+        rewards, of_tokens = Row(), list[Row]()
+        for sample, logprobs, references in zip(samples, old, ref, strict=True):
+            reward = sample.reward + self._formulas.overlong_punishment(sample.length, self._settings)
+            rewards.append(reward)
+            of_tokens.append(token_rewards(reward, logprobs.tolist(), references.tolist(), coef))
+        old_rows, ref_rows, value_rows = ([row.tolist() for row in rows] for rows in (old, ref, values))
+        return Responses(samples, rewards, of_tokens, old_rows, ref_rows, value_rows, self._formulas)
 
     def _update_critic(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
         """Make one step of the critic: the mean over tokens, whatever the aggregation of the policy's loss."""
         assert self._critic is not None
         assert self._critic_role is not None
         critic, settings = self._critic, self._settings
-        weight = 1 / sum(row.sample.length for row in rows)
+        weight = 1 / max(sum(row.sample.length for row in rows), 1)
 
         def terms(i: int) -> Tensor:
             row = rows[i]
@@ -188,6 +179,7 @@ class IndependentTrainer:
     def _update_actor(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
         """Make one step of the policy."""
         settings, formulas = self._settings, self._formulas
+        loss_of, correction = LOSSES[settings.loss.name][0], CORRECTIONS[settings.correction.name][0]
         weights = aggregation_weights([row.sample.length for row in rows], settings)
         with torch.no_grad():
             now = [self._policy.logprobs(row.sample, settings.temperature)[0] for row in rows]
@@ -196,17 +188,11 @@ class IndependentTrainer:
         def terms(i: int) -> Tensor:
             row = rows[i]
             logprobs, entropy = self._policy.logprobs(row.sample, settings.temperature)
-            ratio = torch.exp(logprobs - anchors[i])
-            if settings.loss == "cispo":
-                loss = capped_term(logprobs, ratio, row.advantages, settings.ratio_cap)
-            else:
-                bounded = response_ratio(logprobs, anchors[i]) if settings.loss == "gspo" else ratio
-                loss = formulas.clipped_term(bounded, row.advantages, settings)
-            if settings.tis_cap > 0:
-                loss = loss * importance_weights(anchors[i], _row(row.sample.rollout_logprobs), settings)
+            tokens = ResponseTokens(logprobs, anchors[i], _row(row.sample.rollout_logprobs), row.advantages)
+            loss = correction(tokens, settings.correction) * loss_of(tokens, settings.loss, formulas)
             loss = loss - settings.entropy_coef * entropy
             if settings.kl_placement == "loss":
-                loss = loss + self._kl_coef * kl_term(settings.kl_estimator, logprobs, row.ref, ratio)
+                loss = loss + self._kl_coef * kl_term(settings.kl_estimator, logprobs, row.ref, tokens.ratio)
             return weights[i] * loss
 
         warmup = settings.critic_warmup_steps

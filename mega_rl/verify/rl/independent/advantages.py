@@ -1,0 +1,178 @@
+"""Advantages of the responses of a step, by the papers: one function for each name, listed in `ADVANTAGES`.
+
+A response's advantages are a list with one number for each of its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mega_rl.verify.rl.independent.formulas import Formulas, Row, returns_to_go
+from mega_rl.verify.rl.independent.records import Algorithm, ScoredSample
+
+
+@dataclass(frozen=True)
+class Responses:
+    """The responses of a step with what is known of them before the first update; lists go over responses."""
+
+    samples: Sequence[ScoredSample]
+    rewards: Row  # of whole responses, with the punishment of overlong ones
+    token_rewards: list[Row]  # the same on the last token, less a KL penalty of each token
+    old: list[Row]  # log-probs of the policy
+    ref: list[Row]  # of the reference
+    values: list[Row]
+    formulas: Formulas
+
+    def groups(self) -> list[list[int]]:
+        """Return the numbers of the responses to each prompt."""
+        prompts = [sample.prompt for sample in self.samples]
+        return [[i for i, prompt in enumerate(prompts) if prompt == one] for one in sorted(set(prompts))]
+
+    def of_groups(self, judge: Callable[[Row, list[int]], Row]) -> Row:
+        """Return a number for each response, by `judge` (rewards, lengths) of the responses to one prompt."""
+        numbers = [0.0] * len(self.samples)
+        for group in self.groups():
+            rewards = [self.rewards[i] for i in group]
+            if max(rewards) == min(rewards):  # nothing to compare, up to rounding
+                continue
+            judged = judge(rewards, [self.samples[i].length for i in group])
+            for i, number in zip(group, judged, strict=True):
+                numbers[i] = number
+        return numbers
+
+    def on_every_token(self, numbers: Row) -> list[Row]:
+        """Return each response's number on all of its tokens."""
+        return [[number] * sample.length for number, sample in zip(numbers, self.samples, strict=True)]
+
+
+def centred(rewards: Row, lengths: list[int]) -> Row:
+    """Return the rewards less their mean."""
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def against_others(rewards: Row, lengths: list[int]) -> Row:
+    """Return each reward less the mean of the others (RLOO, arXiv:2402.14740)."""
+    others = len(rewards) - 1
+    return [reward - (sum(rewards) - reward) / others for reward in rewards]
+
+
+def generalized(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return GAE (arXiv:1506.02438), lambda by the response's length or the policy's own (VAPO, arXiv:2504.05118)."""
+    rows = []
+    for sample, rewards, values in zip(responses.samples, responses.token_rewards, responses.values, strict=True):
+        decay = choice["policy_lambda"] or choice["gae_lambda"]
+        if choice["length_alpha"] > 0:
+            decay = max(1 - 1 / (choice["length_alpha"] * sample.length), 0.0)
+        rows.append(responses.formulas.gae(rewards, values, choice["gamma"], decay)[0])
+    return responses.formulas.whitened(rows) if choice["whiten"] else rows
+
+
+def value_targets(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return what the critic learns: the returns of GAE by the critic's own lambda."""
+    gae, gamma, lam = responses.formulas.gae, choice["gamma"], choice["gae_lambda"]
+    return [gae(*row, gamma, lam)[1] for row in zip(responses.token_rewards, responses.values, strict=True)]
+
+
+def group_relative(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return (r - mean) / (std + 1e-6) of the prompt's responses (GRPO, arXiv:2402.03300, section 4.1.2).
+
+    std: group; none, which divides by nothing (Dr. GRPO, arXiv:2503.20783); batch, the deviation of centred rewards
+    (after Lite PPO, arXiv:2508.08221).
+    """
+    deviation = responses.formulas.deviation
+
+    def normalized(rewards: Row, lengths: list[int]) -> Row:
+        below = deviation(rewards) + 1e-6
+        return [number / below for number in centred(rewards, lengths)]
+
+    if choice.words["std"] == "group":
+        return responses.on_every_token(responses.of_groups(normalized))
+    numbers = responses.of_groups(centred)
+    below = deviation(numbers) + 1e-6 if choice.words["std"] == "batch" else 1.0
+    return responses.on_every_token([number / below for number in numbers])
+
+
+def leave_one_out(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return the reward less the mean of the prompt's other responses (RLOO, arXiv:2402.14740)."""
+    return responses.on_every_token(responses.of_groups(against_others))
+
+
+def whitened_returns(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return the returns of token rewards, whitened over the batch (REINFORCE++, arXiv:2501.03262)."""
+    rows = [returns_to_go(rewards, choice["gamma"]) for rewards in responses.token_rewards]
+    return responses.formulas.whitened(rows)
+
+
+def whitened_centred_returns(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return the same, undiscounted, of rewards less the prompt's mean (with a baseline, arXiv:2501.03262)."""
+    rows = []
+    for i, number in enumerate(responses.of_groups(centred)):
+        rewards = list(responses.token_rewards[i])
+        rewards[-1] += number - responses.rewards[i]
+        rows.append(returns_to_go(rewards, 1.0))
+    return responses.formulas.whitened(rows)
+
+
+def less_greedy(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return token rewards to go, less the reward of the prompt's greedy response (ReMax, arXiv:2310.10505)."""
+    rows = []
+    for sample, rewards in zip(responses.samples, responses.token_rewards, strict=True):
+        rows.append([number - sample.greedy_reward for number in returns_to_go(rewards, 1.0)])
+    return rows
+
+
+def optimal_baseline(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return the reward less the prompt's mean reward weighted by length (OPO, arXiv:2505.23585)."""
+
+    def judged(rewards: Row, lengths: list[int]) -> Row:
+        baseline = sum(n * reward for n, reward in zip(lengths, rewards, strict=True)) / sum(lengths)
+        return [reward - baseline for reward in rewards]
+
+    return responses.on_every_token(responses.of_groups(judged))
+
+
+def pass_at_k(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return pass@k advantages, by analytical derivation (arXiv:2508.10751): a set of k is right if one of it is."""
+    k = int(choice["k"])
+
+    def judged(rewards: Row, lengths: list[int]) -> Row:
+        n, wrong = len(rewards), sum(reward <= choice["right_above"] for reward in rewards)
+        mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+        if mean in (0.0, 1.0):  # all sets are wrong, or all are right
+            return [0.0] * n
+        below = math.sqrt(mean * (1 - mean)) if choice.words["std"] == "group" else 1.0
+        of_wrong = 1 - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
+        return [((1.0 if reward > choice["right_above"] else of_wrong) - mean) / below for reward in rewards]
+
+    return responses.on_every_token(responses.of_groups(judged))
+
+
+def teacher_advantages(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return log q - log p of each token and, discounted, of those after it, q the teacher's.
+
+    Reverse KL on the student's own samples (GKD, arXiv:2306.13649), with reward_weight times the reward less the mean
+    of the prompt's other responses.
+    """
+    rewards = responses.of_groups(against_others) if choice["reward_weight"] else [0.0] * len(responses.samples)
+    rows = []
+    for student, teacher, reward in zip(responses.old, responses.ref, rewards, strict=True):
+        gaps = [q - p for p, q in zip(student, teacher, strict=True)]
+        rows.append([gap + choice["reward_weight"] * reward for gap in returns_to_go(gaps, choice["gamma"])])
+    return rows
+
+
+# Name -> (formula, the settings that it reads).
+ADVANTAGES: Mapping[str, tuple[Callable[[Responses, Algorithm], list[Row]], frozenset[str]]] = {
+    "gae": (generalized, frozenset({"gamma", "gae_lambda", "policy_lambda", "length_alpha", "whiten"})),
+    "grpo": (group_relative, frozenset({"std"})),
+    "rloo": (leave_one_out, frozenset()),
+    "reinforce_plus_plus": (whitened_returns, frozenset({"gamma"})),
+    "reinforce_plus_plus_baseline": (whitened_centred_returns, frozenset()),
+    "remax": (less_greedy, frozenset()),
+    "opo": (optimal_baseline, frozenset()),
+    "pass_at_k": (pass_at_k, frozenset({"k", "right_above", "std"})),
+    "distillation": (teacher_advantages, frozenset({"gamma", "reward_weight"})),
+}

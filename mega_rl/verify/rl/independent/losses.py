@@ -1,0 +1,125 @@
+"""Losses of the tokens of a response, by the papers: one function for each name, listed in `LOSSES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mega_rl.verify.rl.independent.formulas import Formulas, bounded_term
+from mega_rl.verify.rl.independent.records import Algorithm
+
+
+@dataclass(frozen=True)
+class ResponseTokens:
+    """The tokens of one response, [n] float64 each."""
+
+    logprobs: Tensor  # of the policy now, with gradient
+    anchor: Tensor  # log-probs that ratios are taken to
+    rollout: Tensor  # log-probs of what sampled
+    advantages: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        """Return p / p_old of each token."""
+        return torch.exp(self.logprobs - self.anchor)
+
+
+def clipped(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return PPO's clipped term of each token (arXiv:1707.06347)."""
+    return formulas.clipped_term(tokens.ratio, tokens.advantages, choice)
+
+
+def of_sequences(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return the clipped term of s, the geometric mean of the response's ratios (GSPO, arXiv:2507.18071, eq. 5, 7).
+
+    Where its tokens' advantages differ, s * p_t / sg(p_t) for token t, in value the same (GSPO-token, eq. 13 and 14).
+    """
+    mean = torch.exp((tokens.logprobs - tokens.anchor).mean())
+    if bool((tokens.advantages == tokens.advantages[0]).all()):
+        return formulas.clipped_term(mean.expand(len(tokens.anchor)), tokens.advantages, choice)
+    of_token = mean.detach() * torch.exp(tokens.logprobs - tokens.logprobs.detach())
+    return formulas.clipped_term(of_token, tokens.advantages, choice)
+
+
+def geometric_mean(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return -A times the geometric mean of the response's clipped ratios (GMPO, arXiv:2507.20673, eq. 4).
+
+    Of each token the smaller of ratio^s and clip(ratio)^s counts, s the sign of the advantage.
+    """
+    advantage = float(tokens.advantages.mean())
+    sign = 1.0 if advantage > 0 else -1.0
+    log_ratio = tokens.logprobs - tokens.anchor
+    near = torch.clamp(log_ratio, -choice["clip_low"], choice["clip_high"])
+    mean = torch.minimum(sign * log_ratio, sign * near).mean()
+    return (-advantage * torch.exp(sign * mean)).expand(len(log_ratio))
+
+
+def capped(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return REINFORCE's loss weighted by the capped ratio (CISPO, arXiv:2506.13585, eq. 4)."""
+    return -tokens.ratio.detach().clamp(max=choice["cap"]) * tokens.advantages * tokens.logprobs
+
+
+def gated(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return -A * 4 / tau * sigmoid(tau * (ratio - 1)): a gate in the place of the clip (SAPO, arXiv:2511.20347)."""
+    tau = torch.where(tokens.advantages > 0, choice["tau_positive"], choice["tau_negative"])
+    return -tokens.advantages * 4 / tau / (1 + torch.exp(-tau * (tokens.ratio - 1)))
+
+
+def masked_by_variation(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return REINFORCE's loss within a distance |p - p_old| of the sampled token (DPPO-TV, arXiv:2602.04879)."""
+    distance = (tokens.logprobs.exp() - tokens.anchor.exp()).abs()
+    return _masked(tokens, choice, formulas, distance)
+
+
+def masked_by_divergence(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return the same within a KL(p_old || p) of "this token or another" (DPPO, arXiv:2602.04879, binary KL)."""
+    new, old = tokens.logprobs.exp(), tokens.anchor.exp()
+    distance = old * torch.log(old / new) + (1 - old) * torch.log((1 - old) / (1 - new))
+    return _masked(tokens, choice, formulas, distance)
+
+
+def _masked(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas, distance: Tensor) -> Tensor:
+    """Return REINFORCE by capped ratios; tokens that are far off and would go further have no part in it."""
+    rises = tokens.logprobs > tokens.anchor
+    away = torch.where(tokens.advantages > 0, rises, ~rises)
+    trains = ~(away & (distance > choice["threshold"]))
+    return torch.where(trains, capped(tokens, choice, formulas), 0.0)
+
+
+def without_covariant(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return PPO's loss, without gradient on tokens of large covariance (Clip-Cov, arXiv:2505.22617, section 4)."""
+    loss = clipped(tokens, choice, formulas)
+    return torch.where(_covariance(tokens) >= choice["threshold"], loss.detach(), loss)
+
+
+def punished_covariant(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return the plain ratio's loss, with |log ratio| on tokens of large covariance (KL-Cov, arXiv:2505.22617)."""
+    loss = bounded_term(tokens.ratio * tokens.advantages, tokens.advantages, choice)
+    moved = choice["coef"] * (tokens.logprobs - tokens.anchor).abs()
+    return torch.where(_covariance(tokens) >= choice["threshold"], loss + moved, loss)
+
+
+def _covariance(tokens: ResponseTokens) -> Tensor:
+    """Return A * (log p - its mean over the response), a token's part of the covariance, as docs/algorithms.md has it.
+
+    The paper centres both factors over a batch and takes a share of its tokens instead of a threshold.
+    """
+    now = tokens.logprobs.detach()
+    return tokens.advantages * (now - now.mean())
+
+
+# Name -> (formula, the settings that it reads).
+LOSSES: Mapping[str, tuple[Callable[[ResponseTokens, Algorithm, Formulas], Tensor], frozenset[str]]] = {
+    "ppo": (clipped, frozenset({"clip_low", "clip_high", "dual_clip"})),
+    "gspo": (of_sequences, frozenset({"clip_low", "clip_high"})),
+    "gmpo": (geometric_mean, frozenset({"clip_low", "clip_high"})),
+    "cispo": (capped, frozenset({"cap"})),
+    "sapo": (gated, frozenset({"tau_positive", "tau_negative"})),
+    "dppo_tv": (masked_by_variation, frozenset({"threshold", "cap"})),
+    "dppo_kl": (masked_by_divergence, frozenset({"threshold", "cap"})),
+    "clip_cov": (without_covariant, frozenset({"threshold", "clip_low", "clip_high", "dual_clip"})),
+    "kl_cov": (punished_covariant, frozenset({"threshold", "coef", "dual_clip"})),
+}
