@@ -5,7 +5,7 @@ the same weights, take the same prompts in the same order, and make two clipped 
 the random stream of the sampler, so curves are compared as bands over seeds. Each run is a process of one thread.
 
     make bench-curves                                       # 5 seeds, 100 steps, some ten minutes on one core
-    python benchmarks/learning.py --fault lr                # a wrong trainer: the bands must come apart
+    python benchmarks/learning.py --fault shift             # a wrong trainer: the bands must come apart
     python benchmarks/learning.py --run trl --seed 3 --json trl3.json      # one run
     python benchmarks/learning.py --join trl*.json mega_rl*.json           # runs that are there already
 """
@@ -39,7 +39,7 @@ BETA2 = 0.95
 WINDOW = 10  # steps whose mean is one point of a curve
 TRAINERS = ("mega_rl", "trl")
 DEADLINE_S = 1800  # of one run
-# Settings of mega_rl that make it another trainer than TRL's; a comparison that lets one pass would show nothing.
+# Settings of mega_rl that make it another trainer than TRL's; the README says which ones the bands show.
 FAULTS: dict[str, dict[str, object]] = {
     "lr": {"optim.lr": 3 * LEARNING_RATE},
     "shift": {"algorithm.advantage": "shifted"},
