@@ -79,6 +79,7 @@ def _train(folder: Path, device: str, *, steps: int) -> list[dict[str, float]]:
         "model.path": str(folder / "model"),
         "data.train_files": [str(folder / "data" / "train.jsonl")],
         "data.val_files": [],
+        "reward.function": f"{folder / 'data' / 'reward.py'}:points",
     }
     arguments = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     command = [sys.executable, "-W", "ignore", "-m", "mega_rl.cli", "train", "--config", "quickstart", *arguments]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
 from mega_rl.metrics.plot import plot_runs
 from mega_rl.metrics.records import read_metrics
+
+EXPLAINED = "values/explained_variance"
+LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Summary:
 
     accuracy_before: float  # share of held-out problems answered right, greedily, by the warm-started model
     accuracy_after: float  # the same after PPO
+    explained_variance: float  # share of the returns' variance that the critic explains, mean of the last steps
     train_s: float  # seconds of the PPO command, start-up included
     warm_start_s: float  # seconds of the supervised command
     total_s: float  # seconds of everything after installation
@@ -32,10 +37,12 @@ def summarize(
 ) -> tuple[Summary, Path]:
     """Read the run's metrics, write summary.json and curves.png; returns the summary and the picture's path."""
     records = list(read_metrics(run_dir / "metrics.jsonl"))
-    accuracy = [(r.step, r.metrics["val/reward_mean"]) for r in records if "val/reward_mean" in r.metrics]
+    accuracy = [r.metrics["val/reward_correct"] for r in records if "val/reward_correct" in r.metrics]
+    explained = [r.metrics[EXPLAINED] for r in records if EXPLAINED in r.metrics][-LAST_STEPS:]
     summary = Summary(
-        accuracy_before=accuracy[0][1],
-        accuracy_after=accuracy[-1][1],
+        accuracy_before=accuracy[0],
+        accuracy_after=accuracy[-1],
+        explained_variance=fmean(explained),
         train_s=train_s,
         warm_start_s=warm_start_s,
         total_s=total_s,
@@ -54,6 +61,7 @@ def print_table(summary: Summary, *, plot: Path) -> None:
     table = Table(title="quickstart", show_header=False, title_justify="left")
     table.add_row("held-out greedy accuracy, before PPO", f"{summary.accuracy_before:.1%}")
     table.add_row("held-out greedy accuracy, after PPO", f"{summary.accuracy_after:.1%}")
+    table.add_row("explained variance of the critic", f"{summary.explained_variance:.2f}")
     table.add_row("steps", f"{summary.steps} on {summary.layout}")
     table.add_row("time", f"warm start {summary.warm_start_s:.0f} s, PPO {summary.train_s:.0f} s")
     table.add_row("plot", str(plot))

@@ -51,6 +51,7 @@ def quickstart(*, engine: str, seed: int, run_dir: Path) -> None:
         setting("model.path", str(run_dir / "model")),
         setting("data.train_files", [str(run_dir / "data" / "train.jsonl")]),
         setting("data.val_files", [str(run_dir / "data" / "held_out.jsonl")]),
+        setting("reward.function", f"{run_dir / 'data' / 'reward.py'}:points"),
     ]
     if engine != "megatron":
         overrides.append(setting("engine.backend", engine))

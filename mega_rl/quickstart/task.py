@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils.logging import disable_progress_bar
 
 from mega_rl.errors import UserError
+from mega_rl.quickstart import reward
 
 NUM_DIGITS = 2  # of each operand
 
@@ -62,11 +64,12 @@ class Task:
 
 @dataclass(frozen=True)
 class DatasetFiles:
-    """Paths of the three sets that `write_dataset` wrote."""
+    """Paths of what `write_dataset` wrote: the three sets and the reward function."""
 
     train: Path  # rows {"prompt", "answer"}
     held_out: Path  # rows {"prompt", "answer"}
     demonstrations: Path  # rows {"prompt", "response"}
+    reward: Path  # Python source of `points`
 
 
 def add(left: int, right: int) -> str:
@@ -120,16 +123,18 @@ def make_task(
 
 
 def write_dataset(directory: Path, task: Task) -> DatasetFiles:
-    """Write the three JSONL files to `directory`, created if missing; return their paths."""
+    """Write the three JSONL files and the reward function to `directory`, created if missing; return their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     files = DatasetFiles(
         train=directory / "train.jsonl",
         held_out=directory / "held_out.jsonl",
         demonstrations=directory / "demonstrations.jsonl",
+        reward=directory / "reward.py",
     )
     _write_rows(files.train, ({"prompt": row.prompt, "answer": row.answer} for row in task.train))
     _write_rows(files.held_out, ({"prompt": row.prompt, "answer": row.answer} for row in task.held_out))
     _write_rows(files.demonstrations, ({"prompt": row.prompt, "response": row.response} for row in task.demonstrations))
+    shutil.copyfile(reward.__file__, files.reward)
     return files
 
 

@@ -21,6 +21,7 @@ import mega_rl
 from tests.release.sources import copy_sources
 
 ACCURACY = 0.9  # that the quickstart must reach
+EXPLAINED = 0.5  # share of the returns' variance that its critic must explain in the end
 TRAIN_STEPS = 3
 BUILD_S, INSTALL_S, LOOK_S, TRAIN_S = 600, 3600, 300, 3600  # deadlines of one command
 DISTRIBUTIONS = ("mega_rl", "torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets")
@@ -141,6 +142,8 @@ def use(environment: Environment, engine: str) -> None:
     summary = json.loads((environment.work / "runs/quickstart/summary.json").read_text())
     print(f"  held-out accuracy {summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}", flush=True)
     expect(summary["accuracy_after"] >= ACCURACY, f"the quickstart reached {summary['accuracy_after']:.1%}")
+    explained = summary["explained_variance"]
+    expect(explained > EXPLAINED, f"the quickstart's critic explains {explained:.2f} of the returns' variance")
     for recipe in ("quickstart", "mine.yaml"):
         run_dir = Path("runs", f"train_{Path(recipe).stem}")
         settings = [f"trainer.steps={TRAIN_STEPS}", f"trainer.run_dir={run_dir}"]

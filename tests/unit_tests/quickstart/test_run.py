@@ -48,12 +48,26 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
     assert (config.trainer.run_dir, config.trainer.seed, config.model.path) == ("a, b", 3, "a, b/model")
     assert Path(config.data.train_files[0]).is_file()
     assert Path(config.data.val_files[0]).is_file()
+    file, _, function = config.reward.function.rpartition(":")
+    assert (Path(file), function) == (Path("a, b/data/reward.py"), "points")
+    assert Path(file).is_file()
 
 
 def test_the_folders_of_the_recipe_are_those_that_the_quickstart_writes(started: list[list[str]]) -> None:
     """So that `mega-rl train --config quickstart` works after it, in the same directory."""
     assert cli.main(["quickstart"]) == 0
     assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][9:])
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_sglang"])
+def test_the_critic_of_the_recipes_has_something_to_explain(recipe: str, started: list[list[str]]) -> None:
+    """Rewards that differ between prompts to the end: of the function that the quickstart writes, in all its parts."""
+    assert cli.main(["quickstart"]) == 0
+    config = load(Path(recipe))
+    assert config.algorithm.advantage == "gae"
+    assert config.reward.function == "runs/quickstart/data/reward.py:points"
+    assert config.reward.weights == {}
+    assert Path("runs/quickstart/data/reward.py").is_file()
 
 
 def test_an_earlier_quickstart_gives_up_its_inputs_and_keeps_its_runs(started: list[list[str]]) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from mega_rl.errors import UserError
+from mega_rl.quickstart.reward import points
 from mega_rl.quickstart.task import (
     NUM_DIGITS,
     VOCABULARY,
@@ -24,6 +25,7 @@ from mega_rl.quickstart.task import (
     write_checkpoint,
     write_dataset,
 )
+from mega_rl.workers.reward_functions import resolve
 
 PROMPT_TOKENS = 2 * NUM_DIGITS + 2  # the operands, "+" and "="
 RESPONSE_TOKENS = NUM_DIGITS + 2  # one digit more than an operand has, and the end of sequence
@@ -140,6 +142,31 @@ def test_impossible_sizes_name_the_setting_and_the_fix(sizes: dict[str, int], wo
     assert all(word in str(caught.value) for word in words)
 
 
+# --- the reward
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "carries"),
+    [("12+34=", "640", 0), ("37+45=", "280", 1), ("60+50=", "011", 1), ("57+45=", "201", 2), ("99+99=", "891", 2)],
+)
+def test_a_right_answer_earns_a_point_and_one_for_every_carry(prompt: str, answer: str, carries: int) -> None:
+    assert points(prompt, answer, answer) == {"correct": 1.0, "carries": carries}
+    for wrong in ("999", answer[:2], answer + "0", ""):
+        assert points(prompt, wrong, answer) == {"correct": 0.0, "carries": 0.0}
+
+
+def _digit_sum(number: int) -> int:
+    return sum(map(int, str(number)))
+
+
+def test_carries_are_what_the_digits_of_the_result_lack(task: Task) -> None:
+    """A carry turns ten units of one digit into one unit of the next: the sum of all digits loses nine."""
+    for row in task.held_out:
+        left, right = _operands(row.prompt)
+        lost = _digit_sum(left) + _digit_sum(right) - _digit_sum(left + right)
+        assert points(row.prompt, row.answer, row.answer)["carries"] == lost / 9
+
+
 # --- files
 
 
@@ -151,6 +178,7 @@ def test_dataset_files_hold_the_rows_in_order(tmp_path: Path) -> None:
     assert _rows(files.demonstrations) == [
         {"prompt": row.prompt, "response": row.response} for row in task.demonstrations
     ]
+    assert resolve(f"{files.reward}:points")("37+45=", "280", "280") == {"correct": 1.0, "carries": 1.0}
 
 
 # --- tokenizer
