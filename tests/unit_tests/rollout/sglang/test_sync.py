@@ -198,16 +198,16 @@ FAULTS = [
     ("/server_info", "error", 1, "down", "scheduler does not answer"),
     ("/model_info", "html", 1, "stale", "no JSON"),
     ("/pause_generation", "refuse", 1, "stale", "/pause_generation: HTTP 400"),
-    ("/pause_generation", "hang", 1, "stale", "/pause_generation: waited 1 s"),
-    ("/flush_cache", "refuse", 1, "stale", "waited 1 s for the server to be idle"),
+    ("/pause_generation", "hang", 1, "stale", "/pause_generation: waited 5 s"),
+    ("/flush_cache", "refuse", 1, "stale", "waited 5 s for the server to be idle"),
     (UPDATE, "die", 1, "down", UPDATE),
     (UPDATE, "die", 2, "down", UPDATE),
     (UPDATE, "reset", 3, "stale", UPDATE),
     (UPDATE, "cut", 2, "stale", UPDATE),
     (UPDATE, "unsuccessful", 2, "stale", "no success: partially updated"),
     (UPDATE, "error", 3, "stale", "HTTP 500"),
-    (UPDATE, "hang", 3, "stale", "waited 1 s"),
-    (UPDATE, "drip", 2, "stale", "waited 1 s"),
+    (UPDATE, "hang", 3, "stale", "waited 5 s"),
+    (UPDATE, "drip", 2, "stale", "waited 5 s"),
     (UPDATE, "ignore", 3, "stale", "weight_version is 'default' after the update to version 1"),
     ("/continue_generation", "refuse", 1, "stale", "/continue_generation: HTTP 400"),
     ("/continue_generation", "die", 1, "down", "/continue_generation"),
@@ -226,11 +226,11 @@ def test_a_server_that_fails_stays_out_and_the_others_go_on(
     servers: list[UpdateServer], path: str, kind: str, first: int, said: str, reason: str
 ) -> None:
     servers[1].faults = {path: (kind, first)}
-    # The deadline only decides where waiting is the fault.
-    run = run_of(servers, timeout_s=1.0 if "waited" in reason else 20.0)
+    # The deadline only decides where waiting is the fault; it is one for all servers, so the others need room in it.
+    run = run_of(servers, timeout_s=5.0 if "waited" in reason else 20.0)
     start = time.monotonic()
     metrics = run.sync.publish()
-    assert time.monotonic() - start < 15.0
+    assert time.monotonic() - start < 18.0
     assert metrics["sync/failed_servers"] == 1.0
     assert run.rotation.said == {0: "ready 1", 1: said, 2: "ready 1"}
     assert (1, "ready 1") not in run.rotation.history
