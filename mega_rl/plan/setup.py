@@ -70,10 +70,8 @@ class RunSetup:
 
     def for_model(self, model: PlannedModel) -> RunSetup:
         """Return these inputs with the layout of a model: another one for a reference that has its own."""
-        return self._of_reference if model.role == "reference" and has_own_layout(self.config) else self
-
-    @cached_property
-    def _of_reference(self) -> RunSetup:
+        if model.role != "reference" or not has_own_layout(self.config):
+            return self
         return replace(self, config=replace(self.config, engine=self.config.engine.of_reference))
 
     @property

@@ -647,7 +647,7 @@ def test_a_layout_of_the_references_own_that_runs(overrides: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ((f"{_SIZES}.tp=3",), f"world size 8 is not a multiple of {_SIZES}.tp*pp*cp=3*1*1=3"),
+        ((f"{_SIZES}.cp=3",), f"world size 8 is not a multiple of {_SIZES}.tp*pp*cp=1*1*3=3"),
         ((f"{_SIZES}.tp=8", f"{_SIZES}.pp=2"), f"{_SIZES}.tp*pp*cp=8*2*1=16"),
         ((f"{_SIZES}.pp=8",), f"{_SIZES}.pp*vpp=8*1=8 does not divide the 12 layers of model.path"),
         ((f"{_SIZES}.tp=8", "model.ref_path=x"), f"{_SIZES}.tp=8 does not divide the 4 attention heads of model.ref_"),

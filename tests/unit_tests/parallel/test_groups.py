@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import re
@@ -135,7 +136,12 @@ def two_layouts(rank: int) -> list[tuple[int, int]]:
     from mega_rl.parallel import groups
 
     pairs = [(LAYOUTS[0], LAYOUTS[3]), (LAYOUTS[4], LAYOUTS[5]), (LAYOUTS[2], LAYOUTS[1])]
-    return [check_two(rank, pair, accelerator, groups) for pair in [*pairs, *[pairs[0]] * 3]]
+    counts = []
+    for pair in [*pairs, *[pairs[0]] * 3]:
+        check_two(rank, pair, accelerator, groups)
+        gc.collect()  # an error's traceback knows the groups of its frames
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
 
 
 def fail_inside(first: Any, second: Any) -> None:
@@ -154,7 +160,7 @@ def names_of(built: Any) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in named]
 
 
-def check_two(rank: int, pair: tuple[ParallelLayout, ParallelLayout], accelerator: Any, groups: Any) -> tuple[int, int]:
+def check_two(rank: int, pair: tuple[ParallelLayout, ParallelLayout], accelerator: Any, groups: Any) -> None:
     """Groups of both layouts; globals name the first's, and the second's only inside of its context."""
     first = groups.initialize(pair[0], accelerator=accelerator, timeout_s=TIMEOUT_S)
     before = named_by_upstream()
@@ -166,7 +172,6 @@ def check_two(rank: int, pair: tuple[ParallelLayout, ParallelLayout], accelerato
         fail_inside(first, second)
     assert named_by_upstream() == before, "an error leaves the first layout, too"
     groups.destroy()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def test_a_second_layout_of_the_same_ranks_leaves_the_first_as_it_is_and_nothing_behind() -> None:

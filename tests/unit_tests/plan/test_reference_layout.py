@@ -55,7 +55,7 @@ def test_the_teachers_state_is_that_of_its_own_layout() -> None:
 
 
 def test_every_stage_of_the_teacher_is_looked_at() -> None:
-    memory = memory_of_stages(setup(tp=2, pp=4))
+    memory = memory_of_stages(setup(pp=4))
     assert [(each.rank, each.pp_rank) for each in memory] == [(0, 0), (2, 0), (4, 0), (6, 0)]
     assert memory[0].states["reference"].weights > memory[1].states["reference"].weights  # has the embedding
 
