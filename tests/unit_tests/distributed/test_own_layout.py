@@ -36,13 +36,14 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def results(student: Path, teachers: dict[str, Path]) -> dict[str, Any]:
-    """Every case, by name; one launch for each number of ranks."""
+    """Every case, by name: rank 0's, and differences of log-probs on all ranks; one launch for each number of ranks."""
     paths = {name: str(path) for name, path in teachers.items()}
-    return {
-        name: result
-        for ranks in sorted({case.ranks for case in CASES.values()})
-        for name, result in run_ranks(ranks, run_cases, ranks, str(student), paths)[0].items()
-    }
+    results: dict[str, Any] = {}
+    for ranks in sorted({case.ranks for case in CASES.values()}):
+        of_ranks = run_ranks(ranks, run_cases, ranks, str(student), paths)
+        for name, result in of_ranks[0].items():
+            results[name] = {**result, "logprobs": [d for each in of_ranks for d in each[name]["logprobs"]]}
+    return results
 
 
 @pytest.fixture(scope="module")
