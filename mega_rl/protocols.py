@@ -112,7 +112,7 @@ class Teacher(Protocol):
     """A model whose distributions over the whole vocabulary another one learns."""
 
     def teach(self, minibatch: Experience) -> Lesson:
-        """Return what a student on the same layout needs for its divergence at each token; collective."""
+        """Return what a student needs for its divergence at each token; collective."""
         ...
 
 

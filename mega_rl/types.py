@@ -195,7 +195,7 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class Lesson:
-    """A teacher's distributions at the tokens of a mini-batch, for a student on the same layout.
+    """A teacher's distributions at the tokens of a mini-batch, cut as the student's micro-batches and logits are.
 
     Empty on ranks that have no part of the vocabulary projection: all pipeline stages but the last.
     """

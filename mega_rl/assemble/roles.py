@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+
+import torch
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController
@@ -15,18 +18,22 @@ from mega_rl.config.attention import Role
 from mega_rl.config.needs import is_on_policy, kl_estimator, models_take_turns
 from mega_rl.config.origins import recorded, short_commit
 from mega_rl.config.plugins.choices import LOSS, reads_reference
+from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config, KlConfig
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
+from mega_rl.engines.own_layout import OwnLayout
 from mega_rl.engines.weight_average import WeightAverage
 from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.startup import RoleFacts
 from mega_rl.metrics.steps import WorkMeter
+from mega_rl.models.build import DTYPES
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.groups import Groups, another
+from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, ModelPasses, Teacher, TokenModel
 from mega_rl.workers.metered import MeteredLearner, MeteredModel, MeteredTeacher
 from mega_rl.workers.models import (
@@ -69,21 +76,25 @@ class Roles:
 def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colocated: bool) -> Roles:
     """Return every role of the plan with its weights loaded; collective. colocated: servers share the devices."""
     models = ResidentModels(accelerator, one_at_a_time=models_take_turns(plan.config, colocated=colocated))
-    engines = {
-        role: models.add(role, build_engine(model, settings=plan.engine, groups=groups, accelerator=accelerator))
-        for role, model in plan.models.items()
-    }
+    engines: dict[Role, ModelEngine] = {}
+    for role, model in plan.models.items():
+        its_groups = _groups_of(role, plan, groups)
+        with nullcontext() if its_groups is groups else its_groups.current():
+            engine = build_engine(model, settings=plan.engine, groups=its_groups, accelerator=accelerator)
+        engines[role] = models.add(role, engine)
     config = plan.config
     kl, meter = build_kl(config.algorithm.kl), WorkMeter()
     reference: TokenModel = AbsentWorker()
     teacher: Teacher | None = None
     average = None
     if "reference" in engines:
-        engine, frozen = engines["reference"], models.in_turn("reference")
+        frozen = models.in_turn("reference")
+        judge, lessons = _frozen_roles(frozen, engines, dtype=DTYPES[config.model.dtype])
+        work, size = _work(engines["reference"]), engines["actor"].replica.size  # rows are those of the actor
         if reads_reference(config):
-            reference = MeteredModel(ReferenceWorker(frozen), _work(engine), meter, replica_size=engine.replica.size)
+            reference = MeteredModel(judge, work, meter, replica_size=size)
         if LOSS.needs(config, "needs_teacher"):
-            teacher = MeteredTeacher(frozen, _work(engine), meter, replica_size=engine.replica.size)
+            teacher = MeteredTeacher(lessons, work, meter, replica_size=size)
         if (settings := config.algorithm.kl).reference_interval:
             everyone = GroupRanks(groups.host_world)
             average = WeightAverage(frozen, models.in_turn("actor"), settings.reference_rate, everyone)
@@ -92,6 +103,25 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
     if "critic" in engines:
         critic = _metered(build_critic_role(config, models.in_turn("critic")), engines["critic"], meter)
     return Roles(actor, critic, reference, average, kl, engines, models, meter)
+
+
+def _groups_of(role: Role, plan: RunPlan, groups: Groups) -> Groups:
+    """Return the groups of a role's model: those of the run, or new ones of a layout of its own; collective."""
+    if role != "reference" or not has_own_layout(plan.config):
+        return groups
+    layout = ParallelLayout.of_engine(plan.engine.engine.of_reference, world_size=groups.layout.world_size)
+    return another(layout, groups, timeout_s=plan.engine.timeout_s)
+
+
+def _frozen_roles(
+    frozen: ModelPasses, engines: Mapping[Role, ModelEngine], *, dtype: torch.dtype
+) -> tuple[TokenModel, Teacher]:
+    """Return the reference as the model of its log-probs and as a teacher, for rows on the actor's layout."""
+    engine, actor = engines["reference"], engines["actor"]
+    if engine.groups is actor.groups:
+        return ReferenceWorker(frozen), frozen
+    relaid = OwnLayout(frozen, engine, actor, dtype)
+    return relaid, relaid
 
 
 def _metered(role: Learner, engine: ModelEngine, meter: WorkMeter) -> Learner:

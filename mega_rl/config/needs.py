@@ -80,7 +80,7 @@ _NEEDS = (
         needs_critic,
     ),
     Need(
-        ("model.ref_path", "model.ref_attn_implementation"),
+        ("model.ref_path", "model.ref_attn_implementation", *keys_in("engine.megatron.reference")),
         f"a reference: algorithm.kl.placement=reward or loss, or {ADVANTAGE.with_need('needs_reference')}",
         has_reference,
     ),
@@ -130,6 +130,7 @@ _NEEDS = (
     ),
     _within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1", lambda megatron: megatron.tp > 1),
     _within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1", lambda megatron: megatron.pp > 1),
+    _within("engine.megatron.reference", "pipeline", "engine.megatron.reference.pp above 1", lambda own: own.pp > 1),
     _within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1", lambda megatron: megatron.vpp > 1),
     Need(("model.fp32_head",), "model.dtype=bf16", lambda config: config.model.dtype == "bf16"),
     Need(("model.recompute_modules",), "model.recompute=selective", lambda c: c.model.recompute == "selective"),

@@ -46,6 +46,11 @@ class ModelEngine(Engine, Protocol):
         ...
 
     @property
+    def batching(self) -> Batching:
+        """Return how rows become micro-batches on this rank."""
+        ...
+
+    @property
     def place(self) -> ModelPlace:
         """This rank's part of `whole_chunks`, as exporters take it."""
         ...

@@ -147,6 +147,7 @@ def _check(hf: HFConfig, layout: ParallelLayout) -> None:
 
 def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) -> dict[str, Any]:
     """Return the settings of a layout in Megatron-Core's words."""
+    overlaps = overlap_p2p and layout.vpp > 1  # a reference may have a layout without virtual stages
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -156,8 +157,8 @@ def _parallelism(layout: ParallelLayout, *, mtp_layers: int, overlap_p2p: bool) 
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "sequence_parallel": layout.sequence_parallel,
-        "overlap_p2p_comm": overlap_p2p,
-        "batch_p2p_comm": not overlap_p2p,
+        "overlap_p2p_comm": overlaps,
+        "batch_p2p_comm": not overlaps,
         "batch_p2p_sync": False,  # a wait of the host for each message, against a race in releases of torch before 2
         "variable_seq_lengths": layout.pp > 1,  # where micro-batches have several shapes: set for each pass
     }

@@ -1,6 +1,7 @@
-"""Process groups of a layout: built once, passed on as arguments, destroyed completely.
+"""Process groups of layouts: built once, passed on as arguments, destroyed completely.
 
-The only file that reads `megatron.core.parallel_state`.
+The only file that reads `megatron.core.parallel_state`, whose globals name the groups of one layout at a time: those of
+`initialize`, and inside of `Groups.current` those of another one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -32,6 +35,27 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed  # noqa: E402 - as above
 
 
+def _upstream() -> dict[str, object]:
+    """Return Megatron-Core's globals: groups, ranks, sizes and buffers of one layout."""
+    names = (name for name in vars(parallel_state) if name.startswith("_"))
+    return {name: vars(parallel_state)[name] for name in names if name.isupper() or name == _GROUP_LIST}
+
+
+_GROUP_LIST = "_global_process_group_list"
+_BLANK = _upstream()  # without a layout
+
+
+@contextmanager
+def _upstream_is(state: Mapping[str, object]) -> Iterator[None]:
+    """Set Megatron-Core's globals to `state` inside, and back afterwards, also after an error."""
+    before = _upstream()
+    vars(parallel_state).update(state)
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(before)
+
+
 @dataclass(frozen=True)
 class Groups:
     """The groups this rank belongs to, every one with the timeout given to `initialize`."""
@@ -51,6 +75,16 @@ class Groups:
     # a server may need it. The groups themselves where they are gloo's.
     host_replica: ProcessGroup
     host_world: ProcessGroup
+    upstream: Mapping[str, object] = field(repr=False)  # Megatron-Core's globals of this layout
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Let Megatron-Core's globals name these groups inside, and afterwards again what they named before.
+
+        For building a model on groups of `another`, and for each of its passes.
+        """
+        with _upstream_is(self.upstream):
+            yield
 
 
 _generation = itertools.count()
@@ -88,6 +122,36 @@ def initialize(
     world = dist.group.WORLD
     assert world is not None
     dist.distributed_c10d._set_pg_timeout(timeout, world)  # somebody else may have made it with another
+    host_world = _on_host(world, [list(range(layout.world_size))], timeout=timeout)
+    return _build(layout, world, host_world, timeout=timeout, optimizer_instances=optimizer_instances)
+
+
+def another(layout: ParallelLayout, groups: Groups, *, timeout_s: float) -> Groups:
+    """Build the groups of another layout over the world of `groups`; collective, until `destroy`.
+
+    Megatron-Core's globals go on to name `groups`; see `Groups.current`. Every group fails a collective that does not
+    end within `timeout_s` seconds.
+
+    Raises:
+        UserError: the world has not `layout.world_size` ranks.
+    """
+    _check_world(layout, groups.world.size())
+    # Models take no pass at the same time, so one scratch buffer serves them all.
+    buffers = {name: value for name, value in _upstream().items() if name.endswith("_MEMORY_BUFFER")}
+    with _upstream_is(_BLANK):
+        built = _build(layout, groups.world, groups.host_world, timeout=timedelta(seconds=timeout_s))
+    return replace(built, upstream={**built.upstream, **buffers})
+
+
+def _build(
+    layout: ParallelLayout,
+    world: ProcessGroup,
+    host_world: ProcessGroup,
+    *,
+    timeout: timedelta,
+    optimizer_instances: int = 1,
+) -> Groups:
+    """Build the groups of a layout with Megatron-Core, whose globals name them when it returns; collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -96,7 +160,7 @@ def initialize(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         num_distributed_optimizer_instances=optimizer_instances,
-        distributed_timeout_minutes=timeout_s / 60,  # a timedelta is made of it: fractions are welcome
+        distributed_timeout_minutes=timeout.total_seconds() / 60,  # a timedelta is made of it: fractions are welcome
         create_gloo_process_groups=False,  # Megatron-Core refuses them next to a ProcessGroupCollection
     )
     collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -114,12 +178,13 @@ def initialize(
         replica=replica,
         world=world,
         host_replica=_on_host(replica, _replicas(layout), timeout=timeout),
-        host_world=_on_host(world, [list(range(layout.world_size))], timeout=timeout),
+        host_world=host_world,
+        upstream=_upstream(),
     )
 
 
 def destroy() -> None:
-    """Take down every group and the world: their threads, sockets and memory; a no-op when there is none.
+    """Take down all groups of all layouts, and the world: their threads, sockets and memory; without any, do nothing.
 
     `initialize` may follow. Megatron-Core's own `destroy_model_parallel` only forgets its groups.
     """

@@ -91,7 +91,8 @@ def step_time(
     """
     clock = _Clock(setup, hardware)
     memory = memory_of_stages(setup) if memory is None else memory
-    forward = _together([clock.passes(model, passes_of(setup, model).forward, 0) for model in setup.models.values()])
+    its = [(setup.for_model(model), model) for model in setup.models.values()]
+    forward = _together([_Clock(each, hardware).passes(m, passes_of(each, m).forward, 0) for each, m in its])
     phases = [
         PhaseTime("generating", _generation(setup, hardware, server_ranks)),
         PhaseTime("sending weights", _sending(setup, clock, memory)),

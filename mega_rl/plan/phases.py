@@ -9,6 +9,7 @@ from mega_rl.config.attention import Role
 from mega_rl.plan.generation import embedded, server_of
 from mega_rl.plan.passes import PassBytes, forward_pass, training_pass
 from mega_rl.plan.setup import RunSetup
+from mega_rl.plan.state.lessons import hidden_bytes, lesson_bytes, teaches
 from mega_rl.plan.state.ranks import state_of
 from mega_rl.plan.state.sizes import StateBytes
 
@@ -40,7 +41,10 @@ class MemoryPhase:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank: of the first rank of a pipeline stage, whose others differ by padding alone."""
+    """Memory of one rank: of the first rank of a pipeline stage, whose others differ by padding alone.
+
+    Where the reference has stages of its own, of the first rank of each of these, too.
+    """
 
     rank: int
     pp_rank: int
@@ -58,29 +62,34 @@ def memory_of_stages(setup: RunSetup, *, ends: bool = False) -> list[RankMemory]
 
     Those two are the fullest: the first has most micro-batches in flight, the last the logits.
     """
-    pp = setup.layout.pp
-    return [_memory_of(setup, pp_rank) for pp_rank in (sorted({0, pp - 1}) if ends else range(pp))]
+    layouts = {setup.for_model(model).layout for model in setup.models.values()}
+    stages = {each: {0, each.pp - 1} if ends else range(each.pp) for each in layouts}
+    ranks = {stage * layout.stage_size for layout, numbers in stages.items() for stage in numbers}
+    return [_memory_of(setup, rank) for rank in sorted(ranks)]
 
 
-def _memory_of(setup: RunSetup, pp_rank: int) -> RankMemory:
-    rank = pp_rank * setup.layout.stage_size
+def _memory_of(setup: RunSetup, rank: int) -> RankMemory:
     states = {role: state_of(setup, model, rank) for role, model in setup.models.items()}
-    phases = [*_generation_phases(setup, states), *_trainer_phases(setup, states, pp_rank)]
-    return RankMemory(rank, pp_rank, states, tuple(phases))
+    phases = [*_generation_phases(setup, states), *_trainer_phases(setup, states, rank)]
+    return RankMemory(rank, setup.layout.coordinates(rank).pp_rank, states, tuple(phases))
 
 
-def _trainer_phases(setup: RunSetup, states: Mapping[Role, StateBytes], pp_rank: int) -> list[MemoryPhase]:
+def _trainer_phases(setup: RunSetup, states: Mapping[Role, StateBytes], rank: int) -> list[MemoryPhase]:
     """Return the phases in which the trainer computes."""
-    passes = [
-        _resident(setup, states, role, ("weights",)) | _entries(forward_pass(setup, model, pp_rank))
-        for role, model in setup.models.items()
-    ]
+    pp_rank = setup.layout.coordinates(rank).pp_rank
+    passes = []
+    for role, model in setup.models.items():
+        its = setup.for_model(model)
+        peak = forward_pass(its, model, its.layout.coordinates(rank).pp_rank)
+        passes.append(_resident(setup, states, role, ("weights",)) | _entries(peak))
     fullest = max(passes, key=lambda entries: sum(entries.values()))
     phases = [MemoryPhase("computing log-probs and values", fullest)]
     for role, model in setup.models.items():
         if model.trainable:
             resident = _resident(setup, states, role)
             training = _entries(training_pass(setup, model, pp_rank))
+            if role == "actor":
+                training["teacher's projection"] = lesson_bytes(setup, pp_rank).projection
             step = {"gradients of main weights": states[role].step}
             phases.append(MemoryPhase(f"training the {role}", resident | training))
             phases.append(MemoryPhase(f"the optimizer step of the {role}", resident | step))
@@ -142,9 +151,28 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
         # Gradients are zero when they come back, so that nothing of them is kept.
         kept = max(sum(state.weights + state.optimizer for state in each.states.values()) for each in memory)
         entries["models that leave their devices, pinned"] = kept * ranks
+    if (hidden := _hidden_on_host(setup)) > 0:
+        entries["the teacher's hidden states"] = hidden
+    if (projection := lesson_bytes(setup, setup.layout.pp - 1).kept) > 0:
+        entries["the teacher's projection"] = projection * min(ranks, setup.layout.stage_size)
     if setup.config.checkpoint.async_save:
         entries["checkpoint on its way to disk"] = max(_saved(setup, each.states) for each in memory) * ranks
     return {name: size for name, size in entries.items() if size}
+
+
+def _hidden_on_host(setup: RunSetup) -> int:
+    """Return the bytes of a mini-batch's hidden states on the fullest host, of all ranks of last stages there.
+
+    A teacher on a layout of its own has them as it cuts the rows, beside those that the student has received.
+    """
+    if not teaches(setup):
+        return 0
+    cuts = {setup.layout: setup}
+    cuts |= {each.layout: each for each in (setup.for_model(setup.models["reference"]),)}
+    ranks = setup.machine.ranks_per_node
+    return sum(
+        hidden_bytes(each, setup.models["reference"]) * min(ranks, layout.stage_size) for layout, each in cuts.items()
+    )
 
 
 def _saved(setup: RunSetup, states: Mapping[Role, StateBytes]) -> int:

@@ -55,7 +55,7 @@ def make_plan(
         verdict,
         cheapest(setup) if verdict.fits is False else None,
         host_bytes(setup, memory),
-        step_traffic(setup, verdict.memory.pp_rank),
+        step_traffic(setup, verdict.memory.pp_rank, rank=verdict.memory.rank),
         sync_traffic(setup),
         nearby(setup),
         search,
@@ -78,8 +78,8 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
     if len(plan.memory) > 1:
         yield ""
         yield "Pipeline stages, GB needed"
-        rows = [[f"{each.pp_rank}", gb(each.peak.needed), each.peak.name] for each in plan.memory]
-        yield from table(["stage", "needed", "while"], rows)
+        rows = [[f"{each.pp_rank}", f"{each.rank}", gb(each.peak.needed), each.peak.name] for each in plan.memory]
+        yield from table(["stage", "rank", "needed", "while"], rows)
     yield ""
     yield from _state_lines(plan)
     yield from _batch_lines(plan.setup)
@@ -168,8 +168,13 @@ def _headline(setup: RunSetup) -> str:
     return (
         f"{setup.config.model.path}: {hf.family}, {hf.num_layers} layers, {parameters:,.2f} B parameters; "
         f"{machine.world_size} GPU{'s' * (machine.world_size > 1)}{memory} on {machine.num_nodes} "
-        f"host{'s' * (machine.num_nodes > 1)}, {setup.layout}, {_LAYERS[setup.spec]}"
+        f"host{'s' * (machine.num_nodes > 1)}, {setup.layout}, {_LAYERS[setup.spec]}{_own_layouts(setup)}"
     )
+
+
+def _own_layouts(setup: RunSetup) -> str:
+    own = ((role, setup.for_model(model)) for role, model in setup.models.items())
+    return "".join(f"; {role} {each.layout}" for role, each in own if each is not setup)
 
 
 def _columns(phases: Sequence[MemoryPhase]) -> list[str]:

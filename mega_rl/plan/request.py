@@ -11,6 +11,7 @@ from pathlib import Path
 from mega_rl.config.facts import divisors, listed
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
+from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -63,7 +64,8 @@ def smallest_world(config: Config) -> int:
     if config.engine.backend == "fsdp":
         return config.engine.fsdp.shard_ranks or 1
     par = config.engine.megatron
-    return par.pp * math.lcm(par.tp * par.cp, par.ep * (par.etp or par.tp))
+    layouts = (par, par.of_reference) if has_own_layout(config) else (par,)
+    return math.lcm(*(each.pp * math.lcm(each.tp * each.cp, each.ep * (each.etp or each.tp)) for each in layouts))
 
 
 def parse_bytes(text: str, *, option: str) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mega_rl.config.attention import Role
 from mega_rl.config.needs import models_take_turns
 from mega_rl.config.plugins.choices import has_reference, needs_critic
+from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
@@ -62,10 +63,16 @@ class RunSetup:
 
     @cached_property
     def layout(self) -> ParallelLayout:
-        """Return the layout of every model. Raises ValueError for sizes that do not go together."""
+        """Return the layout of every model without its own. Raises ValueError for sizes that do not go together."""
         has_experts = any(model.hf.moe is not None for model in self.models.values())
         engine, world_size = self.config.engine, self.machine.world_size
         return ParallelLayout.of_engine(engine, world_size=world_size, has_experts=has_experts)
+
+    def for_model(self, model: PlannedModel) -> RunSetup:
+        """Return these inputs with the layout of a model: another one for a reference that has its own."""
+        if model.role != "reference" or not has_own_layout(self.config):
+            return self
+        return replace(self, config=replace(self.config, engine=self.config.engine.of_reference))
 
     @property
     def spec(self) -> Spec:
@@ -118,7 +125,7 @@ class RunSetup:
 
     def sharding(self, model: PlannedModel) -> Sharding:
         """Return a model with its layout."""
-        return Sharding(model.hf, self.layout, spec=self.spec, head=model.head)
+        return Sharding(model.hf, self.for_model(model).layout, spec=self.spec, head=model.head)
 
 
 def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role, PlannedModel]:

@@ -34,12 +34,17 @@ class Passes:
     training: int
 
 
-def step_traffic(setup: RunSetup, pp_rank: int) -> list[Traffic]:
-    """Return what the first rank of a pipeline stage sends in one trainer step when all responses are longest."""
+def step_traffic(setup: RunSetup, pp_rank: int, *, rank: int | None = None) -> list[Traffic]:
+    """Return what a rank of a pipeline stage sends in one trainer step when all responses are longest; None: its first.
+
+    Ranks differ where the reference has stages of its own.
+    """
     traffic: list[Traffic] = []
+    rank = pp_rank * setup.layout.stage_size if rank is None else rank
     for model in setup.models.values():
+        its = setup.for_model(model)
         traffic += update_traffic(setup, model, pp_rank)
-        traffic += pass_traffic(setup, model, passes_of(setup, model), pp_rank)
+        traffic += pass_traffic(its, model, passes_of(its, model), its.layout.coordinates(rank).pp_rank)
     return _merged(traffic)
 
 

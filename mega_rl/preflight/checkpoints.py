@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mega_rl.config.plugins.choices import LOSS
+from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED
@@ -54,16 +55,20 @@ def weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> list[st
 
 def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
     """Yield the problems of uneven stages: their notation, their number, or the sum of their layers."""
-    par = config.engine.megatron
-    if par.pp == 1 or not par.pipeline:
-        return  # a rule of the config refuses the setting with one stage
-    for key, checkpoint in checkpoints.items():
+    par, own = config.engine.megatron, has_own_layout(config)
+    reference = "model.ref_path" if config.model.ref_path else "model.path"
+    cut = [("engine.megatron", par, key) for key in checkpoints if not (own and key == "model.ref_path")]
+    if own and reference in checkpoints:
+        cut.append(("engine.megatron.reference", par.of_reference, reference))
+    for section, sizes, key in cut:
+        if sizes.pp == 1 or not sizes.pipeline:
+            continue  # a rule of the config refuses the setting with one stage
         try:
-            pipeline = parse_pipeline(par.pipeline)
-            layout = ParallelLayout(world_size=par.pp, pp=par.pp, vpp=par.vpp, pipeline=pipeline)
-            layout.layers_of(0, checkpoint.num_layers)
+            pipeline = parse_pipeline(sizes.pipeline)
+            layout = ParallelLayout(world_size=sizes.pp, pp=sizes.pp, vpp=sizes.vpp, pipeline=pipeline)
+            layout.layers_of(0, checkpoints[key].num_layers)
         except ValueError as error:
-            yield f"engine.megatron.pipeline: {key}: {error}"
+            yield f"{section}.pipeline: {key}: {error}"
 
 
 def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

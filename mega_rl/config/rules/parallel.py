@@ -9,19 +9,19 @@ import dataclasses
 from collections.abc import Iterator
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, MegatronConfig
 
+ACTOR = "engine.megatron"  # section of the sizes that all models have, unless they have their own
 _DDP, _MOE, _OPTIMIZER = "engine.megatron.ddp", "engine.megatron.moe", "engine.megatron.optimizer"
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts")
 
 
-def layout(config: Config, world_size: int) -> Iterator[str]:
-    """Sizes that do not go together on `world_size` ranks."""
-    par = config.engine.megatron
+def layout(par: MegatronConfig, world_size: int, *, section: str = ACTOR) -> Iterator[str]:
+    """Sizes that do not go together on `world_size` ranks; `section` has them."""
     size = par.tp * par.pp * par.cp
     if world_size % size:
         yield (
-            f"world size {world_size} is not a multiple of engine.megatron.tp*pp*cp={par.tp}*{par.pp}*{par.cp}="
+            f"world size {world_size} is not a multiple of {section}.tp*pp*cp={par.tp}*{par.pp}*{par.cp}="
             f"{size}; start a multiple of {size} ranks (--nproc-per-node {size}), or choose sizes whose product "
             f"divides {world_size}"
         )
@@ -29,10 +29,10 @@ def layout(config: Config, world_size: int) -> Iterator[str]:
     stage = world_size // par.pp
     if par.ep * etp > 1 and world_size % size == 0 and stage % (par.ep * etp):
         yield (
-            f"engine.megatron.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline "
+            f"{section}.ep*etp={par.ep}*{etp}={par.ep * etp} does not divide the {stage} ranks of a pipeline "
             f"stage (world size {world_size} / pp {par.pp}); legal products: {listed(divisors(stage))}"
         )
-    if par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
+    if section == ACTOR and par.vpp > 1 and par.pp == 2 and not par.overlap_p2p:
         # Megatron-Core checks this in its training arguments only; its schedule runs and gives wrong gradients.
         yield (
             f"engine.megatron.vpp={par.vpp} with pp=2 needs engine.megatron.overlap_p2p=true; without it gradients are "
@@ -40,57 +40,59 @@ def layout(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
-    """List the sizes of the layout that a model cannot be cut by; `key` is the setting that names its checkpoint."""
-    par = config.engine.megatron
+def fits_model(par: MegatronConfig, key: str, facts: ModelFacts, *, section: str = ACTOR) -> Iterator[str]:
+    """List the sizes of the layout that a model cannot be cut by.
+
+    key: the setting that names its checkpoint. section: that of the sizes.
+    """
     legal = listed([tp for tp in divisors(facts.num_heads) if not _cut_problems(tp, facts)])
     for problem in _cut_problems(par.tp, facts):
-        yield f"engine.megatron.tp={par.tp} {problem} of {key}; legal: {legal}"
+        yield f"{section}.tp={par.tp} {problem} of {key}; legal: {legal}"
     stages = par.pp * par.vpp
     if not par.pipeline and facts.num_layers % stages:
         yield (
-            f"engine.megatron.pp*vpp={par.pp}*{par.vpp}={stages} does not divide the {facts.num_layers} layers of "
-            f"{key}; legal products: {listed(divisors(facts.num_layers))}, or uneven stages: engine.megatron.pipeline"
+            f"{section}.pp*vpp={par.pp}*{par.vpp}={stages} does not divide the {facts.num_layers} layers of "
+            f"{key}; legal products: {listed(divisors(facts.num_layers))}, or uneven stages: {section}.pipeline"
         )
     if par.tp > 1 and not par.sequence_parallel and (facts.multi_latent_attention or facts.num_experts):
         # Without it Megatron-Core sums the gradient of the latent norms over tp once too often, and experts that are
         # not cut as the rest is see some tokens twice.
         has = "multi-latent attention" if facts.multi_latent_attention else "experts"
-        yield f"{key} has {has}: engine.megatron.tp={par.tp} needs engine.megatron.sequence_parallel=true"
-    yield from _fits_experts(config, key, facts)
+        yield f"{key} has {has}: {section}.tp={par.tp} needs {section}.sequence_parallel=true"
+    yield from _fits_experts(par, key, facts, section)
 
 
-def _fits_experts(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
-    par = config.engine.megatron
+def _fits_experts(par: MegatronConfig, key: str, facts: ModelFacts, section: str) -> Iterator[str]:
     etp = par.etp or par.tp
     if not facts.num_experts:
         for name in ("ep", "etp"):
             if getattr(par, name) > 1:
-                size = f"engine.megatron.{name}"
-                yield f"{size}={getattr(par, name)}: {key} has no experts; {leave_out(size)}"
+                size = f"{section}.{name}"
+                fix = leave_out(size) if section == ACTOR else f"set {size}=1"
+                yield f"{size}={getattr(par, name)}: {key} has no experts; {fix}"
         for entry in dataclasses.fields(par.moe):
             # Of the actor: a dense reference or reward model beside a mixture has nothing to do with them.
-            if key == "model.path" and getattr(par.moe, entry.name) != entry.default:
+            if (section, key) == (ACTOR, "model.path") and getattr(par.moe, entry.name) != entry.default:
                 setting = f"engine.megatron.moe.{entry.name}"
                 yield f"{setting} has no effect: {key} has no experts; {leave_out(setting)}"
         return
-    if key == "model.path" and par.moe.shared_expert_overlap and not facts.shared_experts:
+    if (section, key) == (ACTOR, "model.path") and par.moe.shared_expert_overlap and not facts.shared_experts:
         setting = "engine.megatron.moe.shared_expert_overlap"
         yield f"{setting} has no effect: {key} has no shared experts; {leave_out(setting)}"
     if facts.num_experts % par.ep:
         yield (
-            f"engine.megatron.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
+            f"{section}.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
             f"legal: {listed(divisors(facts.num_experts))}"
         )
     if facts.expert_ffn_hidden_size % etp:
         yield (
-            f"engine.megatron.etp={etp} does not divide the feed-forward size {facts.expert_ffn_hidden_size} of an "
+            f"{section}.etp={etp} does not divide the feed-forward size {facts.expert_ffn_hidden_size} of an "
             f"expert of {key}; legal: {listed(divisors(facts.expert_ffn_hidden_size))}"
         )
     if facts.expert_biases and etp > 1:
         yield (
-            f"engine.megatron.etp={etp}: the experts of {key} have biases, which Megatron-Core does not cut; "
-            "set engine.megatron.etp=1"
+            f"{section}.etp={etp}: the experts of {key} have biases, which Megatron-Core does not cut; "
+            f"set {section}.etp=1"
         )
 
 

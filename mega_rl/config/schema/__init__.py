@@ -18,6 +18,7 @@ from mega_rl.config.schema.engine import (
     MegatronConfig,
     MegatronOptimizerConfig,
     MoeConfig,
+    ReferenceLayoutConfig,
 )
 from mega_rl.config.schema.output import CheckpointConfig, MetricsConfig
 from mega_rl.config.schema.rollout import (
@@ -70,6 +71,7 @@ __all__ = [
     "OptimConfig",
     "OverlongConfig",
     "ProfileConfig",
+    "ReferenceLayoutConfig",
     "RewardConfig",
     "RewardHttpConfig",
     "RewardModelConfig",

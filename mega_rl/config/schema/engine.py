@@ -93,6 +93,29 @@ class MegatronOptimizerConfig:
 
 
 @dataclass(frozen=True)
+class ReferenceLayoutConfig:
+    """A layout of the reference's own, over the same ranks as all other models; 0 takes the actor's size.
+
+    The rest of the world is data parallelism. With tp above 1 it shards layer-norm activations, too.
+    """
+
+    tp: int = setting(0, "Tensor-parallel size of the reference.", unit="ranks", min=0)
+    pp: int = setting(0, "Pipeline-parallel size of the reference.", unit="ranks", min=0)
+    pipeline: str = setting(
+        "", "Layers of each stage of the reference, as engine.megatron.pipeline; empty splits evenly."
+    )
+    cp: int = setting(0, "Context-parallel size of the reference.", unit="ranks", min=0)
+    ep: int = setting(0, "Expert-parallel size of the reference.", unit="ranks", min=0)
+    etp: int = setting(0, "Tensor-parallel size of each expert of the reference.", unit="ranks", min=0)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that are given, by name."""
+        given = {name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "etp")}
+        return {name: size for name, size in given.items() if size}
+
+
+@dataclass(frozen=True)
 class MegatronConfig:
     """Megatron-Core: how one model replica is cut (data parallelism fills the rest of the world), and its layers."""
 
@@ -117,6 +140,26 @@ class MegatronConfig:
     ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
     moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
     optimizer: MegatronOptimizerConfig = dataclasses.field(default_factory=MegatronOptimizerConfig)
+    reference: ReferenceLayoutConfig = dataclasses.field(default_factory=ReferenceLayoutConfig)
+
+    @property
+    def of_reference(self) -> MegatronConfig:
+        """Return the settings by which the reference is cut: these, unless it has a layout of its own."""
+        own = self.reference.sizes
+        if not own:
+            return self
+        new_stages = "pp" in own  # else the stages are the actor's
+        return dataclasses.replace(
+            self,
+            tp=own.get("tp", self.tp),
+            sequence_parallel=own.get("tp", self.tp) > 1,
+            pp=own.get("pp", self.pp),
+            vpp=1 if new_stages else self.vpp,
+            pipeline=self.reference.pipeline if new_stages else self.pipeline,
+            cp=own.get("cp", self.cp),
+            ep=own.get("ep", self.ep),
+            etp=own.get("etp", self.etp),
+        )
 
 
 @dataclass(frozen=True)
@@ -159,3 +202,8 @@ class EngineConfig:
     )
     megatron: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)
     fsdp: FsdpConfig = dataclasses.field(default_factory=FsdpConfig)
+
+    @property
+    def of_reference(self) -> EngineConfig:
+        """Return the settings by which the reference is cut: these, unless it has a layout of its own."""
+        return dataclasses.replace(self, megatron=self.megatron.of_reference)

@@ -14,7 +14,7 @@ from mega_rl.config.keys import FIELDS, value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
 from mega_rl.config.rules import check
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, ReferenceLayoutConfig
 from mega_rl.errors import UserErrors
 from mega_rl.hub.names import model_name
 from mega_rl.hub.resolve import checkpoint_folder
@@ -143,6 +143,7 @@ def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
     if sizes["etp"] == sizes["tp"] or sizes["ep"] == 1:
         sizes["etp"] = 0
     changed: dict[str, object] = {"engine.backend": layout.engine, "trainer.run_dir": str(run_dir)}
+    changed["engine.megatron.reference"] = ReferenceLayoutConfig()  # every model has the layout that is tried
     if layout.engine == "megatron":
         changed |= {f"engine.megatron.{name}": size for name, size in sizes.items()}
     else:

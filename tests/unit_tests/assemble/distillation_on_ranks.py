@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mega_rl.config.schema import Config
 from tests.helpers.engines import replaced
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
@@ -20,6 +21,37 @@ def distil(rank: int, folder: str, loss: str, teacher: str, lr: float, roles: st
     from mega_rl.assemble import build_trainer, session
     from mega_rl.workers.models import AbsentWorker
 
+    config = distillation(folder, loss, teacher, lr, roles)
+    with session(config, accelerator) as groups, ExitStack() as resources:
+        trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
+        records: list[dict[str, float]] = []
+        for step in range(STEPS[loss]):
+            trainer.sync.publish()
+            records.append(trainer.step(step))
+        return {"records": records, "critic": isinstance(trainer.critic, AbsentWorker)}
+
+
+def distil_on_layouts(rank: int, folder: str) -> dict[str, list[dict[str, float]]]:
+    """Metrics of two steps by form and layout of the teacher, on two ranks that share the student's rows."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.assemble import build_trainer, session
+
+    runs: dict[str, list[dict[str, float]]] = {}
+    for loss, roles in (("ppo", "all"), ("distillation", "one")):
+        for name, own in {"the same": {}, "its own": {"tp": 2}}.items():
+            config = distillation(folder, loss, "llama", 1e-3, roles)
+            config = replaced(config, "engine.megatron.reference", **own)
+            with session(config, accelerator) as groups, ExitStack() as resources:
+                trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
+                trainer.sync.publish()
+                runs[f"{loss}, {name}"] = [trainer.step(step) for step in range(2)]
+    return runs
+
+
+def distillation(folder: str, loss: str, teacher: str, lr: float, roles: str) -> Config:
+    """A run of distillation; `roles` of engine.resident_roles."""
     config = run_config(Path(folder), "1", "grpo")
     config = replaced(config, "algorithm", advantage="distillation", advantage_settings={})
     config = replaced(config, "algorithm", loss=loss, loss_settings={}, loss_aggregation="token-mean")
@@ -28,11 +60,4 @@ def distil(rank: int, folder: str, loss: str, teacher: str, lr: float, roles: st
     config = replaced(config, "optim", lr=lr)
     config = replaced(config, "rollout", n=8)
     config = replaced(config, "engine", resident_roles=roles)
-    config = replaced(config, "trainer", run_dir=str(Path(folder) / f"distilled-{loss}-{roles}"), steps=STEPS[loss])
-    with session(config, accelerator) as groups, ExitStack() as resources:
-        trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-        records: list[dict[str, float]] = []
-        for step in range(STEPS[loss]):
-            trainer.sync.publish()
-            records.append(trainer.step(step))
-        return {"records": records, "critic": isinstance(trainer.critic, AbsentWorker)}
+    return replaced(config, "trainer", run_dir=str(Path(folder) / f"distilled-{loss}-{roles}"), steps=STEPS[loss])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.assemble.distillation_on_ranks import distil
+from tests.unit_tests.assemble.distillation_on_ranks import distil, distil_on_layouts
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 
 
@@ -37,3 +37,20 @@ def test_the_student_comes_to_it_by_whole_distributions(folder: Path) -> None:
     assert sum(divergences[-3:]) / 3 < 0.6 * divergences[0], divergences
     assert not {name for name in run["records"][0] if name.startswith("kl/ref")}
     assert all(record["advantage/abs_mean"] == 0.0 for record in run["records"])
+
+
+def test_a_teacher_on_a_layout_of_its_own_teaches_the_same(folder: Path) -> None:
+    """Two ranks share the student's rows, and the teacher or its tensors; both forms, the second with turns.
+
+    Tolerance: sums in fp32 in another order, through one update of Adam.
+    """
+    (runs, _) = run_ranks(2, distil_on_layouts, str(folder))
+    for loss, learnt in {"ppo": "kl/ref_k1", "distillation": "actor/teacher_divergence"}.items():
+        same, own = runs[f"{loss}, the same"], runs[f"{loss}, its own"]
+        areas = ("actor/", "kl/", "advantage/", "reward/", "rollout/length", "batch/")
+        names = [name for name in same[0] if name.startswith(areas) and not name.endswith(("_s", "_mean_s"))]
+        assert learnt in names
+        assert same[0][learnt] > 0.5
+        for step in range(2):
+            for name in names:
+                assert own[step][name] == pytest.approx(same[step][name], rel=1e-5, abs=1e-6), (loss, step, name)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -622,3 +623,56 @@ def test_flat_lists_every_key_once() -> None:
     assert values["optim.lr"] == 1e-6
     assert values["engine.backend"] == "megatron"
     assert set(values) == set(FIELDS)
+
+
+OWN = ("algorithm.kl.placement=loss", "algorithm.kl.coef=0.1")
+_SIZES = "engine.megatron.reference"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{_SIZES}.tp=4",),
+        ("engine.megatron.tp=4", f"{_SIZES}.tp=1"),
+        (f"{_SIZES}.pp=2", f"{_SIZES}.pipeline=E|t*12L"),
+        ("engine.megatron.pp=4", "engine.megatron.vpp=3", f"{_SIZES}.pp=2"),
+        (f"{_SIZES}.cp=2", "model.ref_path=x"),
+    ],
+)
+def test_a_layout_of_the_references_own_that_runs(overrides: tuple[str, ...]) -> None:
+    config = load(None, [*OWN, *overrides])
+    assert check(config, world_size=8, models={"model.path": FACTS, "model.ref_path": FACTS}) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ((f"{_SIZES}.cp=3",), f"world size 8 is not a multiple of {_SIZES}.tp*pp*cp=1*1*3=3"),
+        ((f"{_SIZES}.tp=8", f"{_SIZES}.pp=2"), f"{_SIZES}.tp*pp*cp=8*2*1=16"),
+        ((f"{_SIZES}.pp=8",), f"{_SIZES}.pp*vpp=8*1=8 does not divide the 12 layers of model.path"),
+        ((f"{_SIZES}.tp=8", "model.ref_path=x"), f"{_SIZES}.tp=8 does not divide the 4 attention heads of model.ref_"),
+        ((f"{_SIZES}.ep=2",), f"{_SIZES}.ep=2: model.path has no experts; set {_SIZES}.ep=1"),
+        ((f"{_SIZES}.tp=1",), f"{_SIZES}.tp=1 has no effect: it is the actor's already"),
+        (
+            (f"{_SIZES}.tp=2", f"{_SIZES}.pipeline=Ett|L"),
+            f"{_SIZES}.pipeline=Ett|L has no effect: it needs {_SIZES}.pp",
+        ),
+        (
+            (f"{_SIZES}.tp=2", "algorithm.kl.reference_interval=5"),
+            "algorithm.kl.reference_interval=5 with engine.megatron.reference: the reference takes in",
+        ),
+        (
+            (f"{_SIZES}.cp=8", "trainer.microbatch.max_tokens=1537"),
+            "trainer.microbatch.max_tokens=1537 cannot hold one sequence",
+        ),
+        ((f"{_SIZES}.tp=2", "algorithm.kl.placement=none", "algorithm.kl.coef=null"), "it needs a reference"),
+        ((f"{_SIZES}.tp=2", "engine.backend=fsdp"), f"{_SIZES}.tp=2 has no effect: it needs engine.backend=megatron"),
+    ],
+)
+def test_a_layout_of_the_references_own_that_cannot_run(overrides: tuple[str, ...], problem: str) -> None:
+    """One line, with thing, value, rule and fix."""
+    narrow = dataclasses.replace(FACTS, num_heads=4, num_kv_heads=4)
+    longest = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=513")
+    config = load(None, [*OWN, *longest, *overrides])
+    (line,) = check(config, world_size=8, models={"model.path": FACTS, "model.ref_path": narrow})
+    assert problem in line

@@ -98,6 +98,9 @@ CHECKS: dict[str, Check] = {
     "expert tensor parallel": experts(
         "engine.megatron.tp=2", "engine.megatron.sequence_parallel=true", "engine.megatron.etp=1"
     ),
+    "the reference on a layout of its own": setting(
+        "engine.megatron.reference.tp=2", "algorithm.kl.placement=loss", "algorithm.kl.coef=0.1"
+    ),
     "data parallel": shown("data parallelism"),
     "weights shared out over ranks": shown("shared weights"),
     "optimizer state shared out over ranks": shown("shared moments"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import re
@@ -44,6 +45,13 @@ def check_groups(rank: int, layout: ParallelLayout, accelerator: Any) -> None:
     from mega_rl.parallel import groups
 
     built = groups.initialize(layout, accelerator=accelerator, timeout_s=TIMEOUT_S)
+    check_members(rank, built, layout, accelerator)
+    check_seeds(built, accelerator)
+    groups.destroy()
+
+
+def check_members(rank: int, built: Any, layout: ParallelLayout, accelerator: Any) -> None:
+    """Members and timeouts of the groups of one layout."""
     assert built.coordinates == layout.coordinates(rank)
     expected = {
         "tp": members(layout, rank, "tp_rank"),
@@ -69,8 +77,6 @@ def check_groups(rank: int, layout: ParallelLayout, accelerator: Any) -> None:
         one = torch.ones(1, device=accelerator.device)
         dist.all_reduce(one, group=group)
         assert one.item() == group.size()
-    check_seeds(built, accelerator)
-    groups.destroy()
 
 
 def check_seeds(built: Any, accelerator: Any) -> None:
@@ -106,6 +112,72 @@ def build_often(rank: int) -> list[tuple[int, int]]:
         counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
     groups.destroy()  # nothing is left: no error
     return counts
+
+
+def named_by_upstream() -> list[list[int]]:
+    """Ranks of the groups that Megatron-Core's globals name."""
+    from megatron.core import parallel_state as upstream
+
+    named = [
+        upstream.get_tensor_model_parallel_group(),
+        upstream.get_pipeline_model_parallel_group(),
+        upstream.get_context_parallel_group(),
+        upstream.get_data_parallel_group(),
+        upstream.get_expert_model_parallel_group(),
+    ]
+    return [dist.get_process_group_ranks(group) for group in named]
+
+
+def two_layouts(rank: int) -> list[tuple[int, int]]:
+    """(threads, open files) after each of some pairs of layouts, of which all groups are looked at."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups
+
+    pairs = [(LAYOUTS[0], LAYOUTS[3]), (LAYOUTS[4], LAYOUTS[5])]
+    counts = []
+    for pair in [*pairs, *[pairs[0]] * 2]:
+        check_two(rank, pair, accelerator, groups)
+        gc.collect()  # an error's traceback knows the groups of its frames
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
+
+
+def fail_inside(first: Any, second: Any) -> None:
+    """Compare what globals name inside of both contexts, then raise ValueError."""
+    with second.current():
+        assert named_by_upstream() == names_of(second) != names_of(first)
+        with first.current():
+            assert named_by_upstream() == names_of(first)
+        assert named_by_upstream() == names_of(second)
+        raise ValueError("inside")
+
+
+def names_of(built: Any) -> list[list[int]]:
+    """Ranks of groups, as `named_by_upstream`."""
+    named = [built.tp, built.pp, built.cp, built.dp, built.collection.ep]
+    return [dist.get_process_group_ranks(group) for group in named]
+
+
+def check_two(rank: int, pair: tuple[ParallelLayout, ParallelLayout], accelerator: Any, groups: Any) -> None:
+    """Groups of both layouts; globals name the first's, and the second's only inside of its context."""
+    first = groups.initialize(pair[0], accelerator=accelerator, timeout_s=TIMEOUT_S)
+    before = named_by_upstream()
+    second = groups.another(pair[1], first, timeout_s=TIMEOUT_S)
+    assert named_by_upstream() == before, "the first layout is the one that Megatron-Core reads"
+    for built, layout in zip((first, second), pair, strict=True):
+        check_members(rank, built, layout, accelerator)
+    with pytest.raises(ValueError, match="inside"):
+        fail_inside(first, second)
+    assert named_by_upstream() == before, "an error leaves the first layout, too"
+    groups.destroy()
+
+
+def test_a_second_layout_of_the_same_ranks_leaves_the_first_as_it_is_and_nothing_behind() -> None:
+    for counts in run_ranks(4, two_layouts):
+        assert len({threads for threads, _ in counts}) == 1, f"(threads, files) grow: {counts}"
+        assert len(set(counts[-2:])) == 1, f"(threads, files) grow: {counts}"
 
 
 def test_members_timeouts_and_no_leak_over_eleven_layouts() -> None:

@@ -1,0 +1,81 @@
+"""The plan of a reference on a layout of its own, and what distillation over the whole vocabulary costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega_rl.config.keys import with_settings
+from mega_rl.config.schema import Config
+from mega_rl.plan.changes import is_legal
+from mega_rl.plan.generation import weight_bytes
+from mega_rl.plan.phases import host_bytes, memory_of_stages
+from mega_rl.plan.report import as_text, make_plan
+from mega_rl.plan.request import smallest_world
+from mega_rl.plan.setup import Machine, RunSetup
+from mega_rl.plan.state.lessons import lesson_bytes
+from mega_rl.plan.traffic import step_traffic
+from tests.unit_tests.plan.models import QWEN3_8B, QWEN3_32B
+
+DISTILLED = {
+    "model.path": "student",
+    "model.ref_path": "teacher",
+    "algorithm.advantage": "distillation",
+    "algorithm.advantage_settings": {},
+    "algorithm.loss": "distillation",
+    "algorithm.loss_settings": {},
+    "algorithm.loss_aggregation": "token-mean",
+    "trainer.microbatch.max_tokens": 16384,
+    "data.max_prompt_tokens": 512,
+    "rollout.max_new_tokens": 1536,
+    "trainer.prompts_per_step": 64,
+    "trainer.minibatch_size": 64,
+}
+STUDENT = {"engine.megatron.tp": 2, "engine.megatron.sequence_parallel": True}
+TOKENS = 64 * 2048  # of a mini-batch
+
+
+def setup(**own: Any) -> RunSetup:
+    """An 8B student over tp2 dp4, and a 32B teacher with these sizes of its own."""
+    sizes = {f"engine.megatron.reference.{name}": size for name, size in own.items()}
+    config = with_settings(Config(), DISTILLED | STUDENT | sizes)
+    run = RunSetup(config, {"model.path": QWEN3_8B, "model.ref_path": QWEN3_32B}, Machine(8, gpu_memory=80 * 10**9))
+    assert is_legal(run)
+    return run
+
+
+def test_the_teachers_state_is_that_of_its_own_layout() -> None:
+    shared, own = memory_of_stages(setup()), memory_of_stages(setup(tp=8))
+    assert [each.rank for each in own] == [0]
+    weights = own[0].states["reference"].weights
+    assert weights == pytest.approx(2 * weight_bytes(QWEN3_32B, 1) / 8, rel=1e-3)
+    assert shared[0].states["reference"].weights == pytest.approx(4 * weights, rel=1e-3)
+    assert own[0].states["actor"] == shared[0].states["actor"]
+
+
+def test_every_stage_of_the_teacher_is_looked_at() -> None:
+    memory = memory_of_stages(setup(pp=4))
+    assert [(each.rank, each.pp_rank) for each in memory] == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert memory[0].states["reference"].weights > memory[1].states["reference"].weights  # has the embedding
+
+
+def test_host_memory_of_hidden_states_and_the_projection() -> None:
+    """2H bytes of each token on all ranks of the last stage: the student's, and the teacher's where it is cut anew."""
+    for run, cuts, kept in ((setup(), ((2, 8),), 0), (setup(tp=8), ((2, 8), (8, 8)), 151936 * 5120 * 2 // 2 * 8)):
+        entries = host_bytes(run, memory_of_stages(run))
+        expected = sum(TOKENS * tp // 8 * 5120 * 2 * ranks for tp, ranks in cuts)
+        assert entries["the teacher's hidden states"] == expected
+        assert entries.get("the teacher's projection", 0) == kept
+        assert lesson_bytes(run, 0).projection == (kept // 8)
+
+
+def test_the_text_names_the_layout_and_traffic_is_its_own() -> None:
+    run = setup(tp=8)
+    assert next(as_text(make_plan(run))).endswith("; reference tp8-dp1-sp")
+    for each, expected in ((setup(), {2}), (run, {2, 8})):
+        assert {sent.ranks for sent in step_traffic(each, 0) if sent.use == "tensor parallelism"} == expected
+
+
+def test_the_smallest_world_holds_both_layouts() -> None:
+    assert smallest_world(setup(tp=4, pp=2).config) == 8
