@@ -42,12 +42,13 @@ KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
 # Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element after
 # clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
 # decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
+DRAWN = "rollout.dynamic_sampling.prompts"
 SIZES: Mapping[str, object] = {
     "trainer.prompts_per_step": 8,
     "trainer.minibatch_size": 4,
     "trainer.microbatch.max_tokens": 64,
     "rollout.n": 4,
-    "rollout.dynamic_sampling.prompts": 0,
+    DRAWN: 0,
     "rollout.max_new_tokens": 12,
     "optim.lr": 1e-3,
     "optim.critic_lr": 3e-3,
@@ -113,7 +114,7 @@ def _is_kept(key: str) -> bool:
 
 
 def _shortened(config: Config, given: set[str]) -> Config:
-    """Return the config with numbers of a long run cut down: warm-ups and intervals, and the buffer of lengths."""
+    """Return the config with numbers of a long run made to fit a short one: warm-ups, intervals, buffers, prompts."""
     most = config.trainer.steps // 3
     limits = {
         "optim.warmup_steps": most,
@@ -124,6 +125,8 @@ def _shortened(config: Config, given: set[str]) -> Config:
     changes: dict[str, object] = {
         key: min(int(value_of(config, key)), limit) for key, limit in limits.items() if key not in given
     }
+    if config.rollout.dynamic_sampling.max_generations == 1 and DRAWN not in given:
+        changes[DRAWN] = 2 * config.trainer.prompts_per_step  # more than it trains on, to choose from
     return with_settings(config, changes)
 
 

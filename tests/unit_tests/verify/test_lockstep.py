@@ -71,6 +71,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         "algorithm.advantage_settings": {"k": 2, "right_above": 0.1, "std": "none"},
     },
     "teacher of single tokens": {"algorithm.advantage": "distillation"},
+    "teacher of one update": {**ALGORITHMS["teacher_reverse_kl"], "trainer.minibatch_size": 8},
     "filter with a critic": {**ALGORITHMS["ppo"], "reward.overlong.filter": True},
     "copies of the reference": {
         **KL_LOSS,
