@@ -39,10 +39,10 @@ KEPT = (
     *("trainer.seed", "trainer.microbatch.packing", "reward.weights"),
 )
 KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
+DRAWN = "rollout.dynamic_sampling.prompts"
 # Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element after
 # clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
 # decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
-DRAWN = "rollout.dynamic_sampling.prompts"
 SIZES: Mapping[str, object] = {
     "trainer.prompts_per_step": 8,
     "trainer.minibatch_size": 4,

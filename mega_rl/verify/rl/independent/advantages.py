@@ -37,9 +37,9 @@ class Responses:
 
         of: numbers of all responses in the place of their rewards.
         """
-        numbers = [0.0] * len(self.samples)
+        numbers, judged_numbers = [0.0] * len(self.samples), self.rewards if of is None else of
         for group in self.groups():
-            rewards = [(self.rewards if of is None else of)[i] for i in group]
+            rewards = [judged_numbers[i] for i in group]
             if max(rewards) == min(rewards):  # nothing to compare, up to rounding
                 continue
             judged = judge(rewards, [self.samples[i].length for i in group])
@@ -97,7 +97,7 @@ def group_relative(responses: Responses, choice: Algorithm) -> list[Row]:
 def parts_relative(responses: Responses, choice: Algorithm) -> list[Row]:
     """Return the weighted sum of the parts' own group-relative advantages, normalised over the batch.
 
-    Source: GDPO, arXiv:2601.05242, eq. 4 to 7; deviations and what is added to them are those of `group_relative`.
+    Source: GDPO, arXiv:2601.05242, section 3; deviations and what is added to them are those of `group_relative`.
     """
     normalized, totals = _normalized_by(responses.formulas), [0.0] * len(responses.samples)
     for name in responses.parts[0]:
