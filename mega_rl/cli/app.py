@@ -22,6 +22,7 @@ from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
@@ -152,10 +153,10 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
         return _report([f"{_in_words(error)}; see {prog_name} --help"])
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
-    except RuntimeError as error:
-        if not _lost_connection(error):
+    except Exception as error:
+        if (problem := _in_one_line(error)) is None:
             raise
-        return _report([LOST_CONNECTION], code=RunError.exit_code)
+        return _report([problem], code=RunError.exit_code)
     finally:
         progress.close()
     return outcome if isinstance(outcome, int) else 0
@@ -169,9 +170,12 @@ def _in_words(error: typer.TyperException) -> str:
     return str(error)
 
 
-def _lost_connection(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another rank is gone: sixty lines of frames would not say more."""
-    return "gloo" in str(error) and any(words in str(error) for words in PEER_IS_GONE)
+def _in_one_line(error: Exception) -> str | None:
+    """Return what ended a run whose cause lies outside this package, None for an error that needs its traceback."""
+    if isinstance(error, RuntimeError) and "gloo" in str(error) and any(words in str(error) for words in PEER_IS_GONE):
+        return LOST_CONNECTION
+    place = place_in_users_code(error)
+    return None if place is None else f"your own code raised {type(error).__name__}: {error} (at {place})"
 
 
 def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -171,31 +172,25 @@ def clock(seconds: float) -> str:
 
 
 class _Handler(logging.Handler):
-    """Log records as lines of a display."""
+    """Log records as lines that a function writes."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()
-        self.display = display
+        self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record."""
         try:
-            self.display.write(self.format(record))
+            self._write(self.format(record))
         except Exception:  # noqa: BLE001 - logging's rule: a handler raises nothing
             self.handleError(record)
 
 
-class _OtherRanksHandler(logging.Handler):
-    """Log records of a rank other than 0: on a terminal each erases the line that rank 0 draws there."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the record."""
-        try:
-            start = ERASE_LINE if sys.stderr.isatty() else ""
-            sys.stderr.write(f"{start}{self.format(record)}\n")
-            sys.stderr.flush()
-        except Exception:  # noqa: BLE001 - logging's rule: a handler raises nothing
-            self.handleError(record)
+def _write_beside_rank_0(line: str) -> None:
+    """Write a line of another rank: on a terminal it erases the line that rank 0 draws there."""
+    start = ERASE_LINE if sys.stderr.isatty() else ""
+    sys.stderr.write(f"{start}{line}\n")
+    sys.stderr.flush()
 
 
 class _Formatter(logging.Formatter):
@@ -267,7 +262,7 @@ def show_progress(*, live: bool = True) -> None:
     rank = os.environ.get("RANK", "0")
     close()
     display = Display(live=live) if rank == "0" else None
-    handler = _OtherRanksHandler() if display is None else _Handler(display)
+    handler = _Handler(_write_beside_rank_0 if display is None else display.write)
     handler.setFormatter(_Formatter(rank))
     listen(_Log(handler, display))
     root = logging.getLogger()

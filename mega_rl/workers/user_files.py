@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from mega_rl.errors import UserError
+
+_PREFIX = "mega_rl_user_"  # of the names of modules in users' files
 
 
 def load_from_file(spec: str, *, key: str, kind: str) -> Any:
@@ -61,7 +64,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def _load(file: Path, setting: str) -> ModuleType:
     """Return the module in `file`, as a new module of its own name. It is the user's own code and runs as such."""
-    module_spec = importlib.util.spec_from_file_location(f"mega_rl_user_{file.stem}", file)
+    module_spec = importlib.util.spec_from_file_location(f"{_PREFIX}{file.stem}", file)
     assert module_spec is not None, f"{file} ends in .py"
     assert module_spec.loader is not None, f"{file} ends in .py"
     module = importlib.util.module_from_spec(module_spec)
@@ -82,3 +85,19 @@ def users_code(failure: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         raise UserError(f"{failure}: {type(error).__name__}: {error}") from error
+
+
+def place_in_users_code(error: BaseException) -> str | None:
+    """Return where a user's own file raised an error, "agent.py:31 in generate".
+
+    Libraries that the file called belong to it. None for an error of this package, even where a user's file called it.
+    """
+    frames = [
+        (str(frame.f_globals.get("__name__")), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    for module, frame, line in reversed(frames):
+        if module.startswith(_PREFIX):
+            return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        if module.partition(".")[0] == "mega_rl":
+            return None
+    return None

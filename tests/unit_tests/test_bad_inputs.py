@@ -239,6 +239,21 @@ def nan_reward() -> list[str]:
     return ["reward.function=r.py:score", "data.shuffle=false"]
 
 
+ESTIMATOR_THAT_RAISES = """from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mine:
+    def __call__(self, inputs):
+        return {}["advantages"]
+"""
+
+
+def estimator_that_raises() -> list[str]:
+    Path("a.py").write_text(ESTIMATOR_THAT_RAISES)
+    return ["algorithm.advantage=a.py:Mine"]
+
+
 def write_good_inputs(folder: Path) -> None:
     write_tiny_checkpoint(folder / "m", family="qwen3", tied=True)
     write_digit_tokenizer(folder / "m", vocab_size=50)
@@ -253,6 +268,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+RUNS = {"nan reward": nan_reward, "estimator that raises": estimator_that_raises}
+
+
 def run_case(make: Callable[[], list[str]], good: Path, folder: Path) -> tuple[int, str, bool]:
     """(exit code, all output, whether the run folder is there) of the command in a fresh folder."""
     shutil.copytree(good, folder)
@@ -263,8 +281,8 @@ def run_case(make: Callable[[], list[str]], good: Path, folder: Path) -> tuple[i
 
 
 def run_late_cases(rank: int, good: str, folder: str) -> dict[str, tuple[int, str, bool]]:
-    """Every late case, a run that ends by its own numbers, and good ones."""
-    cases = {name: make for name, (make, _) in LATE.items()} | {"nan reward": nan_reward}
+    """Every late case, runs that end by their own numbers or by the user's code, and good ones."""
+    cases = {name: make for name, (make, _) in LATE.items()} | RUNS
     cases |= {engine: given(f"engine.backend={engine}") for engine in ENGINES}
     return {name: run_case(make, Path(good), Path(folder) / name) for name, make in cases.items()}
 
@@ -319,6 +337,15 @@ def test_a_run_that_cannot_go_on_ends_with_one_line(late: dict[str, tuple[int, s
     (line,) = error_lines(output)
     assert "the reward function returned nan" in line
     assert "'3+2='" in line
+    assert (code, wrote) == (1, True)
+
+
+def test_an_error_of_the_users_code_is_one_line(late: dict[str, tuple[int, str, bool]]) -> None:
+    """With file and line in place of a traceback through the trainer."""
+    code, output, wrote = late["estimator that raises"]
+    (line,) = error_lines(output)
+    assert line.startswith("error: your own code raised KeyError: 'advantages' (at /")
+    assert line.endswith("/a.py:7 in __call__)")
     assert (code, wrote) == (1, True)
 
 

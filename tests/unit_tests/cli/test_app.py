@@ -20,6 +20,7 @@ from mega_rl.config import checkout, packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server.installation import Installation
+from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -134,8 +135,8 @@ BAD_CONFIGS: list[tuple[str, str]] = [
 ]
 
 
-def assert_one_line(code: int, out: str, err: str, line: str) -> None:
-    assert code == 2
+def assert_one_line(code: int, out: str, err: str, line: str, *, expected: int = 2) -> None:
+    assert code == expected
     assert [said for said in err.splitlines() if not LOGGED.match(said)] == [f"error: {line}"]
     assert out == ""
 
@@ -297,6 +298,31 @@ def test_our_own_bugs_keep_their_traceback(runs: list[Config], monkeypatch: pyte
 
     monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
     with pytest.raises(ValueError, match="a bug"):
+        cli.main(["train", *GOOD])
+
+
+def test_an_error_of_a_users_file_is_one_line_with_its_place(
+    runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "import json\n"
+        "def answers(row): return json.loads(row)['answers']\n"
+        "def no_problems(): import mega_rl.errors; mega_rl.errors.UserErrors([])\n"
+    )
+
+    def run_with(name: str, *given: object) -> None:
+        function = load_from_file(f"{file}:{name}", key="rollout.source", kind="function")
+        monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", lambda config, accelerator: function(*given))
+
+    run_with("answers", "{}")
+    line = f"your own code raised KeyError: 'answers' (at {file}:2 in answers)"
+    assert_one_line(cli.main(["train", *GOOD]), *capfd.readouterr(), line, expected=1)
+    run_with("answers", "no JSON")  # raised in a library
+    line = f"your own code raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) (at {file}:2 in answers)"
+    assert_one_line(cli.main(["train", *GOOD]), *capfd.readouterr(), line, expected=1)
+    run_with("no_problems")  # raised in this package
+    with pytest.raises(AssertionError, match="at least one problem"):
         cli.main(["train", *GOOD])
 
 
