@@ -28,7 +28,8 @@ def print_lockstep(lockstep: Lockstep, *, tolerances: Mapping[str, float]) -> No
     layout = lockstep.layout
     ranks = f"{layout.ranks} rank{'s' * (layout.ranks > 1)}"
     if lockstep.updates:
-        phases = [phase for phase in tolerances if phase != UPDATES]
+        present = {phase for update in lockstep.updates for phase in update.errors}
+        phases = [phase for phase in tolerances if phase in present - {UPDATES}]
         table = Table("update", *phases, box=box.SIMPLE_HEAD, title=f"{layout.name}, {ranks}", title_justify="left")
         for update in lockstep.updates:
             table.add_row(update.title, *(_cell(update.errors.get(phase), tolerances[phase]) for phase in phases))

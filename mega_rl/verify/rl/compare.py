@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -12,12 +12,13 @@ from torch import Tensor
 from mega_rl.errors import UserError
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings
+from mega_rl.verify.rl.independent.sampling import wrong_groups
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
-from mega_rl.verify.rl.phases import TOLERANCES, UPDATES, UpdateErrors
+from mega_rl.verify.rl.phases import SAMPLING, TOLERANCES, UPDATES, UpdateErrors
 from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
 
 # Figures of tokens by phase.
-LOGPROBS, ADVANTAGES = ("old_logprobs", "ref_logprobs", "values"), ("advantages", "returns")
+TOKEN_PHASES = {"log-probs": ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
 # A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
 # its own: rounding is 1e-7 of the average, of which less than 1e-5 is left so.
 FLOOR = 1e-2
@@ -36,14 +37,17 @@ def follow(
     reference: the reference's weights; None: those of `model`.
     Raises UserError for a model whose weights transformers keeps under other names than those of its checkpoint.
     """
-    trainer = IndependentTrainer(model, settings, formulas or Formulas(), reference=reference)
+    formulas = formulas or Formulas()
+    trainer = IndependentTrainer(model, settings, formulas, reference=reference)
     start = trainer.weights()
     done: Counter[str] = Counter()
     for step in range(settings.steps):
-        for own in trainer.step(step, read_batch(folder, step)):
+        batch = read_batch(folder, step)
+        sampling = {SAMPLING: float(wrong_groups(batch, settings, formulas))} if settings.max_generations else {}
+        for own in trainer.step(step, batch):
             real = read_figures(folder, own.role, done[own.role])
             done[own.role] += 1
-            yield _errors(real, own, start[own.role])
+            yield _errors(real, own, start[own.role], sampling)
     for role, count in num_updates(folder).items():
         if count > done[role]:
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
@@ -60,8 +64,10 @@ def off(
     return None
 
 
-def _errors(real: Figures | None, own: Figures, start: Mapping[str, Tensor]) -> UpdateErrors:
-    """Return how far the real figures are from the independent trainer's."""
+def _errors(
+    real: Figures | None, own: Figures, start: Mapping[str, Tensor], sampling: Mapping[str, float]
+) -> UpdateErrors:
+    """Return how far the real figures are from the independent trainer's, with the error of the step's sampling."""
     if real is None or (real.step, real.update) != (own.step, own.update):
         return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
     if set(real.gradients) != set(own.gradients):
@@ -73,8 +79,8 @@ def _errors(real: Figures | None, own: Figures, start: Mapping[str, Tensor]) -> 
     gradient, worst = _gradient_error(real.gradients, own.gradients)
     errors = {
         UPDATES: 0.0,
-        "log-probs": _token_error(real, own, LOGPROBS),
-        "advantages": _token_error(real, own, ADVANTAGES),
+        **sampling,
+        **_token_errors(real, own),
         "loss": _finite(abs(real.loss - own.loss) / max(own.loss_scale, 1e-30)),
         "gradient norm": _finite(abs(real.grad_norm - own.grad_norm) / max(own.grad_norm, 1e-30)),
         "gradient": gradient,
@@ -83,15 +89,21 @@ def _errors(real: Figures | None, own: Figures, start: Mapping[str, Tensor]) -> 
     return UpdateErrors(own.role, own.step, own.update, errors, worst)
 
 
-def _token_error(real: Figures, own: Figures, names: Sequence[str]) -> float:
-    """Return the largest |difference| of these figures of any token, infinite where the tokens are not the same."""
-    error = 0.0
-    for name in set(names) & set(real.tokens):
-        expected = own.tokens[name]
-        if expected.shape != real.tokens[name].shape:
-            return math.inf
-        error = max(error, _finite(float((real.tokens[name] - expected).abs().max())))
-    return error
+def _token_errors(real: Figures, own: Figures) -> dict[str, float]:
+    """Return the largest |difference| of any token by phase, infinite where the tokens are not the same.
+
+    A phase of which the real trainer reads no figures is left out.
+    """
+    errors = {}
+    for phase, names in TOKEN_PHASES.items():
+        gaps = [_token_error(real.tokens[name], own.tokens[name]) for name in names if name in real.tokens]
+        if gaps:
+            errors[phase] = max(gaps)
+    return errors
+
+
+def _token_error(real: Tensor, own: Tensor) -> float:
+    return _finite(float((real - own).abs().max())) if real.shape == own.shape else math.inf
 
 
 def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[float, str]:

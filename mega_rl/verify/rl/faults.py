@@ -72,6 +72,28 @@ def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: Algorithm) -> Tens
     return -torch.clamp(ratio, 1 - choice["clip_low"], 1 + choice["clip_high"]) * advantages
 
 
+def _far_apart(rewards: Sequence[Row]) -> bool:
+    """Return whether rewards differ by more than a threshold."""
+    return any(abs(a - b) > 0.5 for a, b in zip(rewards[0], rewards[1], strict=True))
+
+
+def _sums_differ(rewards: Sequence[Row]) -> bool:
+    """Return whether the sums of the parts differ."""
+    return len({sum(row) for row in rewards}) > 1
+
+
+def _swapped(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
+    return formulas.divergence(teacher, student, temperature, beta)
+
+
+def _untempered(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
+    return formulas.divergence(student, teacher, 1.0, beta)
+
+
+def _untempered_teacher(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
+    return formulas.divergence(student, teacher * temperature, temperature, beta)
+
+
 FAULTS = (
     Fault(
         "population instead of sample deviation",
@@ -198,5 +220,63 @@ FAULTS = (
         "dapo_sampling",
         "log-probs",
         settings=lambda run: replace(run, overlong_filter=False),
+    ),
+    Fault(
+        "groups of equal rewards kept",
+        "dapo_sampling",
+        "sampling",
+        formulas=lambda: Formulas(differ=lambda rewards: True),
+    ),
+    Fault("groups of close rewards dropped", "dapo_sampling", "sampling", formulas=lambda: Formulas(differ=_far_apart)),
+    Fault(
+        "one generation only",
+        "dapo_sampling",
+        "sampling",
+        settings=lambda run: replace(run, max_generations=1),
+    ),
+    Fault("sums of parts compared", "gdpo_sampling", "sampling", formulas=lambda: Formulas(differ=_sums_differ)),
+    Fault(
+        "population instead of sample deviation of parts",
+        "gdpo",
+        "advantages",
+        formulas=lambda: Formulas(deviation=_population_deviation),
+    ),
+    Fault("weights of parts ignored", "gdpo", "advantages", settings=lambda run: replace(run, part_weights={})),
+    Fault(
+        "parts summed before they are normalised",
+        "gdpo",
+        "advantages",
+        settings=lambda run: replace(run, advantage=Algorithm("grpo", words={"std": "group"})),
+    ),
+    Fault(
+        "punishment of long responses without its weight",
+        "gdpo_sampling",
+        "advantages",
+        settings=lambda run: replace(run, overlong_penalty=1.0),
+    ),
+    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", formulas=lambda: Formulas(divergence=_swapped)),
+    Fault(
+        "divergence without temperature",
+        "teacher_reverse_kl",
+        "loss",
+        formulas=lambda: Formulas(divergence=_untempered),
+    ),
+    Fault(
+        "teacher without temperature",
+        "teacher_forward_kl",
+        "loss",
+        formulas=lambda: Formulas(divergence=_untempered_teacher),
+    ),
+    Fault(
+        "beta of the other model",
+        "teacher_jensen_shannon",
+        "loss",
+        settings=lambda run: replace(run, loss=run.loss.but(beta=1 - run.loss["beta"])),
+    ),
+    Fault(
+        "reverse KL instead of the mixture's",
+        "teacher_jensen_shannon",
+        "loss",
+        settings=lambda run: replace(run, loss=run.loss.but(beta=1.0)),
     ),
 )

@@ -5,14 +5,16 @@ The run keeps what a recipe says of mathematics (`KEPT`). Its model, data, rewar
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.config.keys import FIELDS, value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
+from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, ReferenceLayoutConfig
 from mega_rl.errors import UserErrors
@@ -21,6 +23,9 @@ from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout
 
 REWARD = "python:mega_rl.verify.rl.inputs.reward"
+PARTS = ("correct", "format")  # of a reward that is read by parts, where no weight names any
+# (factor of the length, number of values) of parts: one of two values is often equal in all samples of a prompt.
+PART_VALUES = ((5, 11), (3, 2), (1, 3), (2, 7))
 STAND_IN = "the quickstart's architecture"
 STEPS = 5
 NUM_PROMPTS, LONGEST_PROMPT = 64, 8
@@ -31,9 +36,10 @@ EOS = 1  # number of the token that ends a response, too
 # Settings whose values are the recipe's, with those of the sections below.
 KEPT = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.dynamic_sampling.max_generations"),
-    *("trainer.seed", "trainer.microbatch.packing"),
+    *("trainer.seed", "trainer.microbatch.packing", "reward.weights"),
 )
 KEPT_SECTIONS = ("algorithm", "optim", "reward.overlong")
+DRAWN = "rollout.dynamic_sampling.prompts"
 # Settings of a small run, unless the command line gives them. Adam's eps is the size of a gradient's element after
 # clipping, so that a step follows the gradient: with a usual eps the first step is the gradient's sign, which rounding
 # decides for an element near zero. The rates move the policy far enough for ratios to leave the clip range.
@@ -42,7 +48,7 @@ SIZES: Mapping[str, object] = {
     "trainer.minibatch_size": 4,
     "trainer.microbatch.max_tokens": 64,
     "rollout.n": 4,
-    "rollout.dynamic_sampling.prompts": 0,
+    DRAWN: 0,
     "rollout.max_new_tokens": 12,
     "optim.lr": 1e-3,
     "optim.critic_lr": 3e-3,
@@ -104,11 +110,11 @@ def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None)
 
 
 def _is_kept(key: str) -> bool:
-    return key in KEPT or any(key.startswith(f"{section}.") for section in KEPT_SECTIONS)
+    return key in KEPT or any(key.startswith(f"{section}.") for section in (*KEPT_SECTIONS, "reward.weights"))
 
 
 def _shortened(config: Config, given: set[str]) -> Config:
-    """Return the config with numbers of a long run cut down: warm-ups and intervals, and the buffer of lengths."""
+    """Return the config with numbers of a long run made to fit a short one: warm-ups, intervals, buffers, prompts."""
     most = config.trainer.steps // 3
     limits = {
         "optim.warmup_steps": most,
@@ -119,6 +125,8 @@ def _shortened(config: Config, given: set[str]) -> Config:
     changes: dict[str, object] = {
         key: min(int(value_of(config, key)), limit) for key, limit in limits.items() if key not in given
     }
+    if config.rollout.dynamic_sampling.max_generations == 1 and DRAWN not in given:
+        changes[DRAWN] = 2 * config.trainer.prompts_per_step  # more than it trains on, to choose from
     return with_settings(config, changes)
 
 
@@ -159,6 +167,23 @@ def prompts(seed: int) -> list[str]:
     """Return prompts of different lengths."""
     rng = random.Random(seed)
     return ["".join(rng.choices(CHARACTERS, k=rng.randint(2, LONGEST_PROMPT))) for _ in range(NUM_PROMPTS)]
+
+
+def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]]:
+    """Return the reward of a run: with named parts where the recipe gives them weights or an estimator reads them."""
+    weighted = tuple(config.reward.weights)
+    if not weighted and not ADVANTAGE.needs(config, "needs_parts"):
+        return reward
+    names = weighted or PARTS
+
+    def reward_parts(prompt: str, response: str, answer: str) -> dict[str, float]:
+        values = itertools.cycle(PART_VALUES)
+        return {
+            name: (factor * len(response) + sum(map(ord, response))) % count * 2 / (count - 1) - 1
+            for name, (factor, count) in zip(names, values, strict=False)
+        }
+
+    return reward_parts
 
 
 def reward(prompt: str, response: str, answer: str) -> float:

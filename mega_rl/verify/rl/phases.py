@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from mega_rl.errors import UserError
 
 UPDATES = "updates"
+SAMPLING = "sampling"
+EXACT = (UPDATES, SAMPLING)  # which have no other tolerance
 # Of float32 sums of some hundred terms in another order; what is wrong somewhere is off by 1e-3 and more.
 TOLERANCES: Mapping[str, float] = {
     UPDATES: 0.0,  # the same ones were made
+    SAMPLING: 0.0,  # of dynamic sampling: groups of the step that are not those to train on
     "log-probs": 1e-4,  # nats; of a critic values; largest of any token
     "advantages": 1e-4,  # and returns; largest of any token
     "loss": 1e-5,  # relative to the sum of the tokens' |losses|, which may cancel
@@ -26,7 +29,7 @@ TOLERANCES: Mapping[str, float] = {
 def read_tolerances(given: str) -> dict[str, float]:
     """Return the tolerances, changed by `given`, as "gradient=1e-4,log-probs=1e-3". Raises UserError."""
     tolerances = dict(TOLERANCES)
-    names = [name for name in tolerances if name != UPDATES]
+    names = [name for name in tolerances if name not in EXACT]
     for entry in filter(None, (part.strip() for part in given.split(","))):
         name, _, text = entry.partition("=")
         try:
@@ -49,7 +52,7 @@ class UpdateErrors:
     role: str  # actor, critic
     step: int  # from 0
     update: int  # number of the mini-batch in its step, from 0
-    errors: Mapping[str, float]  # by phase, in the order of `TOLERANCES`
+    errors: Mapping[str, float]  # by phase, in the order of `TOLERANCES`, of the phases that the run has
     worst: str  # name of the tensor whose gradient is furthest off
 
     @property

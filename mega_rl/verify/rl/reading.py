@@ -15,8 +15,9 @@ from mega_rl.verify.rl.independent.losses import LOSSES
 from mega_rl.verify.rl.independent.records import LockstepSettings
 from mega_rl.verify.rl.inputs import EOS
 
+WHOLE_VOCABULARY: Mapping[str, object] = {"algorithm.advantage": "distillation", "algorithm.loss": "distillation"}
 # Settings that make an algorithm, by name, beside the defaults. Bounds of the later ones are narrow enough to be met.
-ALGORITHMS: dict[str, dict[str, object]] = {
+ALGORITHMS: dict[str, Mapping[str, object]] = {
     "grpo": {"algorithm.advantage": "grpo", "algorithm.loss_aggregation": "seq-mean-token-mean"},
     "dr_grpo": {
         "algorithm.advantage": "grpo",
@@ -100,6 +101,23 @@ ALGORITHMS: dict[str, dict[str, object]] = {
         "algorithm.loss_settings": {"clip_low": 0.02, "clip_high": 0.03},
         "algorithm.loss_aggregation": "seq-mean-token-mean",
     },
+    "gdpo": {"algorithm.advantage": "gdpo", "reward.weights": {"correct": 1.0, "format": 0.4, "short": 0.2}},
+    "gdpo_sampling": {
+        "algorithm.advantage": "gdpo",
+        "reward.weights": {"correct": 0.0, "format": 0.4, "short": 0.4},
+        "rollout.n": 2,
+        "rollout.dynamic_sampling.max_generations": 3,
+        "reward.overlong.buffer_tokens": 6,
+        "reward.overlong.penalty": 0.5,
+    },
+    "teacher_reverse_kl": WHOLE_VOCABULARY,
+    "teacher_jensen_shannon": {**WHOLE_VOCABULARY, "algorithm.loss_settings": {"beta": 0.3}},
+    "teacher_forward_kl": {
+        **WHOLE_VOCABULARY,
+        "algorithm.loss_settings": {"beta": 0.0},
+        "algorithm.entropy_coef": 0.01,
+        "algorithm.loss_aggregation": "seq-mean-token-mean",
+    },
     "dapo_sampling": {
         "algorithm.advantage": "grpo",
         "algorithm.loss_settings": {"clip_high": 0.28},
@@ -146,6 +164,9 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         advantage=_followed(config, ADVANTAGE),
         loss=_followed(config, LOSS),
         correction=_followed(config, CORRECTION),
+        part_weights=config.reward.weights,
+        prompts_per_step=config.trainer.prompts_per_step,
+        max_generations=config.rollout.dynamic_sampling.max_generations,
         temperature=config.rollout.temperature,
         value_clip=algorithm.value_clip,
         entropy_coef=algorithm.entropy_coef,

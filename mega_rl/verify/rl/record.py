@@ -5,7 +5,7 @@ All of it runs on every rank, since gathering rows, gradients and weights is col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +22,13 @@ from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import PPOTrainer
+from mega_rl.trainer.dynamic_sampling import DynamicSampling
 from mega_rl.trainer.experience import gather_column
 from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
-from mega_rl.verify.rl.inputs import reward
-from mega_rl.verify.rl.trace import GREEDY, Update, by_sample, write_rows, write_update
+from mega_rl.verify.rl.inputs import reward_of
+from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, Update, by_sample, write_rows, write_update
 from mega_rl.workers.metered import MeteredLearner
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss
 
@@ -36,7 +37,7 @@ SHIFT = 0.3  # nats
 
 def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
     """Run the trainer of a config to its end; rank 0 writes what it does to `folder`; collective over the world."""
-    with running(config, accelerator, reward=reward) as (trainer, _):
+    with running(config, accelerator, reward=reward_of(config)) as (trainer, _):
         instrument(trainer, folder)
         trainer.fit()
 
@@ -44,10 +45,16 @@ def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
 def instrument(trainer: PPOTrainer, folder: Path) -> None:
     """Wrap the trainer's parts by recorders."""
     recorder = Recorder(folder, trainer.ranks, is_writer=_is_first())
-    trainer.rollout = ShiftedRollouts(trainer.rollout, recorder)
-    trainer.reward = RecordedScorer(trainer.reward, recorder)
-    names = ["advantages"]
-    loss = _worker_of(trainer.actor).loss
+    if isinstance(trainer.rollout, DynamicSampling):  # it samples and scores generations, and hands out what it kept
+        sampling = trainer.rollout
+        sampling.source = ShiftedRollouts(sampling.source, recorder)
+        sampling.scorer = RecordedScorer(sampling.scorer, recorder.write_generation)
+    else:
+        trainer.rollout = ShiftedRollouts(trainer.rollout, recorder)
+    trainer.reward = RecordedScorer(trainer.reward, recorder.write_rows)
+    actor = _worker_of(trainer.actor)
+    names = ["advantages"] if actor.lessons is None else []  # a divergence from a teacher reads none
+    loss = actor.loss
     if not (isinstance(loss, PolicyLoss) and loss.on_policy):  # then an update has them from its own forward
         names.append("old_logprobs")
     if not isinstance(trainer.reference, AbsentWorker):
@@ -66,19 +73,34 @@ class Recorder:
     greedy: Rollout | None = field(default=None, init=False)  # greedy responses, which no step trains on
     _greedy_rewards: dict[str, Tensor] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
+    _generations: int = field(default=0, init=False)  # of the step's dynamic sampling
 
-    def write_rows(self, rollout: Rollout, rewards: Tensor) -> None:
-        """Write the samples of the next step with their rewards, [B], or keep those of greedy ones; collective."""
-        rewards, rows = gather_column(rewards.double(), self.ranks), self.ranks.gather_rows(rollout)
+    def write_rows(self, rollout: Rollout, rewards: Rewards) -> None:
+        """Write the samples of the next step with their rewards, or keep the rewards of greedy ones; collective."""
+        fields = self._gathered(rollout, rewards)
         if rollout is self.greedy:
-            self._greedy_rewards = {GREEDY: rewards[rows.prompt_index.argsort()]}
+            self._greedy_rewards = {GREEDY: fields["rewards"][fields["prompt_index"].argsort()]}
             return
         if self.is_writer:
-            fields = {name: getattr(rows, name) for name in ("tokens", "rollout_logprobs")}
-            fields |= {name: getattr(rows, name) for name in ("prompt_lengths", "lengths")}
-            fields |= {name: getattr(rows, name) for name in ("prompt_index", "sample_index")}
-            write_rows(self.folder, self._steps, {**fields, "rewards": rewards, **self._greedy_rewards})
-        self._steps += 1
+            write_rows(self.folder, self._steps, {**fields, **self._greedy_rewards})
+        self._steps, self._generations = self._steps + 1, 0
+
+    def write_generation(self, rollout: Rollout, rewards: Rewards) -> None:
+        """Write all samples of a generation, of which dynamic sampling keeps some for the next step; collective."""
+        if rollout is self.greedy:  # of the step's prompts, which are known by then
+            return
+        fields = self._gathered(rollout, rewards)
+        if self.is_writer:
+            write_rows(self.folder, self._steps, fields, generation=self._generations)
+        self._generations += 1
+
+    def _gathered(self, rollout: Rollout, rewards: Rewards) -> dict[str, Tensor]:
+        """Return the rows of all replicas with their rewards and the parts of these; collective."""
+        columns, rows = gather_column(rewards.columns().double(), self.ranks), self.ranks.gather_rows(rollout)
+        fields: dict[str, Tensor] = {name: getattr(rows, name) for name in ROWS if name != "rewards"}
+        parts = () if rewards.parts is None else rewards.parts.names
+        named = ["rewards", *(PART + name for name in parts)]
+        return fields | dict(zip(named, columns.unbind(dim=1), strict=True))
 
     def write_update(self, number: int, update: Update) -> None:
         """Write update `number` of a role."""
@@ -111,14 +133,14 @@ class ShiftedRollouts:
 
 @dataclass(frozen=True)
 class RecordedScorer:
-    """Reward role that records the samples of each step."""
+    """Reward role that records the samples that it scores."""
 
     scorer: Scorer
-    recorder: Recorder
+    write: Callable[[Rollout, Rewards], None]  # collective
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rewards = self.scorer.score(rollout, prompts)
-        self.recorder.write_rows(rollout, rewards.totals)
+        self.write(rollout, rewards)
         return rewards
 
     def metrics(self) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -16,6 +17,7 @@ from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBat
 
 GRADIENT, WEIGHT, TOKENS = "gradient/", "weight/", "tokens/"
 GREEDY = "greedy_rewards"  # by prompt, of steps that ask for greedy responses
+PART = "part/"  # before the name of a part of the rewards
 ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
 
 
@@ -39,11 +41,13 @@ class _Facts:
     norm: float
 
 
-def write_rows(folder: Path, step: int, rows: dict[str, Tensor]) -> None:
-    """Write the samples of a step: the tensors of `ROWS`, in any order of rows, and perhaps `GREEDY`."""
-    save_file(
-        {name: rows[name].contiguous() for name in (*ROWS, GREEDY) if name in rows}, folder / f"step{step}.safetensors"
-    )
+def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, generation: int | None = None) -> None:
+    """Write the samples that a step trains on, or all of a generation of its dynamic sampling.
+
+    rows: the tensors of `ROWS`, in any order of rows, and perhaps `GREEDY` and, after `PART`, parts of the rewards.
+    """
+    tensors = {name: rows[name].contiguous() for name in rows if name in (*ROWS, GREEDY) or name.startswith(PART)}
+    save_file(tensors, _rows_path(folder, step, generation))
 
 
 def write_update(folder: Path, number: int, update: Update) -> None:
@@ -61,8 +65,23 @@ def write_update(folder: Path, number: int, update: Update) -> None:
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
-    """Return the samples of a step, by prompt and sample number, and its mini-batches."""
-    rows = load_file(folder / f"step{step}.safetensors")
+    """Return the samples of a step, by prompt and sample number, its mini-batches, and generations if there are any."""
+    updates: dict[str, list[list[int]]] = {}
+    for facts in _facts(folder):
+        if facts.step == step:
+            updates.setdefault(facts.role, []).append(facts.prompts)
+    drawn = itertools.takewhile(Path.exists, (_rows_path(folder, step, number) for number in itertools.count()))
+    return StepBatch(
+        _samples(_rows_path(folder, step, None)),
+        max(updates.values(), key=len, default=[]),
+        generations=[_samples(path) for path in drawn],
+    )
+
+
+def _samples(path: Path) -> list[ScoredSample]:
+    """Return the samples of a file, by prompt and sample number."""
+    rows = load_file(path)
+    parts = {name.removeprefix(PART): rows[name].tolist() for name in rows if name.startswith(PART)}
     samples = []
     for i in by_sample(rows["prompt_index"], rows["sample_index"]).tolist():
         start, end = int(rows["prompt_lengths"][i]), int(rows["lengths"][i])
@@ -73,14 +92,11 @@ def read_batch(folder: Path, step: int) -> StepBatch:
                 prompt=int(rows["prompt_index"][i]),
                 reward=float(rows["rewards"][i]),
                 rollout_logprobs=rows["rollout_logprobs"][i, start:end].tolist(),
+                parts={name: column[i] for name, column in parts.items()},
                 greedy_reward=float(rows[GREEDY][rows["prompt_index"][i]]) if GREEDY in rows else math.nan,
             )
         )
-    updates: dict[str, list[list[int]]] = {}
-    for facts in _facts(folder):
-        if facts.step == step:
-            updates.setdefault(facts.role, []).append(facts.prompts)
-    return StepBatch(samples, max(updates.values(), key=len, default=[]))
+    return samples
 
 
 def num_updates(folder: Path) -> dict[str, int]:
@@ -114,6 +130,11 @@ def read_figures(folder: Path, role: str, number: int) -> Figures | None:
 def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
     """Return the order of rows by prompt and sample number; both [B] int64."""
     return torch.argsort(prompt_index * (int(sample_index.max()) + 1) + sample_index)
+
+
+def _rows_path(folder: Path, step: int, generation: int | None) -> Path:
+    """Return the file of the samples that a step trains on, or of those of a generation."""
+    return folder / (f"step{step}.safetensors" if generation is None else f"step{step}_drawn{generation}.safetensors")
 
 
 def _update_path(folder: Path, role: str, number: int) -> Path:

@@ -22,11 +22,13 @@ def record_plan(rank: int, path: str, fault: str = "") -> None:
 
 def faults() -> dict[str, Any]:
     """Things that the real trainer could get wrong, by name."""
-    from mega_rl.trainer import experience
+    from mega_rl.parallel.divergence import TeacherHead
+    from mega_rl.trainer import dynamic_sampling, experience
     from mega_rl.workers.models import LearningWorker
+    from mega_rl.workers.reward import PartRule
 
     built = experience.build_experience
-    update = LearningWorker.update
+    update, choose, teacher_logits = LearningWorker.update, dynamic_sampling.choose, TeacherHead.logits
 
     def early(*args: Any, **kwargs: Any) -> Any:
         batch = built(*args, **kwargs)
@@ -41,7 +43,22 @@ def faults() -> dict[str, Any]:
         with patch("mega_rl.trainer.loop.build_experience", early):
             yield
 
+    def cold(self: Any, rows: slice, columns: Any) -> Any:
+        return teacher_logits(self, rows, columns).div_(columns.scale)
+
+    def last(spread: Any, count: int) -> Any:
+        return len(spread) - 1 - choose(spread.flip(0), count).flip(0)
+
     return {
         "advantages one token early": early_everywhere(),
         "rate of the next step": patch.object(LearningWorker, "update", late),
+        "groups of equal rewards kept": patch.object(dynamic_sampling, "has_spread", _all_spread),
+        "last groups instead of the first": patch.object(dynamic_sampling, "choose", last),
+        "weights of parts left out": patch.object(PartRule, "_weights", lambda rule: (1.0,) * len(rule.names or ())),
+        "divergence of one temperature": patch.object(TeacherHead, "logits", cold),
     }
+
+
+def _all_spread(prompt_index: Any, rewards: Any, *, count: int) -> Any:
+    """Return that the rewards of every prompt differ."""
+    return rewards.new_ones(count).bool()

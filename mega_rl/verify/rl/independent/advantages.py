@@ -23,6 +23,8 @@ class Responses:
     old: list[Row]  # log-probs of the policy
     ref: list[Row]  # of the reference
     values: list[Row]
+    parts: Sequence[Mapping[str, float]]  # of the rewards, by name, with the punishment of overlong ones
+    part_weights: Mapping[str, float]
     formulas: Formulas
 
     def groups(self) -> list[list[int]]:
@@ -30,11 +32,14 @@ class Responses:
         prompts = [sample.prompt for sample in self.samples]
         return [[i for i, prompt in enumerate(prompts) if prompt == one] for one in sorted(set(prompts))]
 
-    def of_groups(self, judge: Callable[[Row, list[int]], Row]) -> Row:
-        """Return a number for each response, by `judge` (rewards, lengths) of the responses to one prompt."""
-        numbers = [0.0] * len(self.samples)
+    def of_groups(self, judge: Callable[[Row, list[int]], Row], of: Row | None = None) -> Row:
+        """Return a number for each response, by `judge` (rewards, lengths) of the responses to one prompt.
+
+        of: numbers of all responses in the place of their rewards.
+        """
+        numbers, judged_numbers = [0.0] * len(self.samples), self.rewards if of is None else of
         for group in self.groups():
-            rewards = [self.rewards[i] for i in group]
+            rewards = [judged_numbers[i] for i in group]
             if max(rewards) == min(rewards):  # nothing to compare, up to rounding
                 continue
             judged = judge(rewards, [self.samples[i].length for i in group])
@@ -82,17 +87,34 @@ def group_relative(responses: Responses, choice: Algorithm) -> list[Row]:
     std: group; none, which divides by nothing (Dr. GRPO, arXiv:2503.20783); batch, the deviation of centred rewards
     (after Lite PPO, arXiv:2508.08221).
     """
-    deviation = responses.formulas.deviation
+    if choice.words["std"] == "group":
+        return responses.on_every_token(responses.of_groups(_normalized_by(responses.formulas)))
+    numbers = responses.of_groups(centred)
+    below = responses.formulas.deviation(numbers) + 1e-6 if choice.words["std"] == "batch" else 1.0
+    return responses.on_every_token([number / below for number in numbers])
+
+
+def parts_relative(responses: Responses, choice: Algorithm) -> list[Row]:
+    """Return the weighted sum of the parts' own group-relative advantages, normalised over the batch.
+
+    Source: GDPO, arXiv:2601.05242, section 3; deviations and what is added to them are those of `group_relative`.
+    """
+    normalized, totals = _normalized_by(responses.formulas), [0.0] * len(responses.samples)
+    for name in responses.parts[0]:
+        numbers = responses.of_groups(normalized, of=[parts[name] for parts in responses.parts])
+        weight = responses.part_weights.get(name, 1.0)
+        totals = [total + weight * number for total, number in zip(totals, numbers, strict=True)]
+    return responses.on_every_token(normalized(totals, []))
+
+
+def _normalized_by(formulas: Formulas) -> Callable[[Row, list[int]], Row]:
+    """Return the function that centres numbers and divides them by their deviation."""
 
     def normalized(rewards: Row, lengths: list[int]) -> Row:
-        below = deviation(rewards) + 1e-6
+        below = formulas.deviation(rewards) + 1e-6
         return [number / below for number in centred(rewards, lengths)]
 
-    if choice.words["std"] == "group":
-        return responses.on_every_token(responses.of_groups(normalized))
-    numbers = responses.of_groups(centred)
-    below = deviation(numbers) + 1e-6 if choice.words["std"] == "batch" else 1.0
-    return responses.on_every_token([number / below for number in numbers])
+    return normalized
 
 
 def leave_one_out(responses: Responses, choice: Algorithm) -> list[Row]:
@@ -168,6 +190,7 @@ def teacher_advantages(responses: Responses, choice: Algorithm) -> list[Row]:
 ADVANTAGES: Mapping[str, tuple[Callable[[Responses, Algorithm], list[Row]], frozenset[str]]] = {
     "gae": (generalized, frozenset({"gamma", "gae_lambda", "policy_lambda", "length_alpha", "whiten"})),
     "grpo": (group_relative, frozenset({"std"})),
+    "gdpo": (parts_relative, frozenset()),
     "rloo": (leave_one_out, frozenset()),
     "reinforce_plus_plus": (whitened_returns, frozenset({"gamma"})),
     "reinforce_plus_plus_baseline": (whitened_centred_returns, frozenset()),

@@ -80,11 +80,33 @@ def bounded_term(objective: Tensor, advantages: Tensor, choice: Algorithm) -> Te
 
 
 def overlong_punishment(length: int, settings: LockstepSettings) -> float:
-    """Return what is added to the reward of a response of so many tokens (DAPO, arXiv:2503.14476, eq. 13)."""
+    """Return the punishment, from 0 to -1, of a response of so many tokens (DAPO, arXiv:2503.14476, eq. 13)."""
     limit, buffer = settings.max_response_tokens, settings.overlong_buffer
-    if buffer == 0 or length <= limit - buffer:
-        return 0.0
-    return settings.overlong_penalty * ((limit - buffer) - length) / buffer
+    return 0.0 if buffer == 0 or length <= limit - buffer else ((limit - buffer) - length) / buffer
+
+
+def differ(rewards: Sequence[Row]) -> bool:
+    """Return whether responses to one prompt, each a row of numbers, are not all rewarded alike."""
+    return any(row != rewards[0] for row in rewards)
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
+    """Return the generalised Jensen-Shannon divergence of two models at each token (GKD, arXiv:2306.13649, eq. 1), [n].
+
+    student, teacher: logits [n, V]. Section 2 has its limits: KL(teacher || student) of beta 0, and the reverse of 1.
+    """
+    p, q = torch.softmax(teacher / temperature, dim=-1), torch.softmax(student / temperature, dim=-1)
+    if beta == 0.0:
+        return _kl(p, q)
+    if beta == 1.0:
+        return _kl(q, p)
+    mixture = beta * p + (1 - beta) * q
+    return beta * _kl(p, mixture) + (1 - beta) * _kl(q, mixture)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p || q) over the last dimension."""
+    return (p * (p / q).log()).sum(-1)
 
 
 def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -166,6 +188,8 @@ class Formulas:
 
     deviation: Callable[[Row], float] = sample_deviation
     overlong_punishment: Callable[[int, LockstepSettings], float] = overlong_punishment
+    differ: Callable[[Sequence[Row]], bool] = differ
+    divergence: Callable[[Tensor, Tensor, float, float], Tensor] = divergence
     gae: Callable[[Row, Row, float, float], tuple[Row, Row]] = gae
     whitened: Callable[[list[Row]], list[Row]] = whitened
     placed: Callable[[Row], Row] = same

@@ -20,6 +20,9 @@ class ResponseTokens:
     anchor: Tensor  # log-probs that ratios are taken to
     rollout: Tensor  # log-probs of what sampled
     advantages: Tensor
+    student: Tensor  # logits of the policy now, [n, V], with gradient
+    teacher: Tensor | None  # of the reference, where the loss reads them
+    temperature: float
 
     @property
     def ratio(self) -> Tensor:
@@ -111,6 +114,12 @@ def _covariance(tokens: ResponseTokens) -> Tensor:
     return tokens.advantages * (now - now.mean())
 
 
+def from_teacher(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) -> Tensor:
+    """Return the divergence from the teacher on the student's own samples (GKD, arXiv:2306.13649, eq. 3, lambda 1)."""
+    assert tokens.teacher is not None
+    return formulas.divergence(tokens.student, tokens.teacher, tokens.temperature, choice["beta"])
+
+
 # Name -> (formula, the settings that it reads).
 LOSSES: Mapping[str, tuple[Callable[[ResponseTokens, Algorithm, Formulas], Tensor], frozenset[str]]] = {
     "ppo": (clipped, frozenset({"clip_low", "clip_high", "dual_clip"})),
@@ -121,5 +130,6 @@ LOSSES: Mapping[str, tuple[Callable[[ResponseTokens, Algorithm, Formulas], Tenso
     "dppo_tv": (masked_by_variation, frozenset({"threshold", "cap"})),
     "dppo_kl": (masked_by_divergence, frozenset({"threshold", "cap"})),
     "clip_cov": (without_covariant, frozenset({"threshold", "clip_low", "clip_high", "dual_clip"})),
+    "distillation": (from_teacher, frozenset({"beta"})),
     "kl_cov": (punished_covariant, frozenset({"threshold", "coef", "dual_clip"})),
 }

@@ -51,15 +51,25 @@ class Network:
             }
 
 
+def of_response(logits: Tensor, sample: ScoredSample, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return (log-prob, entropy) of each response token, [n]; logits: [n, V]."""
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    response = torch.tensor(sample.tokens[sample.prompt_length :])
+    return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
+
+
 class PolicyNetwork(Network):
     """A language model."""
 
-    def logprobs(self, sample: ScoredSample, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return (log-prob, entropy) of each response token, [n] float64: an output predicts the token after it."""
-        logits = self._model(torch.tensor([sample.tokens[:-1]]), use_cache=False).logits[0, sample.prompt_length - 1 :]
-        logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
-        response = torch.tensor(sample.tokens[sample.prompt_length :])
-        return logprobs[torch.arange(len(response)), response], -(logprobs.exp() * logprobs).sum(-1)
+    def logits(self, sample: ScoredSample) -> Tensor:
+        """Return the logits of each response token, [n, V] float64: an output predicts the token after it."""
+        tokens = torch.tensor([sample.tokens[:-1]])
+        logits: Tensor = self._model(tokens, use_cache=False).logits[0, sample.prompt_length - 1 :].double()
+        return logits
+
+    def logprobs(self, sample: ScoredSample, temperature: float) -> Tensor:
+        """Return the log-prob of each response token, [n] float64."""
+        return of_response(self.logits(sample), sample, temperature)[0]
 
 
 @torch.no_grad()

@@ -32,6 +32,9 @@ class LockstepSettings:
     advantage: Algorithm
     loss: Algorithm
     correction: Algorithm
+    part_weights: Mapping[str, float]  # of named parts of the rewards; one without a weight has 1
+    prompts_per_step: int
+    max_generations: int  # of dynamic sampling in a step; 0: a step trains on what is sampled
     temperature: float
     value_clip: float  # 0: none
     entropy_coef: float
@@ -72,6 +75,7 @@ class ScoredSample:
     prompt: int  # position of the prompt in the step's batch
     reward: float
     rollout_logprobs: Sequence[float]  # of the response's tokens, by what sampled them
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name; empty of one that is a number
     greedy_reward: float = math.nan  # of the prompt's greedy response; not a number where none was asked for
 
     @property
@@ -86,6 +90,8 @@ class StepBatch:
 
     samples: Sequence[ScoredSample]
     minibatches: Sequence[Sequence[int]]
+    # Of dynamic sampling: all that was sampled, generation by generation, whose prompts count from 0 in each.
+    generations: Sequence[Sequence[ScoredSample]] = ()
 
 
 @dataclass(frozen=True)

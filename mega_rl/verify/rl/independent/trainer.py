@@ -22,7 +22,14 @@ from mega_rl.verify.rl.independent.formulas import (
     token_rewards,
 )
 from mega_rl.verify.rl.independent.losses import LOSSES, ResponseTokens
-from mega_rl.verify.rl.independent.networks import Adam, CriticNetwork, Network, PolicyNetwork, moved
+from mega_rl.verify.rl.independent.networks import (
+    Adam,
+    CriticNetwork,
+    Network,
+    PolicyNetwork,
+    moved,
+    of_response,
+)
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
 
 
@@ -128,10 +135,10 @@ class IndependentTrainer:
             if self._settings.old_is_rollout:
                 old = [_row(sample.rollout_logprobs) for sample in samples]
             else:
-                old = [self._policy.logprobs(sample, temperature)[0] for sample in samples]
+                old = [self._policy.logprobs(sample, temperature) for sample in samples]
             ref = old
             if self._reference is not None:
-                ref = [self._reference.logprobs(sample, temperature)[0] for sample in samples]
+                ref = [self._reference.logprobs(sample, temperature) for sample in samples]
             values = [torch.zeros_like(row) for row in old]
             if self._critic is not None:
                 values = [self._critic.values(sample) for sample in samples]
@@ -148,13 +155,24 @@ class IndependentTrainer:
     ) -> Responses:
         """Return the samples with their rewards, those of tokens with the KL where it has its place."""
         coef = self._kl_coef if self._settings.kl_placement == "reward" else 0.0
-        rewards, of_tokens = Row(), list[Row]()
+        penalty = self._settings.overlong_penalty
+        rewards, of_tokens, parts = Row(), list[Row](), list[Mapping[str, float]]()
         for sample, logprobs, references in zip(samples, old, ref, strict=True):
-            reward = sample.reward + self._formulas.overlong_punishment(sample.length, self._settings)
+            punishment = self._formulas.overlong_punishment(sample.length, self._settings)
+            reward = sample.reward + penalty * punishment
             rewards.append(reward)
+            parts.append({**sample.parts, "overlong": punishment})
             of_tokens.append(token_rewards(reward, logprobs.tolist(), references.tolist(), coef))
-        old_rows, ref_rows, value_rows = ([row.tolist() for row in rows] for rows in (old, ref, values))
-        return Responses(samples, rewards, of_tokens, old_rows, ref_rows, value_rows, self._formulas)
+        part_weights = {**self._settings.part_weights, "overlong": penalty}
+        return Responses(
+            samples,
+            rewards,
+            of_tokens,
+            *(_numbers(old), _numbers(ref), _numbers(values)),
+            parts=parts,
+            part_weights=part_weights,
+            formulas=self._formulas,
+        )
 
     def _update_critic(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
         """Make one step of the critic: the mean over tokens, whatever the aggregation of the policy's loss."""
@@ -176,19 +194,29 @@ class IndependentTrainer:
             tokens={"values": [row.values for row in rows], "returns": [row.returns for row in rows]},
         )
 
+    def _teacher_logits(self, sample: ScoredSample) -> Tensor | None:
+        """Return the reference's logits, [n, V] float64, where the loss reads them."""
+        if self._reference is None or self._settings.loss.name != "distillation":
+            return None
+        return self._reference.logits(sample)
+
     def _update_actor(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
         """Make one step of the policy."""
         settings, formulas = self._settings, self._formulas
         loss_of, correction = LOSSES[settings.loss.name][0], CORRECTIONS[settings.correction.name][0]
         weights = aggregation_weights([row.sample.length for row in rows], settings)
         with torch.no_grad():
-            now = [self._policy.logprobs(row.sample, settings.temperature)[0] for row in rows]
+            now = [self._policy.logprobs(row.sample, settings.temperature) for row in rows]
+            teacher = [self._teacher_logits(row.sample) for row in rows]
         anchors = [formulas.anchor(row.old, current) for row, current in zip(rows, now, strict=True)]
 
         def terms(i: int) -> Tensor:
             row = rows[i]
-            logprobs, entropy = self._policy.logprobs(row.sample, settings.temperature)
-            tokens = ResponseTokens(logprobs, anchors[i], _row(row.sample.rollout_logprobs), row.advantages)
+            logits = self._policy.logits(row.sample)
+            logprobs, entropy = of_response(logits, row.sample, settings.temperature)
+            sampler = _row(row.sample.rollout_logprobs)
+            read = (logits, teacher[i], settings.temperature)
+            tokens = ResponseTokens(logprobs, anchors[i], sampler, row.advantages, *read)
             loss = correction(tokens, settings.correction) * loss_of(tokens, settings.loss, formulas)
             loss = loss - settings.entropy_coef * entropy
             if settings.kl_placement == "loss":
@@ -211,6 +239,10 @@ class IndependentTrainer:
 
 def _row(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _numbers(rows: list[Tensor]) -> list[Row]:
+    return [row.tolist() for row in rows]
 
 
 def _weights(network: Network) -> Mapping[str, Tensor]:
