@@ -9,6 +9,7 @@ BENCH_STAMP := $(VENV)/.installed-bench
 SITE_STAMP := $(VENV)/.installed-docs
 SGLANG_STAMP := $(VENV)/.installed-sglang
 TE_STAMP := $(VENV)/.installed-te
+PEERS_STAMP := $(VENV)/.installed-peers
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -32,7 +33,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -75,6 +76,15 @@ $(TE_STAMP): tests/fake_te/requirements.txt | $(STAMP)
 	@$(call INSTALL_APART,$<,$(VENV)/te)
 	@touch $@
 
+peers: $(PEERS_STAMP)
+	@:
+
+# TRL and verl, 30 MB, into a folder that only the program of their tests sees.
+$(PEERS_STAMP): tests/peers/requirements.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/peers
+	@$(call INSTALL_APART,$<,$(VENV)/peers)
+	@touch $@
+
 quickstart: setup
 	@$(BIN)/mega-rl quickstart --engine $(ENGINE)
 
@@ -87,11 +97,11 @@ test-fast: setup
 WORKERS ?= 3
 PYTEST_WORKERS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup sglang te
+test: setup sglang te peers
 	@$(PYTEST_WORKERS)
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
-test-full: setup sglang te
+test-full: setup sglang te peers
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
