@@ -39,12 +39,14 @@ BETA2 = 0.95
 WINDOW = 10  # steps whose mean is one point of a curve
 TRAINERS = ("mega_rl", "trl")
 DEADLINE_S = 1800  # of one run
-# Settings of mega_rl that make it another trainer than TRL's; the README says which ones the bands show.
+# Settings of mega_rl that make it another trainer than TRL's; the README says which ones the comparison shows.
 FAULTS: dict[str, dict[str, object]] = {
     "lr": {"optim.lr": 3 * LEARNING_RATE},
+    "lr2": {"optim.lr": 2 * LEARNING_RATE},
     "shift": {"algorithm.advantage": "shifted"},
     "aggregation": {"algorithm.loss_aggregation": "seq-mean-token-sum"},
-    "adam": {"optim.beta2": 0.5},
+    "beta2": {"optim.beta2": 0.5},
+    "eps": {"optim.eps": 1e-3},
 }
 
 
