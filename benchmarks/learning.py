@@ -6,7 +6,7 @@ the random stream of the sampler, so curves are compared over seeds: as bands, a
 rise fastest, by the differences of pairs with one seed. Each run is a process of one thread.
 
     make bench-curves                                       # 5 seeds, 100 steps, some ten minutes on one core
-    python benchmarks/learning.py --fault shift             # a wrong trainer: the bands must come apart
+    python benchmarks/learning.py --fault shift             # a wrong trainer: the curves must come apart
     python benchmarks/learning.py --run trl --seed 3 --json trl3.json      # one run
     python benchmarks/learning.py --join trl*.json mega_rl*.json           # runs that are there already
 """
@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from mega_rl.bench.learn.results import band
 
 LETTERS, STOP = "abcdefgh", "."
 RESPONSE = 6  # letters of a right response
@@ -260,8 +262,6 @@ def read_runs(files: Sequence[Path]) -> list[Run]:
 
 def compare(runs: Sequence[Run]) -> list[Point]:
     """Return the bands of both trainers, window after window."""
-    from mega_rl.bench.learn.results import band
-
     steps = min(len(run.rewards) for run in runs)
     points = []
     for end in range(WINDOW, steps + 1, WINDOW):
@@ -284,25 +284,19 @@ def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
 def early_difference(runs: Sequence[Run], curve: str) -> tuple[float, float, float]:
     """Return the mean over seeds of mega_rl's curve less TRL's in the first steps, with its 95 % interval.
 
-    Both runs of a seed share weights and prompts, so what a seed makes harder cancels out. Later the random streams
-    have led both runs apart.
+    Both runs of a seed share weights and prompts, so what a seed makes harder cancels out.
     """
-    from mega_rl.bench.learn.results import band
-
     early = [[statistics.fmean(vars(run)[curve][:EARLY]) for run in pair] for pair in pairs(runs)]
     interval = band([ours - trl for ours, trl in early])
     return interval.mean, interval.low, interval.high
 
 
 def problems(runs: Sequence[Run], points: Sequence[Point]) -> list[str]:
-    """Return what speaks against equal learning.
-
-    Seeds that differ, bands apart, a difference in the first steps, or a task that was not learned.
-    """
-    lines = []
+    """Return what speaks against equal learning: curves that differ, seeds that differ, a task that was not learned."""
     seeds = {trainer: sorted(run.seed for run in runs if run.trainer == trainer) for trainer in TRAINERS}
     if seeds[TRAINERS[0]] != seeds[TRAINERS[1]]:
         return [f"the seeds of both trainers differ: {seeds}"]
+    lines = []
     apart = [point.steps for point in points if not point.overlap]
     if apart:
         lines.append(f"the bands are apart in the windows that end with steps {', '.join(map(str, apart))}")
@@ -358,8 +352,7 @@ def judge(runs: Sequence[Run], picture: Path | None) -> int:
     """Print table, overlap, differences and ratio of times; exit code 1 if anything speaks against equal learning."""
     if len(pairs(runs)) < 2:
         raise SystemExit(f"there are runs by both trainers of {len(pairs(runs))} seeds: give those of at least 2")
-    points = compare(runs)
-    print(table(points))
+    print(table(points := compare(runs)))
     print(f"overlapping windows: {sum(point.overlap for point in points)} of {len(points)}")
     for curve in CURVES:
         mean, low, high = early_difference(runs, curve)
