@@ -2,10 +2,11 @@
 
 A random Qwen3 of two layers has to repeat the two letters of its prompt: `ab` -> `ababab.`. Both trainers begin with
 the same weights, take the same prompts in the same order, and make two clipped updates of Adam a step. What differs is
-the random stream of the sampler, so curves are compared as bands over seeds. Each run is a process of one thread.
+the random stream of the sampler, so curves are compared over seeds: as bands, and in the first steps, where curves
+rise fastest, by the differences of pairs with one seed. Each run is a process of one thread.
 
     make bench-curves                                       # 5 seeds, 100 steps, some ten minutes on one core
-    python benchmarks/learning.py --fault shift             # a wrong trainer: the bands must come apart
+    python benchmarks/learning.py --fault shift             # a wrong trainer: the curves must come apart
     python benchmarks/learning.py --run trl --seed 3 --json trl3.json      # one run
     python benchmarks/learning.py --join trl*.json mega_rl*.json           # runs that are there already
 """
@@ -27,6 +28,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mega_rl.bench.learn.results import band
+
 LETTERS, STOP = "abcdefgh", "."
 RESPONSE = 6  # letters of a right response
 MAX_TOKENS = 8
@@ -37,14 +40,18 @@ LEARNING_RATE = 1e-3
 CLIP = 0.2
 BETA2 = 0.95
 WINDOW = 10  # steps whose mean is one point of a curve
+EARLY = 20  # first steps, in which curves are compared seed by seed
+CURVES = ("rewards", "entropy")  # of a `Run`
 TRAINERS = ("mega_rl", "trl")
 DEADLINE_S = 1800  # of one run
-# Settings of mega_rl that make it another trainer than TRL's; the README says which ones the bands show.
+# Settings of mega_rl that make it another trainer than TRL's; the README says which ones the comparison shows.
 FAULTS: dict[str, dict[str, object]] = {
     "lr": {"optim.lr": 3 * LEARNING_RATE},
+    "lr2": {"optim.lr": 2 * LEARNING_RATE},
     "shift": {"algorithm.advantage": "shifted"},
     "aggregation": {"algorithm.loss_aggregation": "seq-mean-token-sum"},
-    "adam": {"optim.beta2": 0.5},
+    "beta2": {"optim.beta2": 0.5},
+    "eps": {"optim.eps": 1e-3},
 }
 
 
@@ -56,6 +63,7 @@ class Run:
     seed: int
     rewards: list[float]  # mean of each step's samples
     step_s: list[float]  # time of each step but the first
+    entropy: list[float]  # mean over each step's tokens, nats
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,8 @@ def run_mega_rl(folder: Path, *, seed: int, steps: int, fault: str | None) -> Ru
         history = trainer.fit().history()
     records = [record.metrics for record in history if "reward/mean" in record.metrics]
     rewards = [record["reward/mean"] for record in records]
-    return Run("mega_rl", seed, rewards, [record["time/step_s"] for record in records[1:]])
+    entropy = [record["actor/entropy"] for record in records]
+    return Run("mega_rl", seed, rewards, [record["time/step_s"] for record in records[1:]], entropy)
 
 
 def shifted(inputs: Any) -> Any:
@@ -144,6 +153,7 @@ def run_trl(folder: Path, *, seed: int, steps: int) -> Run:
 
     rewards: list[float] = []
     times: list[float] = []
+    entropies: list[float] = []  # of each update
 
     def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         texts = ["".join((LETTERS + STOP)[token] for token in ids) for ids in completion_ids]
@@ -155,6 +165,7 @@ def run_trl(folder: Path, *, seed: int, steps: int) -> Run:
         """Notes when a step's last update is done."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            entropies.append(trainer._metrics["train"]["entropy"][-1])  # for its log, which is off
             if state.global_step % UPDATES == 0:
                 times.append(time.perf_counter())
 
@@ -200,7 +211,8 @@ def run_trl(folder: Path, *, seed: int, steps: int) -> Run:
         callbacks=[Clock()],
     )
     trainer.train()
-    return Run("trl", seed, rewards, [end - start for start, end in pairwise(times)])
+    entropy = [statistics.fmean(entropies[i : i + UPDATES]) for i in range(0, len(entropies), UPDATES)]
+    return Run("trl", seed, rewards, [end - start for start, end in pairwise(times)], entropy)
 
 
 def run_one(trainer: str, *, seed: int, steps: int, fault: str | None) -> Run:
@@ -216,11 +228,11 @@ def run_one(trainer: str, *, seed: int, steps: int, fault: str | None) -> Run:
         return run_mega_rl(folder, seed=seed, steps=steps, fault=fault)
 
 
-def run_all(trainers: Sequence[str], *, seeds: int, steps: int, fault: str | None) -> list[Run]:
+def run_all(trainers: Sequence[str], *, seeds: Sequence[int], steps: int, fault: str | None) -> list[Run]:
     """Train every seed with every trainer, a process each; which one goes first alternates."""
     runs = []
     with tempfile.TemporaryDirectory(prefix="learning_") as name:
-        for seed in range(seeds):
+        for seed in seeds:
             for trainer in trainers if seed % 2 == 0 else trainers[::-1]:
                 result, log = Path(name, f"{trainer}{seed}.json"), Path(name, f"{trainer}{seed}.log")
                 options = ["--run", trainer, "--seed", str(seed), "--steps", str(steps), "--json", str(result)]
@@ -250,8 +262,6 @@ def read_runs(files: Sequence[Path]) -> list[Run]:
 
 def compare(runs: Sequence[Run]) -> list[Point]:
     """Return the bands of both trainers, window after window."""
-    from mega_rl.bench.learn.results import band
-
     steps = min(len(run.rewards) for run in runs)
     points = []
     for end in range(WINDOW, steps + 1, WINDOW):
@@ -264,15 +274,36 @@ def compare(runs: Sequence[Run]) -> list[Point]:
     return points
 
 
+def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Return mega_rl's and TRL's run of each seed that has both, in order of the seeds."""
+    of = {(run.trainer, run.seed): run for run in runs}
+    seeds = sorted({run.seed for run in runs})
+    return [(of["mega_rl", seed], of["trl", seed]) for seed in seeds if ("mega_rl", seed) in of and ("trl", seed) in of]
+
+
+def early_difference(runs: Sequence[Run], curve: str) -> tuple[float, float, float]:
+    """Return the mean over seeds of mega_rl's curve less TRL's in the first steps, with its 95 % interval.
+
+    Both runs of a seed share weights and prompts, so what a seed makes harder cancels out.
+    """
+    early = [[statistics.fmean(vars(run)[curve][:EARLY]) for run in pair] for pair in pairs(runs)]
+    interval = band([ours - trl for ours, trl in early])
+    return interval.mean, interval.low, interval.high
+
+
 def problems(runs: Sequence[Run], points: Sequence[Point]) -> list[str]:
-    """Return what speaks against equal learning: bands apart, seeds that differ, a task that was not learned."""
-    lines = []
+    """Return what speaks against equal learning: curves that differ, seeds that differ, a task that was not learned."""
     seeds = {trainer: sorted(run.seed for run in runs if run.trainer == trainer) for trainer in TRAINERS}
     if seeds[TRAINERS[0]] != seeds[TRAINERS[1]]:
-        lines.append(f"the seeds of both trainers differ: {seeds}")
+        return [f"the seeds of both trainers differ: {seeds}"]
+    lines = []
     apart = [point.steps for point in points if not point.overlap]
     if apart:
         lines.append(f"the bands are apart in the windows that end with steps {', '.join(map(str, apart))}")
+    for curve in CURVES:
+        mean, low, high = early_difference(runs, curve)
+        if not low <= 0.0 <= high:
+            lines.append(f"{curve} of mega_rl less that of TRL is {mean:+.3f} in steps 1 to {EARLY}, not 0")
     for trainer in TRAINERS:
         first, last = points[0].bands[trainer], points[-1].bands[trainer]
         if last[1] <= first[2]:
@@ -282,8 +313,7 @@ def problems(runs: Sequence[Run], points: Sequence[Point]) -> list[str]:
 
 def time_ratio(runs: Sequence[Run]) -> tuple[float, float, float]:
     """Return the median over seeds of the ratio mega_rl / TRL of median step times, the least and the greatest one."""
-    times = {(run.trainer, run.seed): statistics.median(run.step_s) for run in runs}
-    ratios = [times["mega_rl", seed] / times["trl", seed] for name, seed in times if name == "mega_rl"]
+    ratios = [statistics.median(ours.step_s) / statistics.median(trl.step_s) for ours, trl in pairs(runs)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
@@ -319,10 +349,14 @@ def plot(points: Sequence[Point], picture: Path) -> None:
 
 
 def judge(runs: Sequence[Run], picture: Path | None) -> int:
-    """Print table, share of overlapping windows and ratio of times; exit code 1 if anything speaks against."""
-    points = compare(runs)
-    print(table(points))
+    """Print table, overlap, differences and ratio of times; exit code 1 if anything speaks against equal learning."""
+    if len(pairs(runs)) < 2:
+        raise SystemExit(f"there are runs by both trainers of {len(pairs(runs))} seeds: give those of at least 2")
+    print(table(points := compare(runs)))
     print(f"overlapping windows: {sum(point.overlap for point in points)} of {len(points)}")
+    for curve in CURVES:
+        mean, low, high = early_difference(runs, curve)
+        print(f"{curve} in steps 1 to {EARLY}, mega_rl less TRL, by seed: {mean:+.3f} ({low:+.3f} to {high:+.3f})")
     median, least, greatest = time_ratio(runs)
     print(f"time of a step, mega_rl / TRL: {median:.3f} (over seeds {least:.3f} to {greatest:.3f})")
     if picture:
@@ -337,6 +371,7 @@ def main() -> int:
     """Run, join or judge as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="2 to 10")
+    parser.add_argument("--first-seed", type=int, default=5, help="the comparison was made on seeds 0 to 4")
     parser.add_argument("--steps", type=int, default=100, help=f"a multiple of {WINDOW}")
     parser.add_argument("--run", choices=TRAINERS, help="train once with this one, with --seed, and write --json")
     parser.add_argument("--seed", type=int, default=0)
@@ -354,7 +389,8 @@ def main() -> int:
     elif arguments.run:
         runs = [run_one(arguments.run, seed=arguments.seed, steps=arguments.steps, fault=arguments.fault)]
     else:
-        runs = run_all(TRAINERS, seeds=arguments.seeds, steps=arguments.steps, fault=arguments.fault)
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+        runs = run_all(TRAINERS, seeds=seeds, steps=arguments.steps, fault=arguments.fault)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     return 0 if arguments.run else judge(runs, arguments.plot)

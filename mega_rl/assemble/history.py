@@ -15,9 +15,9 @@ from mega_rl.config.origins import as_record, recorded
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import broadcast_json, first_failure
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import WeightSync
+from mega_rl.protocols import Ranks, WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +27,16 @@ def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) 
     return RunCheckpoints(
         root=Path(config.trainer.run_dir) / "checkpoints",
         engines={},
-        ranks=GroupRanks(groups.host_world),
+        ranks=ranks_of(groups.host_world),
         settings=config.checkpoint,
-        identity=_identity(config, GroupRanks(groups.host_world), data_fingerprint=data_fingerprint),
+        identity=_identity(config, ranks_of(groups.host_world), data_fingerprint=data_fingerprint),
         layout=str(groups.layout),
         config=as_record(config),
         rank_states={"random": RandomState()},
     )
 
 
-def _identity(config: Config, ranks: GroupRanks, *, data_fingerprint: str) -> dict[str, Any]:
+def _identity(config: Config, ranks: Ranks, *, data_fingerprint: str) -> dict[str, Any]:
     """Return what a checkpoint must agree with; rank 0 reads the files; collective. Raises UserError on all ranks."""
     read: dict[str, Any] = {}
     message = None

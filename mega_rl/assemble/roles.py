@@ -31,7 +31,7 @@ from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.startup import RoleFacts
 from mega_rl.metrics.steps import WorkMeter
 from mega_rl.models.build import DTYPES
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups, another
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, ModelPasses, Teacher, TokenModel
@@ -96,7 +96,7 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         if LOSS.needs(config, "needs_teacher"):
             teacher = MeteredTeacher(lessons, work, meter, replica_size=size)
         if (settings := config.algorithm.kl).reference_interval:
-            everyone = GroupRanks(groups.host_world)
+            everyone = ranks_of(groups.host_world)
             average = WeightAverage(frozen, models.in_turn("actor"), settings.reference_rate, everyone)
     actor = _metered(build_actor_role(config, models.in_turn("actor"), kl, teacher), engines["actor"], meter)
     critic: Learner = AbsentWorker()

@@ -18,8 +18,7 @@ from mega_rl.assemble.servers import is_colocated
 from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.config.schema import Config
-from mega_rl.parallel.comm import GroupRanks
-from mega_rl.protocols import CheckpointStore, RankState, RolloutSource, SampleListener, WeightSync
+from mega_rl.protocols import CheckpointStore, Ranks, RankState, RolloutSource, SampleListener, WeightSync
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
@@ -67,7 +66,7 @@ class RolloutInputs:
 def build_rollouts(
     plan: RunPlan,
     accelerator: Accelerator,
-    world: GroupRanks,
+    world: Ranks,
     servers: ServerPool | None,
     roles: Roles,
     *,
@@ -124,7 +123,7 @@ def build_rollouts(
 def _embedded_rollouts(
     plan: RunPlan,
     accelerator: Accelerator,
-    world: GroupRanks,
+    world: Ranks,
     roles: Roles,
     checkpoints: CheckpointStore,
     inputs: RolloutInputs,
@@ -151,7 +150,7 @@ def _embedded_rollouts(
 
 
 def _engineless_rollouts(
-    plan: RunPlan, world: GroupRanks, roles: Roles, checkpoints: CheckpointStore, inputs: RolloutInputs
+    plan: RunPlan, world: Ranks, roles: Roles, checkpoints: CheckpointStore, inputs: RolloutInputs
 ) -> Rollouts:
     """Return rollouts of a user's source without an engine, which gets the weights itself where it takes them."""
     assert inputs.own is not None, "rollout.backend=none with rollout.source=single_turn, which a rule refuses"
@@ -169,7 +168,7 @@ def _engineless_rollouts(
 
 
 def _source(
-    plan: RunPlan, world: GroupRanks, roles: Roles, inputs: RolloutInputs, worker: RolloutWorker, sync: WeightSync
+    plan: RunPlan, world: Ranks, roles: Roles, inputs: RolloutInputs, worker: RolloutWorker, sync: WeightSync
 ) -> tuple[RolloutSource, RankState | None]:
     """Return the worker, or the user's source over its engine with the state that a checkpoint keeps."""
     if inputs.own is None:
@@ -213,7 +212,7 @@ def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine
     )
 
 
-def _sglang_engine(plan: RunPlan, world: GroupRanks, connection: Connection) -> SglangRolloutEngine:
+def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> SglangRolloutEngine:
     """The servers as this rank's rollout engine."""
     rollout, sglang = plan.config.rollout, plan.config.rollout.sglang
     path, moe = Path(plan.config.model.path), plan.models["actor"].hf.moe
@@ -262,7 +261,7 @@ class _ShownSamples:
 
 def _ahead(
     config: Config,
-    world: GroupRanks,
+    world: Ranks,
     worker: BackgroundRolloutWorker[Sampled],
     engine: SglangRolloutEngine,
     connection: Connection,

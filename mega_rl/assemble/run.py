@@ -15,7 +15,7 @@ from mega_rl.assemble.trainer import build_trainer
 from mega_rl.config.schema import Config
 from mega_rl.metrics.summary import show_summary
 from mega_rl.parallel import groups as process_groups
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
@@ -46,8 +46,8 @@ def running(
     reward: scores responses in place of the function that the config names.
     """
     with session(config, accelerator) as groups, ExitStack() as resources:
-        check_commits(config.origins, GroupRanks(groups.host_world))
-        stop = StopRequest(GroupRanks(groups.host_world))
+        check_commits(config.origins, ranks_of(groups.host_world))
+        stop = StopRequest(ranks_of(groups.host_world))
         resources.callback(stop.restore)
         with progress.phase("preparing the run"):
             trainer = build_trainer(

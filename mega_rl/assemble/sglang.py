@@ -15,7 +15,7 @@ import torch
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.engines.base import ModelEngine
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.memory import ServersMemory
@@ -79,9 +79,7 @@ class Connection:
                 self._transport.close()
 
 
-def connect(
-    plan: RunPlan, servers: ServerPool, *, actor: ModelEngine, world: GroupRanks, colocated: bool
-) -> Connection:
+def connect(plan: RunPlan, servers: ServerPool, *, actor: ModelEngine, world: Ranks, colocated: bool) -> Connection:
     """Return the connection with servers that are ready; collective.
 
     Raises UserError when no transport, or not the one that is asked for, reaches them.
@@ -155,7 +153,7 @@ def _weight_sync(
     plan: RunPlan,
     transport: Transport,
     router: ServerRouter,
-    world: GroupRanks,
+    world: Ranks,
     *,
     actor: ModelEngine,
     own: Mapping[int, Control],

@@ -15,8 +15,7 @@ from mega_rl.config.schema import Config
 from mega_rl.config.values import shown
 from mega_rl.data.source import DataContext, RowSource
 from mega_rl.errors import UserError
-from mega_rl.parallel.comm import GroupRanks
-from mega_rl.protocols import RankState, RolloutEngine, RolloutSource, WeightSync
+from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.workers.own_rollouts.checks import CheckedRollouts, RowRules
 from mega_rl.workers.own_rollouts.context import RolloutContext
@@ -65,7 +64,7 @@ def make_rollout_source(
     plan: RunPlan,
     roles: Roles,
     *,
-    everyone: GroupRanks,
+    everyone: Ranks,
     engine: RolloutEngine | None,
     sync: WeightSync,
 ) -> MadeRollouts:

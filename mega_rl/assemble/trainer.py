@@ -38,9 +38,9 @@ from mega_rl.metrics.sinks import make_sink
 from mega_rl.metrics.startup import show_startup
 from mega_rl.metrics.steps import StepMeter, StepTraces
 from mega_rl.metrics.timers import PhaseTimer
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, RolloutSource, Scorer
+from mega_rl.protocols import MetricsSink, Ranks, RolloutSource, Scorer
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
@@ -77,7 +77,7 @@ class _LoadedRun:
 
     plan: RunPlan
     inputs: _RunInputs
-    world: GroupRanks
+    world: Ranks
     roles: Roles
     prompts: PromptSampler
     rollouts: Rollouts
@@ -98,7 +98,7 @@ def build_trainer(
     reward_function: in place of the one that the config names.
     """
     # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
-    world = GroupRanks(groups.host_world)
+    world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0, resources=resources)
     fingerprint = agreed_fingerprint(inputs.train, inputs.held_out, world)
@@ -315,7 +315,7 @@ def _close_metrics(metrics: MetricsSink, kind: type[BaseException] | None, *_: o
     metrics.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
 
-def _known_tokens(source: RolloutSource, roles: Roles, everyone: GroupRanks) -> RolloutSource:
+def _known_tokens(source: RolloutSource, roles: Roles, everyone: Ranks) -> RolloutSource:
     """Return the source, watched where a model that reads its tokens has a smaller vocabulary than the actor."""
     readers = [roles.engines[role] for role in ("critic", "reference") if role in roles.engines]
     smallest = min(readers, key=lambda engine: engine.sharding.hf.vocab_size, default=roles.actor_engine)
@@ -325,7 +325,7 @@ def _known_tokens(source: RolloutSource, roles: Roles, everyone: GroupRanks) -> 
     return VocabularyGuard(source, vocab_size=vocab_size, reader=smallest.name, everyone=everyone)
 
 
-def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: GroupRanks) -> Callable[[int], None]:
+def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: Ranks) -> Callable[[int], None]:
     """Return the function that writes the actor as a Hugging Face checkpoint, given the number of steps done."""
     exports = HfExports(
         engine=roles.actor_engine,

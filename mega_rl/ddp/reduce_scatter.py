@@ -256,6 +256,8 @@ def all_reduce_fp32(
 
 def broadcast_shards(shards: Sequence[Tensor], *, group: ProcessGroup) -> Works:
     """Broadcast every rank's shard, in place: an all-gather for shards of different sizes, faster on gloo."""
+    if group.size() == 1:
+        return Works([])
     works = [
         dist.broadcast(shard, group_src=rank, group=group, async_op=True)
         for rank, shard in enumerate(shards)

@@ -21,7 +21,7 @@ from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.engines.microbatches import Batching
 from mega_rl.engines.offload import PartsOffload, chosen_parts
 from mega_rl.models.attention_choice import Attention
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
 from mega_rl.types import EngineState
@@ -126,7 +126,7 @@ class EngineBase(ABC):
     export_bucket_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
-        self.data_parallel = GroupRanks(self.groups.dp)
+        self.data_parallel = ranks_of(self.groups.dp)
         # The next mini-batch begins with gradients of zero.
         parts = ("parameters", "gradients", "optimizer")
         self._memory = PartsOffload(parts, device=self.device, discarded=("gradients",))

@@ -14,7 +14,7 @@ from mega_rl.converters.architecture import Moe
 from mega_rl.data.packing import MicroBatch, token_places
 from mega_rl.errors import RunError, UserError
 from mega_rl.models.moe import RoutedTokens, Router
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.types import Metrics
 
@@ -39,7 +39,7 @@ class Routing:
         self.balance_coef, self.bias_rate = settings.aux_loss_coef, settings.expert_bias_update_rate
         self.num_mixtures = sum(moe.layers)
         self._tp = groups.coordinates.tp_rank, groups.layout.tp if groups.layout.sequence_parallel else 1
-        self._replica, self._world = GroupRanks(groups.host_replica), GroupRanks(groups.world)
+        self._replica, self._world = ranks_of(groups.host_replica), ranks_of(groups.world)
         self._shares = groups.layout.dp * groups.layout.cp
         numbers = list(accumulate(int(mixed) for mixed in moe.layers))
         self.routers: list[list[Router]] = []

@@ -106,10 +106,11 @@ def _traffic(
     ranks = (group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group).size()
     instances = group.ddp_config.num_distributed_optimizer_instances
     summing = isinstance(group, SummingBucketGroup)
+    broadcasts = ("broadcast",) * (ranks if ranks > 1 else 0)
     calls: tuple[str, ...] = ("reduce_scatter_tensor",) if sharded else ("all_reduce",)
     if summing:
         calls = ("all_to_all_single",) * (group.exchanges(bucket) if ranks > 1 else 0)
-        calls += () if sharded else ("broadcast",) * ranks
+        calls += () if sharded else broadcasts
 
     def entry(operation: str, size: int, numel: int, dtype: torch.dtype, calls: tuple[str, ...]) -> Traffic:
         return Traffic(chunk, buffer, bucket.bucket_id, operation, size, numel, dtype, calls)
@@ -121,7 +122,7 @@ def _traffic(
         count = group.exchanges(bucket) if summing else 1
         yield entry("all_reduce", across, gradients.numel() // ranks, dtype, ("all_reduce",) * count)
     if sharded:
-        gather = ("broadcast",) * ranks if summing and group.fast_gather else ("all_gather_into_tensor",)
+        gather = broadcasts if summing and group.fast_gather else ("all_gather_into_tensor",)
         yield entry("all_gather", ranks, parameters.numel(), parameters.dtype, gather)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.counting import CollectiveRecorder
 from tests.helpers.distributed import run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -24,11 +26,18 @@ def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def train_twice(rank: int, folder: str) -> list[list[float]]:
-    """Return the rewards of two steps, without a fault and with one."""
+    """Return the rewards of two steps, without a fault and with one; the first run makes no collective of its own."""
     sys.path.insert(0, folder)
     import learning
 
-    runs = [learning.run_one("mega_rl", seed=3, steps=2, fault=fault) for fault in (None, "shift")]
+    with CollectiveRecorder() as recorder:
+        runs = [learning.run_one("mega_rl", seed=3, steps=2, fault=None)]
+    # Megatron-Core's own: the gradient norm of each update, and the optimizer's groups of parameters once.
+    assert [call.op for call in recorder.collectives if call.op != "all_gather"] == [
+        "all_reduce"
+    ] * 2 * learning.UPDATES
+    assert sum(call.op == "all_gather" for call in recorder.collectives) <= 4
+    runs.append(learning.run_one("mega_rl", seed=3, steps=2, fault="shift"))
     assert [len(run.step_s) for run in runs] == [1, 1]
     return [run.rewards for run in runs]
 
@@ -68,13 +77,17 @@ def test_a_seed_gives_one_model_and_one_order_of_prompts(learning: Any, tmp_path
     assert len((tmp_path / "a" / "train.jsonl").read_text().splitlines()) == 2 * learning.PROMPTS
 
 
-def runs_of(learning: Any, *, gain: float = 0.0, trl_step_s: float = 0.4) -> list[Any]:
-    """Return three seeds of each trainer, mega_rl's rewards higher by `gain`."""
-    noise = (-0.01, 0.0, 0.01)
+def runs_of(
+    learning: Any, *, gain: float = 0.0, noise: tuple[float, ...] = (0.01, 0.0, -0.01), trl_step_s: float = 0.4
+) -> list[Any]:
+    """Return three seeds of each trainer; mega_rl's rewards are higher by `gain` and the seed's `noise`."""
     return [
-        learning.Run(name, seed, [reward + noise[seed] + extra for reward in RISING], [seconds] * 29)
-        for name, extra, seconds in (("mega_rl", gain, 0.1), ("trl", 0.0, trl_step_s))
-        for seed in range(3)
+        learning.Run(name, seed, [reward + more for reward in RISING], [seconds] * 29, [2.0 - more] * 30)
+        for name, extra, seconds in (
+            ("mega_rl", [gain + one for one in noise], 0.1),
+            ("trl", [-0.01, 0.0, 0.01], trl_step_s),
+        )
+        for seed, more in enumerate(extra)
     ]
 
 
@@ -96,14 +109,56 @@ def test_bands_that_are_apart_are_named(learning: Any, capsys: pytest.CaptureFix
     assert "overlapping windows: 0 of 3" in printed
 
 
+def test_a_difference_that_all_seeds_share_is_seen_where_bands_overlap(
+    learning: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Differences of -0.001, 0 and 0.001 have an interval of 0.00248 to each side, a tenth of what bands have."""
+    noise = (-0.011, 0.0, 0.011)
+    assert learning.judge(runs_of(learning, gain=0.0023, noise=noise), None) == 0
+    for gain in (0.0027, -0.0027):
+        assert learning.judge(runs_of(learning, gain=gain, noise=noise), None) == 1
+        expected = (gain, gain - 0.00248, gain + 0.00248)
+        assert learning.early_difference(runs_of(learning, gain=gain, noise=noise), "rewards") == pytest.approx(
+            expected, abs=1e-5
+        )
+    printed = capsys.readouterr().out
+    assert "missed: rewards of mega_rl less that of TRL is -0.003 in steps 1 to 20, not 0\n" in printed
+    assert "missed: entropy of mega_rl less that of TRL is +0.003 in steps 1 to 20, not 0\n" in printed
+    assert "overlapping windows: 3 of 3" in printed
+    assert "the bands are apart" not in printed
+
+
+def test_noise_is_a_difference_in_one_comparison_of_twenty(learning: Any) -> None:
+    """Noise of the size measured, 0.017 a pair. The share of 2000 has a standard error of 0.005: four of them."""
+    generator = random.Random(0)
+
+    def is_seen(shift: float) -> bool:
+        runs = [
+            learning.Run(name, seed, [generator.gauss(mean, 0.012)] * learning.EARLY, [], [])
+            for name, mean in (("mega_rl", shift), ("trl", 0.0))
+            for seed in range(5)
+        ]
+        _, low, high = learning.early_difference(runs, "rewards")
+        return not low <= 0.0 <= high
+
+    assert sum(is_seen(0.0) for _ in range(2000)) / 2000 == pytest.approx(0.05, abs=0.02)
+    assert sum(is_seen(-0.049) for _ in range(200)) / 200 > 0.95, "advantages one token late cost 0.049"
+
+
 def test_curves_that_do_not_rise_or_lack_a_seed_compare_nothing(learning: Any) -> None:
-    flat = [learning.Run(run.trainer, run.seed, [0.1 + 0.01 * run.seed] * 30, [0.1]) for run in runs_of(learning)]
+    flat = [
+        learning.Run(run.trainer, run.seed, [0.1 + 0.01 * run.seed] * 30, [0.1], [2.0] * 30)
+        for run in runs_of(learning)
+    ]
     assert [line.split(":")[0] for line in learning.problems(flat, learning.compare(flat))] == [
         "mega_rl does not learn",
         "trl does not learn",
     ]
     (line,) = learning.problems(fewer := runs_of(learning)[1:], learning.compare(fewer))
     assert line == "the seeds of both trainers differ: {'mega_rl': [1, 2], 'trl': [0, 1, 2]}"
+    assert learning.judge(fewer, None) == 1
+    with pytest.raises(SystemExit, match="of 1 seeds: give those of at least 2"):
+        learning.judge(runs_of(learning)[2:], None)
 
 
 def test_runs_that_are_there_already_are_joined(learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

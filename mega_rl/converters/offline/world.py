@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import all_failures, broadcast_json
-from mega_rl.parallel.comm import GroupRanks, SingleRank
+from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
 
 # How long a rank waits for the others: each has its share of the files to write before they meet.
 DEADLINE = timedelta(hours=4)
@@ -110,7 +110,7 @@ def joined_world() -> Iterator[World]:
     A group that exists already is used and left alone. Raises UserError when the variables are not numbers.
     """
     if dist.is_initialized():
-        yield World(GroupRanks(_world_group()))
+        yield World(ranks_of(_world_group()))
         return
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if size == 1:
@@ -120,7 +120,7 @@ def joined_world() -> Iterator[World]:
     store = PrefixStore(f"mega_rl/conversion/{next(_generation)}", _store())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
     try:
-        yield World(GroupRanks(_world_group()))
+        yield World(ranks_of(_world_group()))
     finally:
         dist.destroy_process_group()
 

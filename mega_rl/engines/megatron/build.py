@@ -24,7 +24,7 @@ from mega_rl.models.build import ModelSettings, build_chunks, fuse_weight_gradie
 from mega_rl.models.heads import use_fp32_logits
 from mega_rl.models.routing import Routing
 from mega_rl.models.specs import check_experts
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _trainable(
 ) -> tuple[list[Any], MegatronOptimizer]:
     """Freeze what the config names, wrap the chunks for data parallelism, and return them with their optimizer."""
     megatron = settings.engine.megatron
-    freeze(chunks, settings.model.frozen, everyone=GroupRanks(groups.world))
+    freeze(chunks, settings.model.frozen, everyone=ranks_of(groups.world))
     if megatron.ddp.implementation != "torch_fsdp2":  # which has no `main_grad`
         for chunk in chunks:
             fuse_weight_gradients(chunk)

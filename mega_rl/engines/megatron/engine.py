@@ -45,9 +45,9 @@ from mega_rl.engines.outcome import (
 from mega_rl.models.heads import projection
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.agreement import broadcast_json
-from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.context import sum_over_context
-from mega_rl.protocols import Inspect, TokenLoss
+from mega_rl.protocols import Inspect, Ranks, TokenLoss
 from mega_rl.types import EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
@@ -68,10 +68,10 @@ class MegatronEngine(EngineBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         groups = self.groups
-        self.replica = GroupRanks(groups.host_replica)  # of the roles, whose batches are on the host
-        self._pipeline = GroupRanks(groups.pp)
-        self._context = GroupRanks(groups.cp)
-        self._token_shares = GroupRanks(groups.dp_cp)  # the ranks that have different tokens
+        self.replica = ranks_of(groups.host_replica)  # of the roles, whose batches are on the host
+        self._pipeline = ranks_of(groups.pp)
+        self._context = ranks_of(groups.cp)
+        self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
         self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.temperature, self.routing)
 
@@ -124,7 +124,7 @@ class MegatronEngine(EngineBase):
         loss_of = microbatch_loss(loss, minibatch, sum_over_context=over_context)
         results = self._schedule.run(self.chunks, micros, loss=loss_of, with_entropy=loss.needs_entropy, lesson=lesson)
         metrics = _reduce(results, self._token_shares, self._pipeline) | _rounding_error(
-            self.chunks, GroupRanks(self.groups.world), self.device
+            self.chunks, ranks_of(self.groups.world), self.device
         )
         if inspect is not None:
             head, with_entropy = self.sharding.head, loss.needs_entropy
@@ -160,7 +160,7 @@ class MegatronEngine(EngineBase):
         pieces = list(find_pieces(self.chunks, self.optimizer, dp_cp_group=self.groups.dp_cp))
         if self.optimizer is None:
             return EngineState(pieces, {})
-        return EngineState(pieces, {STEPS: _steps(self.optimizer, GroupRanks(self.groups.world))})
+        return EngineState(pieces, {STEPS: _steps(self.optimizer, ranks_of(self.groups.world))})
 
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
         steps = check_numbers(self.name, numbers, trains=self.optimizer is not None)
@@ -212,14 +212,14 @@ class MegatronEngine(EngineBase):
         return norm
 
 
-def _reduce(results: list[Finished], token_shares: GroupRanks, pipeline: GroupRanks) -> Metrics:
+def _reduce(results: list[Finished], token_shares: Ranks, pipeline: Ranks) -> Metrics:
     """Return the loss metrics over all ranks, on all of them; the last pipeline stage has the results."""
     last = pipeline.size - 1
     reduced = reduce_losses(results, token_shares) if pipeline.rank == last else {}
     return broadcast_json(reduced, pipeline, source=last) if pipeline.size > 1 else reduced
 
 
-def _steps(optimizer: MegatronOptimizer, world: GroupRanks) -> int:
+def _steps(optimizer: MegatronOptimizer, world: Ranks) -> int:
     """Return the steps that were made, which ranks without trainable weights learn from the others; collective."""
     own = count_steps(optimizer)
     counts = [-1, -UNKNOWN] if own is None else [own, -own]
@@ -228,7 +228,7 @@ def _steps(optimizer: MegatronOptimizer, world: GroupRanks) -> int:
     return int(most)
 
 
-def _rounding_error(chunks: Sequence[object], world: GroupRanks, device: torch.device) -> Metrics:
+def _rounding_error(chunks: Sequence[object], world: Ranks, device: torch.device) -> Metrics:
     """Return `grad_reduce_bf16_error` where gradients travel in bf16 and are added in FP32; else nothing; collective.
 
     |g' - g| / |g| over the whole model's gradients g of this step, g' being what a reduce-scatter that rounds to

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.comm import GroupRanks, SingleRank
+from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
 from mega_rl.types import Rollout
 from tests.helpers.counting import CollectiveRecorder
 from tests.helpers.distributed import run_ranks
@@ -156,7 +156,8 @@ def ranks_compare(rank: int) -> None:
 
     size = int(os.environ["WORLD_SIZE"])
     built = groups.initialize(ParallelLayout(world_size=size), accelerator=accelerator, timeout_s=60)
-    ranks = GroupRanks(built.dp)
+    ranks = ranks_of(built.dp)
+    assert isinstance(ranks, GroupRanks)
     assert (ranks.rank, ranks.size) == (rank, size)
     reductions(ranks)
     objects(ranks)
@@ -170,7 +171,7 @@ def ranks_compare(rank: int) -> None:
         expect(ranks.exchange_rows(mine, destinations(rank, size)), arriving, length)
 
 
-def reductions(ranks: GroupRanks) -> None:
+def reductions(ranks: SingleRank | GroupRanks) -> None:
     """Sum, max and broadcast of every kind of tensor."""
     size, rank = ranks.size, ranks.rank
     # A strided tensor: gloo's own all_reduce gets this one wrong.
@@ -237,6 +238,49 @@ def test_gathered_rows_are_allocated_and_sent_once() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_equal_one_process(size: int) -> None:
     run_ranks(size, ranks_compare)
+
+
+def one_rank_compares(rank: int) -> None:
+    """Every collective of a group of one, with torch.distributed and without: equal to the bit, in layout and graph."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups
+    from mega_rl.parallel.layout import ParallelLayout
+
+    built = groups.initialize(ParallelLayout(world_size=1), accelerator=accelerator, timeout_s=60)
+    real = GroupRanks(built.dp)
+    reductions(real)
+    with CollectiveRecorder() as recorder:
+        ranks = ranks_of(built.dp)
+        assert (ranks.rank, ranks.size) == (real.rank, real.size)
+        reductions(ranks)
+        ranks.gather_json([rank])
+    assert not recorder.collectives
+    learned = torch.randn(3, 4, 5).transpose(1, 2).requires_grad_()
+    rows = Answers(tokens=learned, texts=NonTensorStack("a", "b", "c"), source="here", batch_size=[3])
+    numbers = rollout(0, 2, strided=True)
+    numbers.rollout_logprobs.requires_grad_()
+    stay = torch.zeros(3, dtype=torch.int64)
+    calls: list[Callable[[SingleRank | GroupRanks], Tensor]] = [
+        lambda by: by.sum(learned),
+        lambda by: by.max(learned),
+        lambda by: by.broadcast(learned),
+        lambda by: by.gather_rows(rows).tokens,
+        lambda by: by.gather_rows(numbers).rollout_logprobs,
+        lambda by: by.exchange_rows(numbers, stay).rollout_logprobs,
+        lambda by: by.exchange_rows(numbers, stay).tokens,
+    ]
+    for number, call in enumerate(calls):
+        expected, actual = call(real), call(ranks)
+        assert torch.equal(actual, expected), number
+        assert actual.dtype == expected.dtype, number
+        assert (actual.is_contiguous(), actual.requires_grad) == (True, False), number
+        assert (expected.is_contiguous(), expected.requires_grad) == (True, False), number
+
+
+def test_a_group_of_one_rank_does_without_torch_distributed() -> None:
+    run_ranks(1, one_rank_compares)
 
 
 def test_a_single_rank_moves_nothing_and_copies() -> None:
