@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,9 @@ from torch import Tensor
 import mega_rl
 from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.losses.base import PolicyTokens
+from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import identity
 from mega_rl.bench.learn import run
 from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_responses, expected_reward
@@ -28,6 +33,7 @@ from mega_rl.bench.learn.tasks import TASKS
 from mega_rl.bench.learn.tasks.bandit import BANDIT
 from mega_rl.bench.learn.tasks.delayed_credit import LENGTH, LETTERS, POLICY_LAMBDA, STATES
 from mega_rl.bench.learn.tasks.off_policy import NOISE, SAFE_REWARD, TOKENS
+from mega_rl.bench.learn.tasks.reused_batch import ARMS, NO_CLIP, NUM_ROWS, best_arm
 from mega_rl.bench.learn.tasks.sorting import HELD_OUT, TRAIN
 from mega_rl.cli.app import main
 from mega_rl.errors import UserError
@@ -186,6 +192,50 @@ def test_the_wrong_estimator_gives_every_row_the_advantage_of_the_next() -> None
     torch.testing.assert_close(advantages[:, 1], expected, atol=1e-5, rtol=0)
 
 
+def test_every_arm_pays_on_exactly_its_share_of_the_rows() -> None:
+    task = TASKS["reused_batch"]
+    states = sorted({prompt for prompt, _ in task.prompts})
+    assert len({best_arm(state) for state in states}) == len(states)
+    _, rewards = enumerate_responses(task, length=1)
+    assert rewards.shape == (len(states) * NUM_ROWS, len(ARMS))
+    for state, paid in zip(states, rewards.view(len(states), NUM_ROWS, len(ARMS)).mean(1), strict=True):
+        assert paid.tolist() == [0.9 if arm == best_arm(state) else 0.4 for arm in ARMS]
+    other = dict(zip(task.prompts, rewards.tolist(), strict=True))
+    assert len({tuple(paid) for paid in other.values()}) > 100, "rows differ in which arms pay"
+
+
+def updated_policy(loss: PPO, advantages: Tensor) -> Tensor:
+    """Return a policy of one state, [arms], uniform before 32 updates with Adam on a batch with each arm once."""
+    logits = torch.zeros(len(advantages), requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.3)
+    old = logits.detach().log_softmax(0)
+    weights = torch.full_like(advantages, 1 / len(advantages))
+    sequences = Sequences(torch.arange(1, len(advantages) + 1), len(advantages))
+    for _ in range(32):
+        tokens = PolicyTokens.of(
+            logits.log_softmax(0),
+            old_logprobs=old,
+            advantages=advantages,
+            token_weights=weights,
+            loss_weights=weights,
+            sequences=sequences,
+        )
+        optimizer.zero_grad()
+        (weights * loss(tokens)[0]).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return logits.detach().softmax(0)
+
+
+def test_without_a_clip_many_updates_give_all_mass_to_the_best_of_the_batch() -> None:
+    # One arm is the best of the batch by a little. The unclipped objective, linear in the policy, is largest where it
+    # has all mass. The clipped one is flat for every arm above average once its ratio is 1.2: the seven others keep up
+    # with the best, and the mass of eight arms that go down is theirs, 1/8 at most for each.
+    advantages = torch.tensor([-0.4] * 8 + [0.4] * 7 + [0.5])
+    unclipped, clipped = updated_policy(PPO(**NO_CLIP), advantages), updated_policy(PPO(), advantages)
+    assert unclipped[-1] > 0.98
+    torch.testing.assert_close(clipped[8:], torch.full((8,), 1 / 8), atol=0.01, rtol=0)
+
+
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 def test_the_settings_of_every_variant_are_legal(task: LearningTask) -> None:
     for variant in task.variants:
@@ -269,6 +319,110 @@ def test_a_statement_that_fails_is_exit_code_1(capsys: pytest.CaptureFixture[str
     assert main(["bench", "learn", "tiny", "upside_down", "--seeds", "2"]) == 1
     out = capsys.readouterr().out
     assert "FAILS: right beats wrong" in out
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGTERM, "step"), (signal.SIGINT, "step"), (signal.SIGTERM, "last step"), (signal.SIGINT, "between runs")],
+)
+def test_a_signal_stops_the_command_and_no_result_counts(
+    number: signal.Signals,
+    moment: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Steps of two prompts and two samples: the second seed's first reward is the fifth."""
+    calls: list[str] = []
+
+    def reward(prompt: str, response: str) -> float:
+        calls.append(response)
+        if len(calls) == {"step": 9, "last step": 13}.get(moment):
+            os.kill(os.getpid(), number)
+        return float(prompt == response)
+
+    write_model = run.write_model
+
+    def interrupted(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
+        if seed == 1 and moment == "between runs":
+            os.kill(os.getpid(), number)
+        write_model(folder, vocabulary, stop=stop, seed=seed)
+
+    monkeypatch.setattr(run, "write_model", interrupted)
+    short: dict[str, object] = {
+        "trainer.steps": 2,
+        "trainer.prompts_per_step": 2,
+        "trainer.minibatch_size": 2,
+        "rollout.n": 2,
+        "rollout.max_new_tokens": 1,
+        "algorithm.advantage": "rloo",
+    }
+    monkeypatch.setitem(TASKS, "tiny", replace(TINY, reward=reward, settings=short))
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    results = tmp_path / "results.json"
+    arguments = ["--seeds", "3", "--first-seed", "0", "--json", str(results)]
+    assert main(["bench", "learn", "tiny", *arguments]) == 128 + number
+    printed = capsys.readouterr()
+    line = f"stopped by {number.name}: the run in progress does not count, no results are written"
+    assert printed.err.count(line) == 1
+    assert "Traceback" not in printed.err
+    assert "tiny, right, seed 0" in printed.err
+    assert "tiny, right, seed 1" not in printed.err
+    assert "95 %" not in printed.out
+    assert not results.exists()
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.usefixtures("tiny")
+def test_pieces_of_results_are_judged_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, first, last, joined = (tmp_path / f"{name}.json" for name in ("whole", "first", "last", "joined"))
+    for file, seeds in ((whole, "0 3"), (first, "0 2"), (last, "2 1")):
+        start, count = seeds.split()
+        options = ["--first-seed", start, "--seeds", count, "--json", str(file)]
+        assert main(["bench", "learn", "tiny", *options]) == 0
+    capsys.readouterr()
+    assert (
+        main(["bench", "judge", str(last), str(first), "--json", str(joined), "--plot", str(tmp_path / "a.svg")]) == 0
+    )
+    assert "holds: right beats wrong, bands apart" in capsys.readouterr().out
+    assert joined.read_bytes() == whole.read_bytes()
+    assert (tmp_path / "a.svg").exists()
+    assert main(["bench", "judge", str(joined), "--markdown"]) == 0
+    words = "beats wrong, bands apart; band >= 0.5"
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"| tiny | right | 0 to 2 | 2 | 0.91 (0.885 to 0.935) mean reward | {words} | holds |",
+        "|  | wrong | 0 to 2 | 2 | 0.21 (0.185 to 0.235) |  |  |",
+    ]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_results_that_cannot_be_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, other = tmp_path / "a.json", tmp_path / "b.json"
+    main(["bench", "learn", "tiny", "--seeds", "2", "--json", str(file)])
+    (record,) = json.loads(file.read_text())
+    right, wrong = record["variants"]
+    capsys.readouterr()
+
+    def refused(*records: object) -> str:
+        other.write_text(json.dumps(records))
+        assert main(["bench", "judge", str(other)]) == 2
+        return capsys.readouterr().err.removeprefix("error: ")
+
+    assert main(["bench", "judge", str(file), str(file)]) == 2
+    assert "tiny, right, seed 20 is there already; give each run once" in capsys.readouterr().err
+    assert main(["bench", "judge", str(tmp_path / "none.json")]) == 2
+    assert "none.json: no such file" in capsys.readouterr().err
+    assert "is no file of mega-rl bench learn --json (" in refused(1)
+    assert "is no file of mega-rl bench learn --json ('seeds')" in refused({**record, "variants": [{"name": "right"}]})
+    assert refused({**record, "task": "small"}).startswith("small: is no task of this version; legal: bandit ")
+    assert refused({**record, "variants": [right]}).startswith("tiny: there are no runs of wrong, which")
+    another = {**right, "name": "left"}
+    assert "left is no variant of this version" in refused({**record, "variants": [right, wrong, another]})
+    fewer = {**wrong, "seeds": wrong["seeds"][1:]}
+    assert "wrong has seeds [21], the first variant [20, 21]" in refused({**record, "variants": [right, fewer]})
+    short = {**wrong["seeds"][0], "points": wrong["seeds"][0]["points"][:1]}
+    cut = {**wrong, "seeds": [short, wrong["seeds"][1]]}
+    assert "runs of wrong have points at different steps" in refused({**record, "variants": [right, cut]})
 
 
 def test_mistakes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
