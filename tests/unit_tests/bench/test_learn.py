@@ -208,7 +208,7 @@ def updated_policy(loss: PPO, advantages: Tensor) -> Tensor:
             sequences=sequences,
         )
         optimizer.zero_grad()
-        (weights * loss(tokens)[0]).sum().backward()  # type: ignore[no-untyped-call]
+        (weights * loss(tokens)[0]).sum().backward()
         optimizer.step()
     return logits.detach().softmax(0)
 

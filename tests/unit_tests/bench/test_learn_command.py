@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.bench.learn import run
+from mega_rl.bench.learn import model, run
 from mega_rl.bench.learn.results import Curve
 from mega_rl.bench.learn.saved import markdown_table, read_results
 from mega_rl.bench.learn.task import LearningTask, Variant
@@ -83,7 +83,7 @@ def test_a_signal_stops_the_command_and_no_result_counts(
             os.kill(os.getpid(), number)
         return float(prompt == response)
 
-    write_model = run.write_model
+    write_model = model.write_model
 
     def interrupted(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
         if seed == 1 and moment == "between runs":
