@@ -189,9 +189,9 @@ bench-device: setup
 bench-engines: setup
 	@$(BIN)/python benchmarks/engines.py
 
-# Tasks that a wrong trainer fails, five seeds each with ablations, on one core; writes the plot of docs/learning.md.
+# Tasks that a wrong trainer fails, five seeds each with ablations, on one core; writes plot and figures of docs/learning.md.
 bench-learn: setup
-	@OMP_NUM_THREADS=1 $(BIN)/mega-rl bench learn --ablations --json learning.json --plot docs/learning.svg
+	@OMP_NUM_THREADS=1 $(BIN)/mega-rl bench learn --ablations --json docs/learning.json --plot docs/learning.svg
 
 # GRPO's learning curves beside TRL's, five seeds each.
 bench-curves: $(BENCH_STAMP)

@@ -36,13 +36,15 @@ def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Te
 
     Prompts are of one length.
     """
-    prompts = [prompt for prompt, _ in task.prompts]
     responses = ["".join(characters) for characters in product(task.vocabulary, repeat=length)]
     ids = {character: i for i, character in enumerate(task.vocabulary)}
-    tokens = torch.tensor([[ids[c] for c in prompt + response] for prompt in prompts for response in responses])
+    tokens = torch.tensor([[ids[c] for c in prompt + response] for prompt, _ in task.prompts for response in responses])
     lengths = torch.full((len(tokens),), tokens.size(1))
     rows = Rollout.from_rows(tokens, prompt_lengths=lengths - length, lengths=lengths)
-    rewards = [[task.reward(prompt, response) for response in responses] for prompt in prompts]
+    rewards = [
+        [task.reward(prompt, response, *filter(None, [answer])) for response in responses]
+        for prompt, answer in task.prompts
+    ]
     return rows, torch.tensor(rewards, dtype=torch.float64)
 
 

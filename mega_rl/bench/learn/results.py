@@ -62,6 +62,7 @@ class VariantResult:
 class Judgement:
     """A statement in words and whether it holds."""
 
+    variant: str  # that it is about
     text: str
     holds: bool
 
@@ -93,10 +94,10 @@ def judge(task: LearningTask, statement: Statement, finals: Mapping[str, Confide
     if isinstance(statement, Reaches):
         sign = ">=" if above else "<="
         holds = end >= statement.bound if above else end <= statement.bound
-        return Judgement(f"{statement.variant}: band {sign} {statement.bound:g}", holds)
+        return Judgement(statement.variant, f"{statement.variant}: band {sign} {statement.bound:g}", holds)
     other = finals[statement.other]
     holds = end > other.high if above else end < other.low
-    return Judgement(f"{statement.variant} beats {statement.other}, bands apart", holds)
+    return Judgement(statement.variant, f"{statement.variant} beats {statement.other}, bands apart", holds)
 
 
 def record(result: TaskResult) -> dict[str, object]:

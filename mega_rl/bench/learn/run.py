@@ -17,6 +17,7 @@ from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_resp
 from mega_rl.bench.learn.model import write_model
 from mega_rl.bench.learn.noise import mix_with_uniform
 from mega_rl.bench.learn.results import Curve
+from mega_rl.bench.learn.stop import StoppedBySignal
 from mega_rl.bench.learn.task import ExpectedReward, LearningTask, StepMetric, Variant
 from mega_rl.progress.terminal import standard_error
 from mega_rl.protocols import MetricsSink
@@ -80,7 +81,10 @@ def build_probe(task: LearningTask, trainer: PPOTrainer) -> Probe:
 
 
 def run_variant(task: LearningTask, variant: Variant, *, seed: int, steps: int | None = None) -> Curve:
-    """Train a variant of a task with a seed of model, data order and sampling; `steps` in place of the task's own."""
+    """Train a variant of a task with a seed of model, data order and sampling; `steps` in place of the task's own.
+
+    Raises StoppedBySignal after a signal, even in the last step.
+    """
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mega-rl-learn-") as name:
         folder = Path(name)
@@ -106,7 +110,9 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int, steps: int |
             if variant.noise:
                 mix_with_uniform(loop.rollout, share=variant.noise)
             loop.metrics = recorder = CurveRecorder(loop.metrics, build_probe(task, loop))
-            trainer.fit()
+            outcome = trainer.fit()
+    if outcome.stopped:
+        raise StoppedBySignal(outcome.exit_code - 128)
     return Curve(seed, tuple(recorder.points), time.perf_counter() - started)
 
 

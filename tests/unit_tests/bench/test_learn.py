@@ -1,12 +1,9 @@
-"""Learning tasks: the arithmetic of bands and closed forms, noise, a short run, and the command."""
+"""Learning tasks: the arithmetic of bands and closed forms, noise, and a short run."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,37 +14,27 @@ from torch import Tensor
 import mega_rl
 from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.losses.base import PolicyTokens
+from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import identity
 from mega_rl.bench.learn import run
 from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_responses, expected_reward
 from mega_rl.bench.learn.neighbours_advantage import NeighboursAdvantage
 from mega_rl.bench.learn.noise import mix_with_uniform
 from mega_rl.bench.learn.results import ConfidenceBand, Curve, band, judge, summarize
-from mega_rl.bench.learn.task import Beats, LearningTask, Reaches, StepMetric, Variant
+from mega_rl.bench.learn.task import Beats, LearningTask, Reaches
 from mega_rl.bench.learn.tasks import TASKS
 from mega_rl.bench.learn.tasks.bandit import BANDIT
 from mega_rl.bench.learn.tasks.delayed_credit import LENGTH, LETTERS, POLICY_LAMBDA, STATES
 from mega_rl.bench.learn.tasks.off_policy import NOISE, SAFE_REWARD, TOKENS
+from mega_rl.bench.learn.tasks.reused_batch import ARMS, NO_CLIP, NUM_ROWS, best_arm
 from mega_rl.bench.learn.tasks.sorting import HELD_OUT, TRAIN
-from mega_rl.cli.app import main
 from mega_rl.errors import UserError
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.types import Experience, Rollout, TokenOutputs
 from mega_rl.workers.rollout import RolloutWorker
-
-TINY = LearningTask(
-    name="tiny",
-    summary="two arms",
-    vocabulary="ab",
-    prompts=[("a", ""), ("b", "")],
-    held_out=[],
-    reward=lambda prompt, response: float(prompt == response),
-    settings={},
-    variants=[Variant("right"), Variant("wrong")],
-    statements=[Beats("right", "wrong"), Reaches("right", 0.5)],
-    measure=StepMetric("reward/mean"),
-    unit="mean reward",
-)
+from tests.unit_tests.bench.tiny_task import TINY
 
 
 class Table:
@@ -120,6 +107,12 @@ def test_two_tokens_are_enumerated_with_every_prompt() -> None:
     assert len({tuple(row) for row in rows.tokens.tolist()}) == 1024
 
 
+def test_a_result_has_the_bands_of_every_point() -> None:
+    runs = [Curve(seed, ((10, float(seed)), (20, 1.0)), 0.0) for seed in range(2)]
+    result = summarize(TINY, {"right": runs, "wrong": runs})
+    assert [(step, point.mean) for step, point in result.variants[0].bands] == [(10, 0.5), (20, 1.0)]
+
+
 # -- tasks ------------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +179,50 @@ def test_the_wrong_estimator_gives_every_row_the_advantage_of_the_next() -> None
     torch.testing.assert_close(advantages[:, 1], expected, atol=1e-5, rtol=0)
 
 
+def test_every_arm_pays_on_exactly_its_share_of_the_rows() -> None:
+    task = TASKS["reused_batch"]
+    states = sorted({prompt for prompt, _ in task.prompts})
+    assert len({best_arm(state) for state in states}) == len(states)
+    _, rewards = enumerate_responses(task, length=1)
+    assert rewards.shape == (len(states) * NUM_ROWS, len(ARMS))
+    for state, paid in zip(states, rewards.view(len(states), NUM_ROWS, len(ARMS)).mean(1), strict=True):
+        assert paid.tolist() == [0.9 if arm == best_arm(state) else 0.4 for arm in ARMS]
+    other = dict(zip(task.prompts, rewards.tolist(), strict=True))
+    assert len({tuple(paid) for paid in other.values()}) > 100, "rows differ in which arms pay"
+
+
+def updated_policy(loss: PPO, advantages: Tensor) -> Tensor:
+    """Return a policy of one state, [arms], uniform before 32 updates with Adam on a batch with each arm once."""
+    logits = torch.zeros(len(advantages), requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.3)
+    old = logits.detach().log_softmax(0)
+    weights = torch.full_like(advantages, 1 / len(advantages))
+    sequences = Sequences(torch.arange(1, len(advantages) + 1), len(advantages))
+    for _ in range(32):
+        tokens = PolicyTokens.of(
+            logits.log_softmax(0),
+            old_logprobs=old,
+            advantages=advantages,
+            token_weights=weights,
+            loss_weights=weights,
+            sequences=sequences,
+        )
+        optimizer.zero_grad()
+        (weights * loss(tokens)[0]).sum().backward()
+        optimizer.step()
+    return logits.detach().softmax(0)
+
+
+def test_without_a_clip_many_updates_give_all_mass_to_the_best_of_the_batch() -> None:
+    # One arm is the best of the batch by a little. The unclipped objective, linear in the policy, is largest where it
+    # has all mass. The clipped one is flat for every arm above average once its ratio is 1.2: the seven others keep up
+    # with the best, and the mass of eight arms that go down is theirs, 1/8 at most for each.
+    advantages = torch.tensor([-0.4] * 8 + [0.4] * 7 + [0.5])
+    unclipped, clipped = updated_policy(PPO(**NO_CLIP), advantages), updated_policy(PPO(), advantages)
+    assert unclipped[-1] > 0.98
+    torch.testing.assert_close(clipped[8:], torch.full((8,), 1 / 8), atol=0.01, rtol=0)
+
+
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
 def test_the_settings_of_every_variant_are_legal(task: LearningTask) -> None:
     for variant in task.variants:
@@ -225,60 +262,3 @@ def test_the_sampler_draws_the_share_of_noise_and_reports_the_mixtures_logprobs(
     torch.testing.assert_close(mixture, 0.75 * probabilities + 0.25 / 4)
     with pytest.raises(UserError, match="only the embedded engine"):
         mix_with_uniform(SimpleNamespace(), share=0.25)  # type: ignore[arg-type]
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task whose runs are made up."""
-
-    def run_task(task: LearningTask, variants: list[Variant], *, seeds: Sequence[int]) -> dict[str, list[Curve]]:
-        ends = {"right": 0.9, "wrong": 0.2}
-        return {
-            variant.name: [Curve(seed, ((1, 0.1), (2, ends[variant.name] + 0.01 * seed)), 1.0) for seed in seeds]
-            for variant in variants
-        }
-
-    monkeypatch.setattr(run, "run_task", run_task)
-    monkeypatch.setitem(TASKS, "tiny", TINY)
-    monkeypatch.setitem(TASKS, "upside_down", replace(TINY, name="upside_down", better="lower"))
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_table_with_verdicts_json_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "a.svg", tmp_path / "b.svg"]
-    for file in files:
-        arguments = ["--seeds", "3", "--first-seed", "0", "--json", str(tmp_path / "r.json"), "--plot", str(file)]
-        assert main(["bench", "learn", "tiny", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "0.91" in out
-    assert "holds: right beats wrong, bands apart" in out
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert b"<svg" in files[0].read_bytes()
-    (record,) = json.loads((tmp_path / "r.json").read_text())
-    assert record["holds"] is True
-    assert record["variants"][0]["final"]["mean"] == pytest.approx(0.91)
-    assert [seed["seed"] for seed in record["variants"][1]["seeds"]] == [0, 1, 2]
-    assert [seed["points"][-1][1] for seed in record["variants"][1]["seeds"]] == pytest.approx([0.2, 0.21, 0.22])
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_statement_that_fails_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "learn", "tiny", "upside_down", "--seeds", "2"]) == 1
-    out = capsys.readouterr().out
-    assert "FAILS: right beats wrong" in out
-
-
-def test_mistakes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "learn", "sortin"]) == 2
-    assert capsys.readouterr().err.startswith("error: sortin: is no task; legal: bandit ")
-    assert main(["bench", "learn", "--plot", "a.gif"]) == 2
-    assert "--plot=a.gif: must end in .svg, .png, .pdf" in capsys.readouterr().err
-
-
-def test_a_result_has_the_bands_of_every_point() -> None:
-    runs = [Curve(seed, ((10, float(seed)), (20, 1.0)), 0.0) for seed in range(2)]
-    result = summarize(TINY, {"right": runs, "wrong": runs})
-    assert [(step, point.mean) for step, point in result.variants[0].bands] == [(10, 0.5), (20, 1.0)]
