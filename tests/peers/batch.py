@@ -80,6 +80,8 @@ def batch(seed: int) -> Batch:
     far = 1.0 + 4.0 * (torch.rand(shape, generator=generator) < 0.125)
     log_ratio = (0.1 * normal(ROWS, 1) + 0.3 * far * normal(*shape)).clamp(-2.2, 2.2)
     old = tokens((logprobs - log_ratio).clamp(max=-5e-3))
+    reference = tokens((logprobs + 1.2 * normal(*shape)).clamp(max=-5e-3))
+    reference[1, 0] = logprobs[1, 0] - 15.0  # where k3 is at its bound
     prompts = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
     parts = torch.stack([normal(ROWS), (torch.arange(ROWS) % 5 > 0).double()], dim=1)
     return Batch(
@@ -95,7 +97,7 @@ def batch(seed: int) -> Batch:
         logprobs=logprobs,
         old=old,
         rollout=tokens((old - 0.05 * normal(ROWS, 1) - 0.2 * normal(*shape)).clamp(max=-5e-3)),
-        reference=tokens((logprobs + 1.2 * normal(*shape)).clamp(max=-5e-3)),
+        reference=reference,
         advantages=tokens(normal(*shape)),
         response_advantages=normal(ROWS),
     )

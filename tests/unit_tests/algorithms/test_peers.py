@@ -58,7 +58,7 @@ Answer = dict[str, Tensor]
 Answers = dict[str, list[dict[str, Answer]]]
 
 EXACT = 1e-12  # float64
-LENGTH = 2e-8  # float64; verl adds 1e-8 to a number of tokens
+LENGTH = 5e-8  # float64; verl adds 1e-8 to numbers of tokens: in GMPO's mean log ratio, advantage and gradient
 ROUNDED = 1.2e-7  # one rounding to float32
 SINGLE = 2e-6  # float32, sums over a response
 

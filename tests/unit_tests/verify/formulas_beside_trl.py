@@ -1,4 +1,4 @@
-"""The independent trainer's formulas of losses give what TRL's own functions give, where TRL is installed."""
+"""The independent trainer's formulas of losses give what TRL's own functions give; run by `test_formulas`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from mega_rl.verify.rl.independent.corrections import CORRECTIONS
 from mega_rl.verify.rl.independent.formulas import Formulas, aggregation_weights, divergence
@@ -91,7 +93,6 @@ def of_follower(batch: dict[str, Tensor], run: dict[str, Any]) -> Tensor:
 
 def of_trl(batch: dict[str, Tensor], settings: dict[str, Any], *, max_response_tokens: int) -> Tensor:
     """Return the loss of a batch by TRL's trainer, whose model is replaced by the log-probs at hand."""
-    trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed").GRPOTrainer
     arguments = SimpleNamespace(
         delta=settings.pop("delta", None),
         sapo_temperature_pos=1.0,
@@ -101,7 +102,7 @@ def of_trl(batch: dict[str, Tensor], settings: dict[str, Any], *, max_response_t
     )
     state: dict[str, Any] = {
         "_get_per_token_logps_and_entropies": lambda *_, **__: (batch["logprobs"], batch["logprobs"].detach(), None),
-        "get_off_policy_mask": trainer.get_off_policy_mask,
+        "get_off_policy_mask": GRPOTrainer.get_off_policy_mask,
         "_metrics": {"train": defaultdict(list)},
         "_entropy_bonus_enabled": False,
         "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
@@ -127,7 +128,7 @@ def of_trl(batch: dict[str, Tensor], settings: dict[str, Any], *, max_response_t
         **{"advantages": batch["advantages"], "old_per_token_logps": batch["anchor"]},
         **{"sampling_per_token_logps": batch["rollout"], "num_items_in_batch": mask.sum()},
     }
-    loss: Tensor = trainer._compute_loss(SimpleNamespace(**state), None, inputs)
+    loss: Tensor = GRPOTrainer._compute_loss(SimpleNamespace(**state), None, inputs)
     return loss
 
 
@@ -153,11 +154,10 @@ def test_a_policy_loss_and_its_gradient_are_those_of_trl(case: str) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_a_divergence_and_its_gradient_are_those_of_trl(beta: float) -> None:
     """In float64; TRL's `generalized_jsd_loss` sums over tokens and divides by the number of rows."""
-    module = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason="TRL is not installed")
     generator = torch.Generator().manual_seed(5)
     student, teacher = torch.randn(2, 1, 6, 31, generator=generator, dtype=torch.float64)
     student.requires_grad_()
-    expected = module.GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=0.7, reduction="sum")
+    expected = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=0.7, reduction="sum")
     loss = divergence(student[0], teacher[0], 0.7, beta).sum()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient(loss, student), gradient(expected, student), rtol=1e-12, atol=1e-14)
