@@ -26,8 +26,8 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "dapo": ({"aggregation": "token-mean", "settings": PLAIN}, {"loss_type": "dapo"}),
     "dr_grpo": ({"aggregation": "seq-mean-token-sum-norm", "settings": PLAIN}, {"loss_type": "dr_grpo"}),
     "dual clip": (
-        {"aggregation": "token-mean", "settings": {**PLAIN, "dual_clip": 1.2}},
-        {"loss_type": "dapo", "delta": 1.2},
+        {"aggregation": "token-mean", "settings": {**PLAIN, "dual_clip": 1.3}},
+        {"loss_type": "dapo", "delta": 1.3},
     ),
     "gspo": (
         {"loss": "gspo", "aggregation": "seq-mean-token-mean", "settings": {"clip_low": 0.2, "clip_high": 0.28}},
