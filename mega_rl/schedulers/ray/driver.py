@@ -25,7 +25,8 @@ KEY = "MEGA_RL_LAUNCH_KEY"
 # end one another; these are for those that cannot. Without a lost node's ranks nothing can be saved.
 AFTER_A_LOSS = (0.0, 30.0)
 AFTER_A_FAILURE = (30.0, 400.0)
-AFTER_A_SIGNAL = (0.0, 900.0)  # ranks end their step and save
+AFTER_A_SIGNAL = (math.inf, 900.0)  # every node has had it, and its ranks end their step and save
+AFTER_A_STOP = (30.0, 900.0)  # of one node, by a signal that was not the driver's
 GIVE_UP_S = 120.0  # after the kill: what still says nothing is taken for lost
 
 
@@ -195,7 +196,8 @@ class _Ends:
         self._nodes, self._clock = nodes, clock
         self._codes: dict[int, int] = {}  # in the order of the ends
         self._lost: dict[int, str] = {}
-        self._due: list[tuple[float, int]] = []  # (time, signal)
+        self._due: dict[int, float] = {}  # the time of each signal that has not been sent
+        self._sent: set[int] = set()
         self._give_up = math.inf
 
     @property
@@ -214,17 +216,19 @@ class _Ends:
         elif output.exit_code is not None:
             self._codes[node] = output.exit_code
             if output.exit_code:
-                self._hurry(AFTER_A_SIGNAL if output.exit_code in STOPPED else AFTER_A_FAILURE)
+                self._hurry(AFTER_A_STOP if output.exit_code in STOPPED else AFTER_A_FAILURE)
 
     def signalled(self) -> None:
-        """Note that the nodes have got a signal of the user's."""
+        """Note that the nodes have got a signal of the user's, after which the driver sends none but the kill."""
+        self._sent.add(signal.SIGTERM)
         self._hurry(AFTER_A_SIGNAL)
 
     def due(self) -> list[int]:
         """Return the signals that the nodes should get now."""
         now = self._clock()
-        signals = [number for when, number in self._due if when <= now]
-        self._due = [(when, number) for when, number in self._due if when > now]
+        signals = [number for number, when in self._due.items() if when <= now]
+        self._due = {number: when for number, when in self._due.items() if when > now}
+        self._sent.update(signals)
         if signal.SIGKILL in signals:
             self._give_up = min(self._give_up, now + GIVE_UP_S)
         return signals
@@ -247,9 +251,7 @@ class _Ends:
         return End(failures[0] if failures else 0)
 
     def _hurry(self, after: tuple[float, float]) -> None:
-        """Have the nodes told to end, then killed; the first time of either counts."""
-        now = self._clock()
-        times = {number: now + seconds for seconds, number in zip(after, (signal.SIGTERM, signal.SIGKILL), strict=True)}
-        for when, number in self._due:
-            times[signal.Signals(number)] = min(when, times[signal.Signals(number)])
-        self._due = [(when, number) for number, when in times.items()]
+        """Have the nodes told to end, then killed, each once; the first time of either counts."""
+        for number, seconds in zip((signal.SIGTERM, signal.SIGKILL), after, strict=True):
+            if number not in self._sent:
+                self._due[number] = min(self._clock() + seconds, self._due.get(number, math.inf))

@@ -11,8 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,11 +39,10 @@ class Nodes:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         self._nodes = [self.cluster.add_node(num_cpus=1) for _ in range(2)]
 
-    def lose_one(self, *, add: bool) -> None:
-        """Kill a node's daemon, and perhaps add another node."""
-        self.cluster.remove_node(self._nodes.pop(), allow_graceful=False)
-        if add:
-            self._nodes.append(self.cluster.add_node(num_cpus=1))
+    def replace_one(self) -> None:
+        """Add a node, and kill the daemons of another without a warning."""
+        self._nodes.append(self.cluster.add_node(num_cpus=1))
+        self.cluster.remove_node(self._nodes.pop(1), allow_graceful=False)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +105,7 @@ def weights(run_dir: Path) -> str:
 def run(
     nodes: Nodes, inputs: Path, run_dir: Path, *, during: Callable[[], None] | None = None, resume: str = "never"
 ) -> tuple[int, list[str]]:
-    """Drive a run, calling `during` in a thread once it has saved a few steps; returns the exit code and output."""
+    """Drive a run, calling `during` once it has saved a few steps; returns the exit code and output."""
     job = NodesRun(
         arguments=[*arguments(inputs, run_dir), f"checkpoint.resume={resume}"],
         nodes=2,
@@ -120,27 +117,25 @@ def run(
         environment={"OMP_NUM_THREADS": "1"},
     )
     lines: list[str] = []
+    left = [] if during is None else [during]
+
+    def write(line: str) -> None:  # in the main thread, as Ray's test cluster wants it
+        lines.append(line)
+        if left and last_step(run_dir) >= 3:
+            left.pop()()
+
     cluster = RayCluster(nodes.cluster.address)
-    if during is not None:
-        threading.Thread(target=lambda: wait_for_step(run_dir, 3) and during(), daemon=True).start()
     try:
-        code = drive(
-            job, lambda stop: cluster.place(2, BUNDLE, wait_s=WAIT_S, stop=stop, program=PROGRAM), write=lines.append
-        )
+        code = drive(job, lambda stop: cluster.place(2, BUNDLE, wait_s=WAIT_S, stop=stop, program=PROGRAM), write=write)
     finally:
         cluster.close()
+    assert left == [], "the run ended before the fault"
     return code, lines
 
 
-def wait_for_step(run_dir: Path, step: int) -> bool:
-    """Wait until the run has saved that many steps; the checkpoint itself may be gone again."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        saved = [int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*")]
-        if saved and max(saved) >= step:
-            return True
-        time.sleep(0.05)
-    return False
+def last_step(run_dir: Path) -> int:
+    """Return the steps of the newest checkpoint, 0 without one."""
+    return max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*")), default=0)
 
 
 def test_two_nodes_end_with_torchruns_weights(nodes: Nodes, inputs: Path, reference: str, tmp_path: Path) -> None:
@@ -153,7 +148,7 @@ def test_two_nodes_end_with_torchruns_weights(nodes: Nodes, inputs: Path, refere
 def test_a_lost_node_is_replaced_and_the_weights_are_the_same(
     nodes: Nodes, inputs: Path, reference: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code, lines = run(nodes, inputs, tmp_path, during=lambda: nodes.lose_one(add=True))
+    code, lines = run(nodes, inputs, tmp_path, during=nodes.replace_one)
     assert code == 0, "\n".join(lines)
     assert weights(tmp_path) == reference
     assert "restart 1 of at most 2" in caplog.text
