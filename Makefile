@@ -10,6 +10,8 @@ SITE_STAMP := $(VENV)/.installed-docs
 SGLANG_STAMP := $(VENV)/.installed-sglang
 TE_STAMP := $(VENV)/.installed-te
 PEERS_STAMP := $(VENV)/.installed-peers
+KUBERNETES_STAMP := $(VENV)/.installed-kubernetes
+RAY_STAMP := $(VENV)/.installed-ray
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -33,7 +35,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: kubernetes ray test-ray wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -85,6 +87,24 @@ $(PEERS_STAMP): tests/peers/requirements.txt | $(STAMP)
 	@$(call INSTALL_APART,$<,$(VENV)/peers)
 	@touch $@
 
+kubernetes: $(KUBERNETES_STAMP)
+	@:
+
+# Models of Kubernetes' objects, 1 MB, into a folder that only the program of their tests sees.
+$(KUBERNETES_STAMP): tests/clusters/requirements-kubernetes.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/kubernetes
+	@$(call INSTALL_APART,$<,$(VENV)/kubernetes)
+	@touch $@
+
+ray: $(RAY_STAMP)
+	@:
+
+# Ray, 80 MB, into a folder that only `make test-ray` sees.
+$(RAY_STAMP): tests/clusters/ray/requirements.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/ray
+	@$(call INSTALL_APART,$<,$(VENV)/ray)
+	@touch $@
+
 quickstart: setup
 	@$(BIN)/mega-rl quickstart --engine $(ENGINE)
 
@@ -97,12 +117,16 @@ test-fast: setup
 WORKERS ?= 3
 PYTEST_WORKERS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup sglang te peers
+test: setup sglang te peers kubernetes
 	@$(PYTEST_WORKERS)
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
-test-full: setup sglang te peers
+test-full: setup sglang te peers kubernetes
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
+
+# Runs on a real Ray of this machine, three minutes.
+test-ray: setup ray
+	@PYTHONPATH=$(VENV)/ray:$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/ray
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup

@@ -16,8 +16,21 @@ from typing import Annotated
 import typer
 
 from mega_rl import __version__, progress
-from mega_rl.cli import bench, checkpoint, convert, data, plan, plot, quickstart, recipes, run_export, verify, verify_rl
+from mega_rl.cli import (
+    bench,
+    checkpoint,
+    convert,
+    data,
+    plan,
+    plot,
+    quickstart,
+    recipes,
+    run_export,
+    verify,
+    verify_rl,
+)
 from mega_rl.cli.help import Commands
+from mega_rl.cli.launch import app as launch
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
@@ -42,6 +55,7 @@ checkpoint.app.command("export")(run_export.export)
 app.add_typer(checkpoint.app)
 app.add_typer(data.app)
 app.add_typer(bench.app)
+app.add_typer(launch)
 
 
 def _show_version(asked: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.layout_options import LayoutOptions, with_layout
+from mega_rl.cli.layout_options import LayoutOptions, with_options
 from mega_rl.cli.text.convert import (
     copies_in_words,
     elements,
@@ -58,7 +58,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 @app.command()
-@with_layout
+@with_options
 def inspect(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="Hugging Face or converted checkpoint.", callback=checkpoint)
@@ -107,7 +107,7 @@ def inspect(
 
 
 @app.command("import")
-@with_layout
+@with_options
 def import_(
     source: HfDir,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
@@ -199,7 +199,7 @@ def export(
 
 
 @app.command()
-@with_layout
+@with_options
 def reshard(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help="Rank files or a distributed checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
@@ -239,7 +239,7 @@ def reshard(
 
 
 @app.command()
-@with_layout
+@with_options
 def plan(
     path: Annotated[
         Path,
@@ -281,7 +281,7 @@ def plan(
 
 
 @app.command()
-@with_layout
+@with_options
 def verify(
     first: HfDir,
     second: Annotated[

@@ -1,11 +1,11 @@
-"""`--tp`, `--pp` and the other options of a layout, declared once for every command that has them. Imports no torch."""
+"""Options of commands as fields of dataclasses; `--tp`, `--pp` and the others of a layout, declared once. No torch."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -51,24 +51,38 @@ class LayoutOptions:
             raise UserError(str(error)) from error
 
 
-def with_layout(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer in which the parameter `sizes: LayoutOptions` is one option per field."""
-    hints = get_type_hints(LayoutOptions, include_extras=True)
-    names = [field.name for field in fields(LayoutOptions)]
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer in which a parameter whose type is a dataclass of options is one option per field."""
+    groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         options = [parameter]
-        if parameter.annotation is LayoutOptions:
-            options = [
-                parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
-                for field in fields(LayoutOptions)
-            ]
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            options = _options_of(parameter.annotation)
         parameters += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
 
     def call(**given: Any) -> None:
-        command(sizes=LayoutOptions(**{name: given.pop(name) for name in names}), **given)
+        made = {
+            name: kind(**{field.name: given.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**made, **given)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def _options_of(kind: type) -> list[inspect.Parameter]:
+    """Return one keyword-only parameter for each field of a dataclass; a field without a default must be given."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(kind)
+    ]

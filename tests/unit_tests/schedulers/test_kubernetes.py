@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mega_rl.cli.app import main
+from mega_rl.errors import UserError
+from mega_rl.schedulers.kubernetes import JobSetRun, Manifest, Mount, check, render
+
+ROOT = Path(__file__).parents[3]
+MODELS = ROOT / ".venv" / "kubernetes"
+RUN = JobSetRun(
+    name="gsm8k",
+    recipe="trainer:\n  steps: 3\n",
+    overrides=["model.path=/runs/$(HOME)"],
+    image="registry/mega_rl:0.1",
+    nodes=4,
+    nproc_per_node=8,
+    gpus=8,
+    cpus=64,
+    memory="512Gi",
+    shm="64Gi",
+    mounts=[Mount.parse("pvc:runs:/runs"), Mount.parse("host:/data:/data")],
+)
+EVERYTHING = replace(
+    RUN,
+    namespace="train",
+    rdma={"rdma/hca": 8},
+    environment={"NCCL_DEBUG": "INFO"},
+    secrets=["wandb"],
+    node_selector={"pool": "h100"},
+    pull_secret="registry",
+    queue="team",
+    priority_class="high",
+    host_network=True,
+)
+ARGUMENTS = ["launch", "kubernetes", "quickstart", "--nodes=2", "--nproc-per-node=1", "--image=r/mega_rl:0.1"]
+SETTINGS = ["trainer.run_dir=/runs/a", "checkpoint.resume=auto"]
+
+
+def documents(run: JobSetRun) -> dict[str, Manifest]:
+    return {document["kind"]: document for document in yaml.safe_load_all(render(run))}
+
+
+def job_of(run: JobSetRun) -> dict:
+    return documents(run)["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def container_of(run: JobSetRun) -> dict:
+    return job_of(run)["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.skipif(not MODELS.is_dir(), reason="the models of JobSet are not there: make kubernetes")
+@pytest.mark.parametrize("run", [RUN, EVERYTHING, replace(RUN, gpus=0)], ids=["plain", "everything", "cpu"])
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_schema_knows_every_field(run: JobSetRun, planted: bool) -> None:
+    text = render(run).replace("backoffLimit:", "backofLimit:") if planted else render(run)
+    program = [sys.executable, "-m", "tests.clusters.jobset_schema", str(MODELS)]
+    checked = subprocess.run(program, input=text, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert ("backofLimit" in checked.stdout) == planted
+    assert checked.stdout.strip() == "" or planted, checked.stdout
+
+
+def test_every_pod_gets_its_number_and_the_first_ones_name() -> None:
+    arguments = container_of(RUN)["args"]
+    options = dict(zip(arguments[1:-1:2], arguments[2:-1:2], strict=True))
+    assert options["--nnodes"] == "4"
+    assert options["--node-rank"] == "$(JOB_COMPLETION_INDEX)"
+    assert options["--master-addr"] == "gsm8k-node-0-0.gsm8k"
+    assert documents(RUN)["JobSet"]["spec"]["network"]["subdomain"] == "gsm8k"
+    assert job_of(RUN)["completionMode"] == "Indexed"
+    assert job_of(RUN)["completions"] == job_of(RUN)["parallelism"] == 4
+
+
+def test_a_setting_keeps_its_dollar() -> None:
+    assert container_of(RUN)["args"][-1] == "model.path=/runs/$$(HOME)"  # Kubernetes makes $( of $$(
+
+
+def test_a_mistake_fails_the_run_and_a_disruption_counts_for_nothing() -> None:
+    fail, disruption, stopped = job_of(RUN)["podFailurePolicy"]["rules"]
+    assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert (disruption["action"], disruption["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert (stopped["action"], stopped["onExitCodes"]["values"]) == ("Ignore", [143])
+    assert {rule["onExitCodes"]["containerName"] for rule in (fail, stopped)} == {container_of(RUN)["name"]}
+    policy = documents(RUN)["JobSet"]["spec"]["failurePolicy"]
+    assert policy["rules"] == [
+        {"name": "UserMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+    assert policy["maxRestarts"] == 3
+
+
+def test_the_key_comes_from_a_secret_and_is_in_no_manifest() -> None:
+    key = next(entry for entry in container_of(RUN)["env"] if entry["name"] == "MEGA_RL_LAUNCH_KEY")
+    assert key["valueFrom"]["secretKeyRef"] == {"name": "gsm8k", "key": "launch-key"}
+    assert "kubectl create secret generic gsm8k --from-literal=launch-key=" in render(RUN)
+    assert "Secret" not in documents(RUN)
+
+
+def test_pods_are_restricted_and_only_rdma_locks_memory() -> None:
+    pod = job_of(RUN)["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container_of(RUN)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container_of(EVERYTHING)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container_of(EVERYTHING)["resources"]["limits"]["rdma/hca"] == "8"
+    assert not pod["automountServiceAccountToken"]
+    assert pod["terminationGracePeriodSeconds"] == 600
+
+
+def test_the_network_policy_goes_with_the_pods_own_network() -> None:
+    policy = documents(RUN)["NetworkPolicy"]["spec"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+    assert "NetworkPolicy" not in documents(EVERYTHING)
+
+
+def test_the_recipe_travels_as_it_is() -> None:
+    assert documents(RUN)["ConfigMap"]["data"] == {"recipe.yaml": RUN.recipe}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "Run_1"}, "--name=Run_1: needs lower-case letters"),
+        ({"name": "a" * 60}, "makes host names of 69 characters"),
+        ({"memory": "much"}, "--memory=much: is no quantity"),
+        ({"image": "mega_rl"}, "name a tag or a digest"),
+        ({"image": "localhost:5000/mega_rl:latest"}, "name a tag or a digest"),
+        ({"mounts": []}, "trainer.run_dir=/runs/a: is lost with its pod"),
+        ({"mounts": [Mount("pvc", "a", "/run")]}, "trainer.run_dir=/runs/a: is lost with its pod"),
+        ({"mounts": [Mount("pvc", "a", "/runs"), Mount("pvc", "b", "/runs")]}, "/runs is given twice"),
+    ],
+)
+def test_what_could_not_run_is_refused(changes: dict, message: str) -> None:
+    problems = check(replace(RUN, **changes), run_dir="/runs/a", resume="auto")
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+def test_a_run_that_would_begin_anew_is_refused() -> None:
+    assert check(RUN, run_dir="/runs/a", resume="auto") == []
+    assert "begin anew" in check(RUN, run_dir="/runs/a", resume="never")[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["runs:/runs", "pvc:runs", "pvc::/runs", "host:data:/data", "pvc:runs:runs", "host:/a:/b:/c"]
+)
+def test_a_mount_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--mount="):
+        Mount.parse(text)
+
+
+def test_the_command_prints_manifests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--mount=pvc:runs:/runs", *SETTINGS]) == 0
+    kinds = [document["kind"] for document in yaml.safe_load_all(capsys.readouterr().out)]
+    assert kinds == ["ConfigMap", "NetworkPolicy", "JobSet"]
+
+
+def test_the_command_names_every_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, *SETTINGS, "engine.megatron.tp=3"]) == 2
+    output = capsys.readouterr()
+    assert "trainer.run_dir=/runs/a" in output.err
+    assert "tp" in output.err
+    assert output.out == ""
