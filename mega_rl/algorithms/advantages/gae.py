@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.tokens import length_adaptive_lambda, response_order, token_rewards
+from mega_rl.algorithms.discounted_sums import discounted_sums
 from mega_rl.algorithms.statistics import whiten
 from mega_rl.config.schema.algorithms import GAESettings
 
@@ -36,36 +37,24 @@ class GAE(GAESettings):
         return advantages, returns
 
 
-def gae(
-    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: (advantages, returns), both [B, S] float32, 0 off the mask.
 
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}
         R_t     = A_t + V_t
 
-    token_rewards, values [B, S] float32; mask [B, S] bool; lam of all rows, or [B, 1] float64. t counts the response
+    rewards of tokens, values [B, S] float32; mask [B, S] bool; lam of all rows or [B, 1] float64. t counts the response
     tokens of a row, so tokens between two turns neither discount nor have a value. V_t is the value just before token t
     is emitted; after the last response token both V and A are 0: a response ends the episode, also one cut off by
-    length.
-
-    The recursion runs as a doubling scan over the row's response tokens, ceil(log2 S) vector steps instead of S: after
-    step k each token holds the discounted sum of its next 2^k deltas. Padding a row further adds exact zeros, so the
-    result does not depend on S.
-    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11-16.
+    length. Source: Schulman et al. 2016, arXiv:1506.02438, eq. 11-16.
     """
     order = response_order(mask)
     active = mask.gather(1, order)
-    rewards, values = (torch.where(active, x.float().gather(1, order), 0.0) for x in (token_rewards, values))
+    rewards, values = (torch.where(active, x.float().gather(1, order), 0.0) for x in (rewards, values))
     next_values = torch.zeros_like(values)
     next_values[:, :-1] = values[:, 1:]
-    advantages = torch.where(active, rewards + gamma * next_values - values, 0.0)
-    decay, span, length = gamma * lam, 1, mask.shape[1]
-    while span < length:
-        later = torch.zeros_like(advantages)
-        later[:, :-span] = advantages[:, span:]
-        advantages = advantages + torch.as_tensor(decay**span, dtype=later.dtype) * later
-        span *= 2
+    deltas = torch.where(active, rewards + gamma * next_values - values, 0.0)
+    advantages = discounted_sums(deltas, gamma * lam)
     blank = torch.zeros_like(advantages)
     return blank.scatter(1, order, advantages), blank.scatter(1, order, advantages + values)

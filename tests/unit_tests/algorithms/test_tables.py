@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mega_rl.algorithms.advantages.registry import ESTIMATORS
+from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.kl import KL_ESTIMATORS
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
+from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.config.schema import AlgorithmConfig
+
+MAX_LINES = 60  # of an algorithm's file: formula, source and code fit on one screen
 
 
 def choices(settings: Any) -> Iterator[tuple[str, ...] | None]:
@@ -26,3 +33,8 @@ def choices(settings: Any) -> Iterator[tuple[str, ...] | None]:
 @pytest.mark.parametrize("table", [AGGREGATIONS, KL_ESTIMATORS])
 def test_a_setting_chooses_from_all_of_them_and_from_nothing_else(table: Mapping[str, Callable[..., Any]]) -> None:
     assert {tuple(table), ("auto", *table)} & set(choices(AlgorithmConfig()))
+
+
+@pytest.mark.parametrize("algorithm", [*ESTIMATORS.values(), *OBJECTIVES.values(), *CORRECTIONS.values()])
+def test_an_algorithm_fits_on_one_screen(algorithm: type) -> None:
+    assert len(Path(inspect.getfile(algorithm)).read_text("utf-8").splitlines()) <= MAX_LINES
