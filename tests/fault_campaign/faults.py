@@ -1,0 +1,195 @@
+"""Faults of processes, memory and time; `FAULTS` of `plan` has all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fault_campaign.control_groups import ControlGroup, kill
+from tests.fault_campaign.inputs import TIMEOUT_S
+from tests.fault_campaign.runs import Run
+
+HANG_S = TIMEOUT_S + 10.0  # until a rank that stands still is named
+
+
+@dataclass
+class Fault:
+    """A fault: what it needs of a run, how it is injected, and what a run that it ends must say.
+
+    causes: words, one of which stands in the last line of a run that stops. settings: of the run with the fault alone.
+    ends_with: exit codes of a run that stops; empty: any but 0 and 2.
+    """
+
+    kind: str
+    causes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    deadline_s: float = 60.0
+    ends_with: tuple[int, ...] = ()
+    may_start_late: bool = True  # may be injected before the first step
+    nodes: int = 1
+    forked: bool = True  # whether ranks may be forked from a process that has the imports
+
+    def prepare(self, run: Run) -> None:
+        """Change the run's folder or environment before it starts."""
+
+    def fire(self, run: Run) -> str:
+        """Inject the fault; returns words for it, empty where nothing was left to hit."""
+        raise NotImplementedError
+
+    def heal(self, run: Run) -> None:
+        """Take the fault away before the run is started again."""
+
+
+@dataclass
+class KillRank(Fault):
+    """A rank ends by a signal."""
+
+    number: signal.Signals = signal.SIGKILL
+
+    def fire(self, run: Run) -> str:
+        target = run.pick_rank()
+        if target is None or not kill(target[1], self.number):
+            return ""
+        self.causes = (f"rank {target[0]}",)
+        return f"{self.number.name} to rank {target[0]}"
+
+
+@dataclass
+class StopRank(Fault):
+    """A rank is stopped, for ever or for `seconds`."""
+
+    seconds: float = 0.0
+
+    def fire(self, run: Run) -> str:
+        target = run.pick_rank()
+        if target is None or not kill(target[1], signal.SIGSTOP):
+            return ""
+        self.causes = (f"rank {target[0]}",)
+        if self.seconds:
+            time.sleep(self.seconds)
+            kill(target[1], signal.SIGCONT)
+        return f"SIGSTOP to rank {target[0]}" + (f" for {self.seconds:g} s" if self.seconds else "")
+
+
+@dataclass
+class SlowRank(Fault):
+    """A rank gets a small share of a core, for `seconds`."""
+
+    share: float = 0.1
+    seconds: float = 3.0
+
+    def fire(self, run: Run) -> str:
+        target = run.pick_rank()
+        if target is None:
+            return ""
+        group = ControlGroup("cpu", run.name)
+        group.limit_cpu(self.share)
+        try:
+            group.add(target[1])
+        except ProcessLookupError:
+            return ""
+        run.wait_for(lambda: False, deadline_s=self.seconds)
+        group.limit_cpu(4.0)
+        self._group = group
+        return f"rank {target[0]} has {self.share:.0%} of a core for {self.seconds:g} s"
+
+    def heal(self, run: Run) -> None:
+        ControlGroup("cpu", run.name).close()
+
+
+@dataclass
+class KillLauncher(Fault):
+    """A launcher ends by a signal: SIGKILL, or one that asks the run to save and stop."""
+
+    number: signal.Signals = signal.SIGKILL
+
+    def fire(self, run: Run) -> str:
+        launcher = run.random.choice(run.launchers)
+        if launcher.poll() is not None or not kill(launcher.pid, self.number):
+            return ""
+        return f"{self.number.name} to the launcher of node {launcher.node}"
+
+
+@dataclass
+class OutOfMemory(Fault):
+    """A rank's reward takes memory without end, under a limit of the kernel's."""
+
+    limit_mib: int = 256
+
+    def fire(self, run: Run) -> str:
+        ranks = run.ranks()
+        if not ranks:
+            return ""
+        group = ControlGroup("memory", run.name)
+        group.limit_memory(self.limit_mib << 20)
+        for pid in ranks.values():
+            try:
+                group.add(pid)
+            except ProcessLookupError:
+                return ""
+        order(run, "memory")
+        run.wait_for(lambda: (run.folder / "taken").exists(), deadline_s=10.0)
+        return "a reward takes memory without end" if (run.folder / "taken").exists() else ""
+
+    def heal(self, run: Run) -> None:
+        ControlGroup("memory", run.name).close()
+
+
+@dataclass
+class BadReward(Fault):
+    """A reward function raises, ends its process, hangs or writes without end."""
+
+    how: str = "raise"
+
+    def fire(self, run: Run) -> str:
+        order(run, self.how)
+        run.wait_for(lambda: (run.folder / "taken").exists(), deadline_s=10.0)
+        taken = (run.folder / "taken").exists()
+        (run.folder / "order").unlink(missing_ok=True)
+        return f"the reward function: {self.how}" if taken else ""
+
+
+@dataclass
+class ClockJump(Fault):
+    """The wall clock of all processes jumps, by libfaketime; the monotonic clock goes on."""
+
+    offset: str = "+1d"
+    forked: bool = False
+
+    def prepare(self, run: Run) -> None:
+        self.file = run.folder / "clock"
+        self.file.write_text("+0")
+        run.environment |= {
+            "LD_PRELOAD": library_of_faketime(),
+            "FAKETIME_TIMESTAMP_FILE": str(self.file),
+            "FAKETIME_NO_CACHE": "1",
+            "DONT_FAKE_MONOTONIC": "1",
+        }
+
+    def fire(self, run: Run) -> str:
+        if not run.ranks():
+            return ""
+        replacement = self.file.with_suffix(".new")
+        replacement.write_text(self.offset)
+        replacement.rename(self.file)
+        return f"the clock jumps by {self.offset}"
+
+    def heal(self, run: Run) -> None:
+        run.environment = {name: value for name, value in run.environment.items() if "FAKETIME" not in name}
+        run.environment.pop("LD_PRELOAD", None)
+
+
+def order(run: Run, fault: str) -> None:
+    """Have the run's reward function commit a fault at its next call."""
+    file = run.folder / "order.new"
+    file.write_text(fault)
+    os.rename(file, run.folder / "order")
+
+
+def library_of_faketime() -> str:
+    """Return the path of libfaketime for programs with threads; Debian's package libfaketime has it."""
+    return str(next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")))

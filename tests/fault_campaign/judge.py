@@ -1,0 +1,192 @@
+"""Verdict on a case: continued, restarted bit-equal, stopped with its cause and resumed bit-equal; or a defect."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+from mega_rl.storage.lock import lock_file
+from tests.fault_campaign import inputs
+from tests.fault_campaign.control_groups import ControlGroup
+from tests.fault_campaign.inputs import LAYOUTS, STEPS
+from tests.fault_campaign.network_faults import BadService
+from tests.fault_campaign.plan import Case
+from tests.fault_campaign.runs import Run, last_line, weights
+from tests.fault_campaign.storage_faults import unmount
+from tests.two_hosts import HOSTS, INTERFACE, hosts
+
+START_S = 90.0
+CONTINUED, RESTARTED, STOPPED, NOT_FIRED = "continued", "restarted", "stopped", "not fired"
+KEY = "MEGA_RL_LAUNCH_KEY"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a case ended; defects: empty for a right end."""
+
+    case: str
+    kind: str
+    outcome: str
+    witness: str
+    last_line: str
+    seconds: float
+    defects: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the verdict as JSON carries it."""
+        return asdict(self)
+
+
+class Judge:
+    """Runs cases in folders below `root`, against the weights of undisturbed runs, which it makes when they are due."""
+
+    def __init__(self, root: Path, *, worker: int, keep: bool = False) -> None:
+        self._root, self._worker, self._keep = root, worker, keep
+        self._right: dict[str, str] = {}
+
+    def run(self, case: Case, seed: int) -> Verdict:
+        """Inject the fault of a case and judge what follows."""
+        begin = time.monotonic()
+        folder = self._root / f"case-{case.number}"
+        defects: list[str] = []
+        with ExitStack() as stack:
+            run = self._new(folder, f"{self._worker}-{case.number}", stack, Random(f"{seed}/{case.number}/run"))
+            run.namespaces = stack.enter_context(hosts()) if case.fault.nodes == 2 else []
+            case.fault.prepare(run)
+            if isinstance(case.fault, BadService):
+                stack.callback(case.fault.stop)
+            right = self.right_weights(case)
+            self._start(run, case)
+            witness = self._inject(run, case)
+            outcome, line = self._first_end(run, case, witness, right, defects)
+        if not defects and not self._keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        seconds = time.monotonic() - begin
+        return Verdict(case.title, case.fault.kind, outcome, witness, line, round(seconds, 2), tuple(defects))
+
+    def right_weights(self, case: Case) -> str:
+        """Return the final weights of the undisturbed run of a case's layout and reward."""
+        service = isinstance(case.fault, BadService)
+        key = f"{case.layout}{' service' if service else ''}"
+        if key not in self._right:
+            with ExitStack() as stack:
+                run = self._new(self._root / f"right-{self._worker}-{key}", f"{self._worker}-right", stack, Random(0))
+                plain = Case(0, BadService("") if service else case.fault, case.layout, "train", 1, 0.0, 0, False)
+                if service:
+                    plain.fault.prepare(run)
+                    stack.callback(plain.fault.stop)  # type: ignore[attr-defined]
+                run.start(self._commands(plain, run, fault=service), forked=True)
+                assert run.wait(deadline_s=START_S), f"the undisturbed run of {key} does not end: {run.text()}"
+                final = weights(run.folder / "run", STEPS)
+                assert final is not None, run.text()
+                self._right[key] = final
+        return self._right[key]
+
+    def _new(self, folder: Path, name: str, stack: ExitStack, random: Random) -> Run:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        inputs.write(folder) if not (self._root / "inputs").exists() else shutil.copytree(
+            self._root / "inputs", folder, dirs_exist_ok=True
+        )
+        run = Run(name, folder, ControlGroup("pids", name), random)
+        stack.callback(unmount, run)
+        stack.callback(run.close)
+        return run
+
+    def _commands(self, case: Case, run: Run, *, fault: bool = True) -> list[list[str]]:
+        settings = [*inputs.settings(case.layout), *(case.fault.settings if fault else ())]
+        if case.memory:
+            settings.append("checkpoint.memory_interval=1")
+        ranks = LAYOUTS[case.layout][0]
+        program = ["-m", "mega_rl.cli", "train"]
+        if case.launcher == "torchrun":
+            torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+            return [[*torchrun, *program, *settings]]
+        restarts = ["--max-restarts", str(case.restarts)]
+        if case.launcher == "train":
+            return [[*program, "--nproc-per-node", str(ranks), *restarts, *settings]]
+        address, port = (HOSTS[0] if run.namespaces else "127.0.0.1"), 20_000 + 100 * self._worker + case.number % 100
+        run.environment[KEY] = "campaign" * 8
+        run.environment["GLOO_SOCKET_IFNAME"] = INTERFACE if run.namespaces else "lo"
+        nodes = ["--nnodes", "2", "--nproc-per-node", str(ranks // 2), "--master-addr", address]
+        nodes += ["--master-port", str(port), *restarts]
+        return [[*program, *nodes, "--node-rank", str(node), *settings] for node in range(2)]
+
+    def _start(self, run: Run, case: Case) -> None:
+        forked = case.fault.forked and case.launcher != "torchrun"
+        run.start(self._commands(case, run), forked=forked)
+
+    def _inject(self, run: Run, case: Case) -> str:
+        if case.step < 0:
+            run.wait_for(run.ranks, deadline_s=START_S)
+        elif not run.wait_for(lambda: case.step in run.steps(), deadline_s=START_S):
+            return ""
+        run.wait_for(lambda: False, deadline_s=case.delay_s)
+        return case.fault.fire(run)
+
+    def _first_end(self, run: Run, case: Case, witness: str, right: str, defects: list[str]) -> tuple[str, str]:
+        """Wait for the run's end and judge it; a run that stopped is started again without the fault."""
+        ended = run.wait(deadline_s=case.fault.deadline_s)
+        text = run.text()
+        codes = [launcher.exit_code for launcher in run.launchers]
+        if not ended:
+            defects.append(f"hang: exit codes {codes} after {case.fault.deadline_s:g} s")
+        if orphans := run.orphans():
+            defects.append(f"orphans: {len(orphans)} processes outlive the launcher")
+        run.kill_rest()
+        if locked(run.folder / "run" / "checkpoints" / ".lock"):
+            defects.append("the run folder is locked")
+        if "Traceback (most recent call last)" in text:
+            defects.append("a traceback")
+        line = last_line(run.launchers[0].output.read_text(errors="replace"))
+        if ended and not any(codes):
+            defects += _differs(run, right)
+            return (RESTARTED if re.search(r"restart \d+ of", text) else CONTINUED) if witness else NOT_FIRED, line
+        if witness:
+            defects += _cause_problems(case, codes, text)
+        case.fault.heal(run)
+        self._start(run, case)
+        if not run.wait(deadline_s=START_S) or any(launcher.exit_code for launcher in run.launchers):
+            again = [launcher.exit_code for launcher in run.launchers]
+            defects.append(f"started again it ends with {again}: {last_line(run.text())}")
+        else:
+            defects += _differs(run, right)
+        return STOPPED if witness else NOT_FIRED, line
+
+
+def _cause_problems(case: Case, codes: Sequence[int | None], text: str) -> list[str]:
+    """Return what is wrong with how a run that stopped says so."""
+    signals = {130, 137, 138, 143, -9}
+    if case.fault.kind in ("kill the launcher", "signal to the launcher") or case.fault.kind.startswith("damaged"):
+        return [] if set(codes) <= signals | {0, 1, 2} else [f"exit codes {codes}"]
+    errors = [line for line in text.splitlines() if line.startswith("error:")]
+    if not errors:
+        return ["no line says why it stopped"]
+    if not any(cause in errors[-1] for cause in case.fault.causes):
+        return [f"the cause is not named: {errors[-1][:300]}"]
+    return []
+
+
+def _differs(run: Run, right: str) -> list[str]:
+    final = weights(run.folder / "run", STEPS)
+    return [] if final == right else [f"wrong result: weights {final} instead of {right}"]
+
+
+def locked(path: Path) -> bool:
+    """Return whether a process holds a lock file."""
+    if not path.exists():
+        return False
+    try:
+        os.close(lock_file(path))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,169 @@
+"""Faults between hosts, which are network namespaces of this machine, and of services that a run asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+from tests.fault_campaign.control_groups import kill
+from tests.fault_campaign.faults import Fault
+from tests.fault_campaign.runs import Run, run_tool
+from tests.two_hosts import INTERFACE
+
+RULES = "add table inet faults; add chain inet faults input {{ type filter hook input priority 0; }}; \
+add rule inet faults input iifname {interface} {rule} drop"
+
+
+@dataclass
+class Partition(Fault):
+    """The link between two hosts is cut, for ever or for `seconds`."""
+
+    seconds: float = 0.0
+    nodes: int = 2
+    may_start_late: bool = True
+
+    def fire(self, run: Run) -> str:
+        if not run.ranks():
+            return ""
+        node = run.random.randrange(2)
+        self._host = run.namespaces[node]
+        run_tool("ip", "-n", self._host, "link", "set", INTERFACE, "down")
+        if self.seconds:
+            run.wait_for(lambda: False, deadline_s=self.seconds)
+            self.heal(run)
+        return f"host {node} is cut off" + (f" for {self.seconds:g} s" if self.seconds else "")
+
+    def heal(self, run: Run) -> None:
+        run_tool("ip", "-n", self._host, "link", "set", INTERFACE, "up")
+
+
+@dataclass
+class LossyLink(Fault):
+    """A host loses a share of the packets that reach it, for `seconds`."""
+
+    percent: int = 10
+    seconds: float = 3.0
+    nodes: int = 2
+
+    def fire(self, run: Run) -> str:
+        if not run.ranks():
+            return ""
+        self._host = run.namespaces[run.random.randrange(2)]
+        rule = f"numgen random mod 100 < {self.percent}"
+        inside = ("ip", "netns", "exec", self._host, "nft")
+        run_tool(*inside, RULES.format(interface=INTERFACE, rule=rule))
+        run.wait_for(lambda: False, deadline_s=self.seconds)
+        run_tool(*inside, "delete table inet faults")
+        return f"{self.percent} % of the packets to a host are lost for {self.seconds:g} s"
+
+
+@dataclass
+class BadService(Fault):
+    """A reward service that answers wrongly, late or not at all, for a number of requests or for ever."""
+
+    how: str = "500"
+    times: int = 2  # of requests; 0: all from now on
+
+    def prepare(self, run: Run) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._service = start_service(run.folder, port)
+        self.settings = (
+            *("reward.source=http", f"reward.http.url=http://127.0.0.1:{port}/score", "reward.http.timeout_s=8"),
+            "reward.function=exact_match",
+        )
+
+    def fire(self, run: Run) -> str:
+        (run.folder / "service-order").write_text(json.dumps({"how": self.how, "times": self.times}))
+        hit = run.wait_for(lambda: (run.folder / "service-hit").exists(), deadline_s=10.0)
+        return f"the reward service: {self.how}, {self.times or 'all'} times" if hit else ""
+
+    def heal(self, run: Run) -> None:
+        (run.folder / "service-order").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """End the service."""
+        kill(self._service, signal.SIGKILL)
+        os.waitpid(self._service, 0)
+
+
+def start_service(folder: Path, port: int) -> int:
+    """Start the reward service in a process of its own; returns it once it listens."""
+    pid = os.fork()
+    if not pid:
+        try:
+            HTTPServer(("127.0.0.1", port), handler(folder)).serve_forever(0.01)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                break
+        time.sleep(0.01)
+    return pid
+
+
+def handler(folder: Path) -> type[BaseHTTPRequestHandler]:
+    """Return a handler of requests that follows the orders in a folder."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            items = json.loads(self.rfile.read(int(self.headers["content-length"])))["items"]
+            how = take_order(folder)
+            scores = [sum(digit in "13579" for digit in item["response"]) / 4 for item in items]
+            if how == "close":
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if how == "hang":
+                time.sleep(3600)
+            body = json.dumps({"scores": scores}).encode()
+            bodies = {
+                "garbage": b"<html>busy</html>",
+                "short": json.dumps({"scores": scores[:-1]}).encode(),
+                "nan": json.dumps({"scores": [float("nan")] * len(scores)}).encode(),
+                "text": json.dumps({"scores": ["good"] * len(scores)}).encode(),
+                "long": b"[" * (1 << 22),
+                "cut": body[: len(body) // 2],
+            }
+            status = int(how) if how.isdigit() else 200
+            content = bodies.get(how, body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content) * (2 if how == "cut" else 1)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Write no log."""
+
+    return Handler
+
+
+def take_order(folder: Path) -> str:
+    """Return the order for this request, empty for a right answer."""
+    order = folder / "service-order"
+    try:
+        given = json.loads(order.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return ""
+    (folder / "service-hit").touch()
+    if given["times"] == 1:
+        order.unlink(missing_ok=True)
+    elif given["times"]:
+        order.write_text(json.dumps({**given, "times": given["times"] - 1}))
+    return str(given["how"])
+
+
+def network_is_there() -> bool:
+    """Return whether namespaces can be made and packets dropped here."""
+    if os.geteuid() or sys.platform != "linux":
+        return False
+    return subprocess.run(["nft", "list", "ruleset"], check=False, capture_output=True).returncode == 0

@@ -1,0 +1,20 @@
+"""Imports of launchers and ranks, which are forked from the process that imports this."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+import tests.helpers.preloaded
+
+for name in (
+    "mega_rl.cli.app",
+    "mega_rl.launcher.ranks",
+    "mega_rl.launcher.store",
+    "mega_rl.engines.fsdp.engine",
+    "mega_rl.preflight",
+    "torch.distributed.run",
+    "datasets",
+):
+    importlib.import_module(name)
+assert tests.helpers.preloaded.threading.active_count() == 1, threading.enumerate()

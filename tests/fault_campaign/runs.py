@@ -1,0 +1,202 @@
+"""Runs of the campaign: started, watched, ended with a deadline, and what they leave behind."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fault_campaign.control_groups import ControlGroup, is_zombie, kill
+
+ROOT = Path(__file__).parents[2]
+POLL_S = 0.005
+REAP_S = 10.0  # in which every process of a run ends after its launcher
+
+
+@dataclass
+class Launcher:
+    """A launcher's process, and its place: the number of its node, its network namespace where it has one."""
+
+    pid: int
+    node: int
+    output: Path
+    exit_code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, below 0 the signal that killed it; None while it runs."""
+        if self.exit_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.exit_code = os.waitstatus_to_exitcode(status)
+        return self.exit_code
+
+
+@dataclass
+class Run:
+    """A run in a folder of its own. All its processes are in `group`, whatever becomes of their parents."""
+
+    name: str
+    folder: Path
+    group: ControlGroup
+    random: random.Random
+    environment: dict[str, str] = field(default_factory=dict)
+    launchers: list[Launcher] = field(default_factory=list)
+    namespaces: list[str] = field(default_factory=list)  # of the hosts; none: all is on this one
+
+    def start(self, commands: Sequence[Sequence[str]], *, forked: bool) -> None:
+        """Start a launcher for each command, in the network namespace of its number where there are some."""
+        attempt = len(list(self.folder.glob("output-*-0.txt")))
+        self.launchers = []
+        for node, command in enumerate(commands):
+            output = self.folder / f"output-{attempt}-{node}.txt"
+            place = self.namespaces[node] if self.namespaces else None
+            pid = self._spawn(command, output, place, forked=forked)
+            self.launchers.append(Launcher(pid, node, output))
+
+    def _spawn(self, command: Sequence[str], output: Path, namespace: str | None, *, forked: bool) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            os.setsid()
+            self.group.add(os.getpid())
+            if namespace is not None:
+                enter_network(namespace)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            os.chdir(self.folder)
+            os.environ.update(self.environment)
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            if forked:
+                from tests.fault_campaign.forking import run_command
+
+                run_command(command)
+            os.execve(sys.executable, [sys.executable, *command], os.environ)
+        finally:
+            os._exit(70)
+
+    def steps(self) -> list[int]:
+        """Return the steps in metrics.jsonl, in order."""
+        path = self.folder / "run" / "metrics.jsonl"
+        try:
+            whole = path.read_text().rpartition("\n")[0]
+        except (FileNotFoundError, NotADirectoryError, OSError):
+            return []
+        return [json.loads(line)["step"] for line in whole.splitlines()]
+
+    def wait_for(self, true: Callable[[], object], *, deadline_s: float) -> bool:
+        """Return whether something became true before all launchers ended and before the deadline."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            if true():
+                return True
+            if all(launcher.poll() is not None for launcher in self.launchers):
+                return bool(true())
+            time.sleep(POLL_S)
+        return False
+
+    def wait(self, *, deadline_s: float) -> bool:
+        """Return whether all launchers have ended before the deadline."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            if all(launcher.poll() is not None for launcher in self.launchers):
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def orphans(self) -> list[int]:
+        """Return the processes that are still there `REAP_S` after the launchers' end."""
+        deadline = time.monotonic() + REAP_S
+        while (left := self.group.members()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
+
+    def text(self) -> str:
+        """Return what the launchers of the last start wrote, one after the other."""
+        return "\n".join(launcher.output.read_text(errors="replace") for launcher in self.launchers)
+
+    def ranks(self) -> dict[int, int]:
+        """Return the processes of the ranks that run, by rank."""
+        return {rank: pid for pid in self.group.members() if (rank := rank_of(pid, self.folder)) is not None}
+
+    def pick_rank(self) -> tuple[int, int] | None:
+        """Return a rank at random and its process; None where none runs."""
+        ranks = sorted(self.ranks().items())
+        return self.random.choice(ranks) if ranks else None
+
+    def kill_rest(self) -> None:
+        """Kill what is left of the run."""
+        deadline = time.monotonic() + REAP_S
+        while (left := self.group.members()) and time.monotonic() < deadline:
+            for pid in left:
+                kill(pid)
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Kill what is left and forget it."""
+        self.kill_rest()
+        self.group.close()
+        for launcher in self.launchers:
+            if launcher.exit_code is None:
+                kill(launcher.pid)
+                launcher.exit_code = os.waitstatus_to_exitcode(os.waitpid(launcher.pid, 0)[1])
+
+
+def rank_of(pid: int, folder: Path) -> int | None:
+    """Return the rank of a process: a forked one has left a note, one that was executed has a variable."""
+    note = folder / "pids" / str(pid)
+    if note.exists():
+        return None if is_zombie(pid) else int(note.read_text())
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return None
+    ranks = [int(one[5:]) for one in variables if one.startswith(b"RANK=")]
+    return ranks[0] if ranks and b"mega_rl.cli\0train" in command else None
+
+
+def enter_network(namespace: str) -> None:
+    """Move this process into a named network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(descriptor, 0x40000000):  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+    os.close(descriptor)
+
+
+def weights(run_dir: Path, step: int) -> str | None:
+    """Return a hash of the tensors of a checkpoint, None without it."""
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        return None
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(shard.name.encode())
+        digest.update(shard.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not empty, without a terminal's control sequences."""
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip() for line in text.splitlines()]
+    return next((line for line in reversed(lines) if line), "")
+
+
+def run_tool(*command: str, environment: Mapping[str, str] | None = None) -> None:
+    """Run a program to its end."""
+    subprocess.run(command, check=True, env=None if environment is None else {**os.environ, **environment})

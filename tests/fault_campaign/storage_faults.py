@@ -1,0 +1,158 @@
+"""Faults of disks and files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fault_campaign.faults import Fault
+from tests.fault_campaign.runs import Run, run_tool
+
+FAILING_WRITES = Path(__file__).with_name("failing_writes.c")
+
+
+@dataclass
+class FullDisk(Fault):
+    """The run's folder is on a small disk, which fills up, and has room again after `seconds`."""
+
+    seconds: float = 0.0
+    size_mib: int = 24
+
+    def prepare(self, run: Run) -> None:
+        mount(run, f"size={self.size_mib}m")
+
+    def fire(self, run: Run) -> str:
+        if not run.steps():
+            return ""
+        filler = run.folder / "run" / "filler"
+        try:
+            with filler.open("wb") as file:
+                for _ in range(2 * self.size_mib):
+                    file.write(bytes(1 << 19))
+                    file.flush()
+        except OSError:
+            pass
+        if self.seconds:
+            run.wait_for(lambda: False, deadline_s=self.seconds)
+            filler.unlink()
+        return "the disk is full" + (f" for {self.seconds:g} s" if self.seconds else "")
+
+    def heal(self, run: Run) -> None:
+        (run.folder / "run" / "filler").unlink(missing_ok=True)
+
+
+@dataclass
+class ReadOnlyDisk(Fault):
+    """The run's folder can no longer be written to, as after an error of its disk."""
+
+    def prepare(self, run: Run) -> None:
+        mount(run, "size=64m")
+
+    def fire(self, run: Run) -> str:
+        if not run.steps():
+            return ""
+        done = subprocess.run(
+            ["mount", "-o", "remount,ro", str(run.folder / "run")], check=False, capture_output=True
+        )  # busy while a file is open for writing
+        if done.returncode:
+            run_tool("mount", "-o", "remount,ro", "--bind", str(run.folder / "run"), str(run.folder / "run"))
+        return "the disk is read-only"
+
+    def heal(self, run: Run) -> None:
+        run_tool("mount", "-o", "remount,rw", str(run.folder / "run"))
+
+
+@dataclass
+class FailingWrites(Fault):
+    """Writes and syncs below the run's folder fail with EIO while a file exists, by a preloaded library."""
+
+    seconds: float = 1.0
+    forked: bool = False
+
+    def prepare(self, run: Run) -> None:
+        library = run.folder / "failing_writes.so"
+        run_tool("gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(FAILING_WRITES), "-ldl")
+        run.environment |= {"LD_PRELOAD": str(library), "FAILING_WRITES": str(run.folder / "fail")}
+
+    def fire(self, run: Run) -> str:
+        if not run.ranks():
+            return ""
+        (run.folder / "fail").touch()
+        run.wait_for(lambda: False, deadline_s=self.seconds)
+        if self.seconds < 10:
+            (run.folder / "fail").unlink()
+        return f"writes of checkpoints fail with EIO for {self.seconds:g} s"
+
+    def heal(self, run: Run) -> None:
+        (run.folder / "fail").unlink(missing_ok=True)
+        run.environment.pop("LD_PRELOAD", None)
+
+
+@dataclass
+class LostFolder(Fault):
+    """The run's folder, or its checkpoints, are deleted while it runs."""
+
+    part: str = "checkpoints"
+
+    def fire(self, run: Run) -> str:
+        folder = run.folder / "run" / self.part
+        if not folder.exists():
+            return ""
+        for _ in range(20):  # files may come while it is removed
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+        return f"run/{self.part} is deleted"
+
+
+@dataclass
+class DamagedFile(Fault):
+    """A run is killed and a file of it is damaged before it goes on: a byte flipped, the end cut off, emptied."""
+
+    pattern: str = "run/checkpoints/step_*/*.safetensors"
+    how: str = "flip"
+
+    def fire(self, run: Run) -> str:
+        if not run.wait_for(lambda: len(list(run.folder.glob("run/checkpoints/step_*"))) > 1, deadline_s=20.0):
+            return ""
+        for pid in run.group.members():
+            os.kill(pid, 9)
+        run.wait(deadline_s=10.0)
+        files = sorted(run.folder.glob(self.pattern))
+        if not files:
+            return ""
+        return damage(files[-1], self.how, run)
+
+
+def damage(file: Path, how: str, run: Run) -> str:
+    """Damage a file; returns words for it."""
+    content = bytearray(file.read_bytes())
+    if how == "flip" and content:
+        content[run.random.randrange(len(content))] ^= 1 << run.random.randrange(8)
+    elif how == "cut":
+        del content[run.random.randrange(max(1, len(content))) :]
+    elif how == "empty":
+        content.clear()
+    elif how == "noise":
+        content = bytearray(run.random.randbytes(len(content)))
+    file.write_bytes(bytes(content))
+    return f"{file.relative_to(run.folder)}: {how}"
+
+
+def mount(run: Run, options: str) -> None:
+    """Mount a file system in memory at the run's folder; see `unmount`."""
+    folder = run.folder / "run"
+    folder.mkdir(exist_ok=True)
+    run_tool("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
+
+
+def unmount(run: Run) -> None:
+    """Unmount what `mount` has mounted."""
+    folder = run.folder / "run"
+    deadline = time.monotonic() + 5.0
+    while os.path.ismount(folder) and time.monotonic() < deadline:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
