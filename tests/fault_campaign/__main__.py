@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +38,8 @@ def main() -> int:
     chosen = cases(given.seed, given.faults, kinds=tuple(given.kinds))
     chosen = [case for case in chosen if not given.only or case.number in given.only]
     root = Path(tempfile.mkdtemp(prefix="fault_campaign_"))
-    inputs.write(root / "inputs")
+    # In a process of its own: progress bars start a thread, and what ranks are forked from may have none.
+    subprocess.run([sys.executable, "-m", inputs.__name__, str(root / "inputs")], check=True, stderr=subprocess.DEVNULL)
     results = root / "results.jsonl"
     results.touch()
     import tests.fault_campaign.preload  # noqa: F401 - what ranks are forked from

@@ -55,7 +55,7 @@ class _Subprocess:
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
-    def Popen(self, command: Sequence[str], **options: Any) -> Any:  # noqa: N802 - as in subprocess
+    def Popen(self, command: Sequence[str], **options: Any) -> Any:
         words = list(command)
         if words[1:3] == STORE:
             from mega_rl.launcher import store

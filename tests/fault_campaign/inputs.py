@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
@@ -27,7 +28,7 @@ SETTINGS = (
     *("trainer.microbatch.max_tokens=64", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "optim.lr=1e-3"),
     *("trainer.run_dir=run", f"trainer.steps={STEPS}", f"trainer.timeout_s={TIMEOUT_S:g}"),
     *(f"checkpoint.save_interval={SAVE_INTERVAL}", "checkpoint.timeout_s=20", "checkpoint.fallback=true"),
-    *("metrics.tensorboard=false", "metrics.progress_bar=false", "rollout.probe_interval=0"),
+    *("metrics.tensorboard=false", "metrics.progress_bar=false"),
 )
 REWARD = ("reward.function=reward.py:share_of_odd_tokens", "reward.pool.workers=0")
 
@@ -89,3 +90,7 @@ def write(folder: Path) -> None:
 def settings(layout: str) -> list[str]:
     """Return the command line of a layout, after `train`."""
     return [*SETTINGS, *REWARD, *LAYOUTS[layout][1]]
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

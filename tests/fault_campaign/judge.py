@@ -92,9 +92,7 @@ class Judge:
     def _new(self, folder: Path, name: str, stack: ExitStack, random: Random) -> Run:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        inputs.write(folder) if not (self._root / "inputs").exists() else shutil.copytree(
-            self._root / "inputs", folder, dirs_exist_ok=True
-        )
+        shutil.copytree(self._root / "inputs", folder, dirs_exist_ok=True)
         run = Run(name, folder, ControlGroup("pids", name), random)
         stack.callback(unmount, run)
         stack.callback(run.close)
