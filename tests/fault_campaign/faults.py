@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fault_campaign.control_groups import ControlGroup, kill
-from tests.fault_campaign.inputs import TIMEOUT_S
+from tests.fault_campaign.inputs import POOL, REWARD, TIMEOUT_S
 from tests.fault_campaign.runs import Run
 
 HANG_S = TIMEOUT_S + 10.0  # until a rank that stands still is named
@@ -26,7 +26,7 @@ class Fault:
     kind: str
     causes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
+    reward: tuple[str, ...] = REWARD  # settings of the rewards
     deadline_s: float = 60.0
     ends_with: tuple[int, ...] = ()
     may_start_late: bool = True  # may be injected before the first step
@@ -144,6 +144,7 @@ class BadReward(Fault):
     """A reward function raises, ends its process, hangs or writes without end."""
 
     how: str = "raise"
+    reward: tuple[str, ...] = POOL
 
     def fire(self, run: Run) -> str:
         order(run, self.how)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 COMMAND_LINE = ["-m", "mega_rl.cli"]
 STORE = ["-m", "mega_rl.launcher.store"]
 LEASH = ["-m", "mega_rl.launcher.leash"]
+LAUNCHER = ["-m", "mega_rl.launcher"]
 
 
 def run_command(command: Sequence[str]) -> NoReturn:
@@ -31,7 +32,18 @@ def run_command(command: Sequence[str]) -> NoReturn:
     logging.getLogger().handlers.clear()
     for module in (ranks, store):  # of this process alone, which is one launcher
         setattr(module, "subprocess", _Subprocess())  # noqa: B010 - a module, to a type checker
+    os.execve = _become  # type: ignore[assignment]  # of this process alone, as above
     _end(lambda: app.main(list(command[2:])))
+
+
+def _become(path: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run the launcher in this process, which would execute it."""
+    from mega_rl.launcher.launch import Launch, launch
+    from mega_rl.progress.terminal import show_progress
+
+    assert list(command[1:3]) == LAUNCHER, command
+    show_progress(live=False, beside_ranks=True)
+    _end(lambda: launch(Launch.parse(command[3])))
 
 
 def _end(main: Callable[[], int | None]) -> NoReturn:

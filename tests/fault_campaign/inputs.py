@@ -31,6 +31,7 @@ SETTINGS = (
     *("metrics.tensorboard=false", "metrics.progress_bar=false"),
 )
 REWARD = ("reward.function=reward.py:share_of_odd_tokens", "reward.pool.workers=0")
+POOL = (REWARD[0], "reward.pool.workers=1", "reward.pool.timeout_s=2", "reward.pool.max_failed_share=0")
 
 # The fault that a reward commits, once, is named by a file that the campaign writes and the function removes.
 REWARD_PROGRAM = '''"""Reward of a tiny task, and the faults that it commits when a file asks for them."""
@@ -88,8 +89,8 @@ def write(folder: Path) -> None:
 
 
 def settings(layout: str) -> list[str]:
-    """Return the command line of a layout, after `train`."""
-    return [*SETTINGS, *REWARD, *LAYOUTS[layout][1]]
+    """Return the command line of a layout, after `train`, without rewards."""
+    return [*SETTINGS, *LAYOUTS[layout][1]]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from random import Random
 from mega_rl.storage.lock import lock_file
 from tests.fault_campaign import inputs
 from tests.fault_campaign.control_groups import ControlGroup
+from tests.fault_campaign.faults import Fault
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
 from tests.fault_campaign.network_faults import BadService
 from tests.fault_campaign.plan import Case
@@ -78,11 +79,11 @@ class Judge:
         if key not in self._right:
             with ExitStack() as stack:
                 run = self._new(self._root / f"right-{self._worker}-{key}", f"{self._worker}-right", stack, Random(0))
-                plain = Case(0, BadService("") if service else case.fault, case.layout, "train", 1, 0.0, 0, False)
+                plain = Case(0, BadService("") if service else Fault(""), case.layout, "train", 1, 0.0, 0, False)
                 if service:
                     plain.fault.prepare(run)
                     stack.callback(plain.fault.stop)  # type: ignore[attr-defined]
-                run.start(self._commands(plain, run, fault=service), forked=True)
+                run.start(self._commands(plain, run), forked=True)
                 assert run.wait(deadline_s=START_S), f"the undisturbed run of {key} does not end: {run.text()}"
                 final = weights(run.folder / "run", STEPS)
                 assert final is not None, run.text()
@@ -98,14 +99,15 @@ class Judge:
         stack.callback(run.close)
         return run
 
-    def _commands(self, case: Case, run: Run, *, fault: bool = True) -> list[list[str]]:
-        settings = [*inputs.settings(case.layout), *(case.fault.settings if fault else ())]
+    def _commands(self, case: Case, run: Run) -> list[list[str]]:
+        settings = [*inputs.settings(case.layout), *case.fault.reward, *case.fault.settings]
         if case.memory:
             settings.append("checkpoint.memory_interval=1")
         ranks = LAYOUTS[case.layout][0]
         program = ["-m", "mega_rl.cli", "train"]
         if case.launcher == "torchrun":
-            torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
+            torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+            torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # SIGUSR1 would end torchrun alone
             return [[*torchrun, *program, *settings]]
         restarts = ["--max-restarts", str(case.restarts)]
         if case.launcher == "train":
@@ -141,7 +143,7 @@ class Judge:
         run.kill_rest()
         if locked(run.folder / "run" / "checkpoints" / ".lock"):
             defects.append("the run folder is locked")
-        if "Traceback (most recent call last)" in text:
+        if "Traceback (most recent call last)" in text and case.launcher != "torchrun":  # which writes one of its own
             defects.append("a traceback")
         line = last_line(run.launchers[0].output.read_text(errors="replace"))
         if ended and not any(codes):

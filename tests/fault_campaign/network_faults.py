@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.fault_campaign.control_groups import kill
 from tests.fault_campaign.faults import Fault
+from tests.fault_campaign.inputs import TIMEOUT_S
 from tests.fault_campaign.runs import Run, run_tool
 from tests.two_hosts import INTERFACE
 
@@ -76,9 +77,9 @@ class BadService(Fault):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._service = start_service(run.folder, port)
-        self.settings = (
-            *("reward.source=http", f"reward.http.url=http://127.0.0.1:{port}/score", "reward.http.timeout_s=8"),
-            "reward.function=exact_match",
+        self.reward = (
+            *("reward.source=http", f"reward.http.url=http://127.0.0.1:{port}/score"),
+            f"reward.http.timeout_s={TIMEOUT_S - 2:g}",
         )
 
     def fire(self, run: Run) -> str:

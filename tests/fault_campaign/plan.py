@@ -134,7 +134,8 @@ def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Rand
     layout = draw.choice(["tp2", "dp2", "pp2", "fsdp2", "tp2", "dp2", "tp2-dp2", "tp2-pp2"])
     assert layout in LAYOUTS
     launcher = "train"
-    if fault.nodes == 1 and fault.forked and draw.random() < 0.04:
+    killed = isinstance(fault, KillLauncher) and fault.number == SIGKILL  # torchrun's ranks outlive it
+    if fault.nodes == 1 and fault.forked and not killed and draw.random() < 0.04:
         launcher = "torchrun"
     elif fault.nodes == 2 or draw.random() < 0.12:
         launcher = "nodes"

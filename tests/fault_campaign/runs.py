@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import safe_open
+
 from tests.fault_campaign.control_groups import ControlGroup, is_zombie, kill
 
 ROOT = Path(__file__).parents[2]
@@ -179,16 +181,18 @@ def enter_network(namespace: str) -> None:
 
 
 def weights(run_dir: Path, step: int) -> str | None:
-    """Return a hash of the tensors of a checkpoint, None without it."""
-    folder = run_dir / "checkpoints" / f"step_{step:06d}"
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        return None
+    """Return a hash of all tensors of a checkpoint but Python's random numbers, None without it.
+
+    Those of Python are the user's: each process begins with others.
+    """
     digest = hashlib.sha256()
+    shards = sorted((run_dir / "checkpoints" / f"step_{step:06d}").glob("*.safetensors"))
     for shard in shards:
-        digest.update(shard.name.encode())
-        digest.update(shard.read_bytes())
-    return digest.hexdigest()[:16]
+        with safe_open(shard, framework="np") as tensors:
+            for name in sorted(tensors.keys()):
+                if "/random/python@" not in name:
+                    digest.update(name.encode() + tensors.get_tensor(name).tobytes())
+    return digest.hexdigest()[:16] if shards else None
 
 
 def last_line(text: str) -> str:
