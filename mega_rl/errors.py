@@ -24,6 +24,10 @@ class RunError(RuntimeError):
     exit_code = 1
 
 
+class StalledError(RunError):
+    """A run that stands still because of a rank that makes no progress; raised on the ranks that wait for it."""
+
+
 class NonFiniteGradientError(RunError):
     """A gradient norm that is NaN or infinite; weights, moments and step counts are unchanged."""
 

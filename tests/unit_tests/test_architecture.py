@@ -61,6 +61,7 @@ READ_THE_ENVIRONMENT = [
     "converters/live/copying.py",
     "converters/offline/world.py",
     "environment.py",
+    "health/flight_recorder.py",
     "hub/node.py",
     "metrics/tracker_clients.py",
     "metrics/trackers.py",
