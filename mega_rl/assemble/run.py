@@ -53,19 +53,22 @@ def running(
     facts = _facts(config)
     with (
         beating(facts, FlightRecorder(), device_bytes=_device_bytes(accelerator)) as heartbeat,
-        Guard(heartbeat),
+        Guard(heartbeat) as guard,
         session(config, accelerator) as groups,
-        Guard(heartbeat),  # before groups are taken down, which a peer that does not answer may hold up
         ExitStack() as resources,
     ):
-        check_commits(config.origins, ranks_of(groups.host_world))
-        stop = StopRequest(ranks_of(groups.host_world))
+        with guard:
+            check_commits(config.origins, ranks_of(groups.host_world))
+            stop = StopRequest(ranks_of(groups.host_world))
         resources.callback(stop.restore)
-        with progress.phase("preparing the run"):
-            trainer = build_trainer(
-                config, accelerator, groups, stop_requested=stop, resources=resources, reward_function=reward
-            )
-        yield trainer, stop
+        # Inside of what catches signals: a launcher ends the ranks while they still look for the cause. And before
+        # servers and groups are taken down, which a peer that does not answer may hold up.
+        with guard:
+            with progress.phase("preparing the run"):
+                trainer = build_trainer(
+                    config, accelerator, groups, stop_requested=stop, resources=resources, reward_function=reward
+                )
+            yield trainer, stop
         resources.callback(progress.begin("closing files and servers").end)
         if stop.exit_code:
             heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")

@@ -35,15 +35,16 @@ from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.health.endings import kind_of
 from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
 # this found something of its own.
 OTHER_RANKS_WAIT_S = 5.0
-# How gloo ends the collective of a rank whose peer has died.
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
+# Errors that another rank has caused, outside of a run, which names phase and collective (`mega_rl.health.guard`).
+BY_OTHERS = {"lost peer": LOST_CONNECTION, "timeout": "waited for another rank longer than a collective may take"}
 
 app = Commands(name="mega-rl", help="PPO and GRPO on Megatron-Core.", completion=True)
 app.add_typer(quickstart.app)
@@ -122,8 +123,26 @@ def train(
 
 
 @app.command()
-def doctor() -> None:
-    """List versions, devices and optional packages, and what is used where one is missing."""
+def doctor(
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="Folder of a run: show its ranks while it lives, else its newest report."),
+    ] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="With --run: stacks of the ranks on this machine.")] = False,
+) -> None:
+    """List versions, devices and optional packages, and what is used where one is missing; or look at a run.
+
+    With --run the exit code is 1 if the run's last end was a hang or a failure.
+    """
+    if run is not None:
+        from mega_rl.health.overview import overview
+
+        lines, code = overview(run, stacks=stacks)
+        for line in lines:
+            typer.echo(line)
+        raise typer.Exit(code)
+    if stacks:
+        raise UserError("--stacks: shows the ranks of a run; give its folder with --run")
     from mega_rl.cli.doctor import report
 
     for line in report():
@@ -186,8 +205,9 @@ def _in_words(error: typer.TyperException) -> str:
 
 def _in_one_line(error: Exception) -> str | None:
     """Return what ended a run whose cause lies outside this package, None for an error that needs its traceback."""
-    if isinstance(error, RuntimeError) and "gloo" in str(error) and any(words in str(error) for words in PEER_IS_GONE):
-        return LOST_CONNECTION
+    line = BY_OTHERS.get(kind_of(error))
+    if line is not None:
+        return line
     place = place_in_users_code(error)
     return None if place is None else f"your own code raised {type(error).__name__}: {error} (at {place})"
 

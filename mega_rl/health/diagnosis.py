@@ -64,14 +64,14 @@ def _death(evidence: Evidence, memory_ran_out: bool) -> tuple[str, int] | None:
         if number == SIGTERM or (number == SIGKILL and state is not None and state.stopped):
             continue  # by a launcher, which ends the ranks that are left
         if number:
-            return f"{_named(evidence, rank)} was killed by {name_of_signal(number)}{_when(record)}" + (
-                _of_memory(record, memory_ran_out) if number == SIGKILL else ""
-            ), rank
+            memory = _of_memory(record, memory_ran_out) if number == SIGKILL else ""
+            return f"{_named(evidence, rank)} was killed by {name_of_signal(number)}{_last_seen(record)}{memory}", rank
         code = evidence.exits.get(rank)
         if code is None:
-            return f"{_named(evidence, rank)} has died without a word{_when(record)}", rank
+            memory = _of_memory(record, memory_ran_out) if memory_ran_out else ""
+            return f"{_named(evidence, rank)} has died without a word{_last_seen(record)}{memory}", rank
         if code not in (*USUAL, *STOPPED_CODES):
-            return f"{_named(evidence, rank)} ended with exit code {code}{_when(record)}", rank
+            return f"{_named(evidence, rank)} ended with exit code {code}{_last_seen(record)}", rank
     return None
 
 
@@ -155,7 +155,7 @@ def _at(evidence: Evidence, rank: int) -> str:
     return f" at {stacks.top}" if stacks is not None and stacks.top else ""
 
 
-def _last_seen(record: RankRecord) -> str:
+def _last_seen(record: RankRecord | None) -> str:
     where = _when(record)
     return f", last seen{where}" if where else ""
 
@@ -183,9 +183,9 @@ def _named(evidence: Evidence, rank: int) -> str:
 
 
 def _in_order_of_ends(evidence: Evidence) -> list[int]:
-    """Return the ranks that have ended, those of known order first."""
+    """Return the ranks that have ended: those of known order first, then by their last beats."""
     others = [rank for rank in evidence.records if rank not in evidence.exits and evidence.has_ended(rank)]
-    return [*evidence.exits, *others]
+    return [*evidence.exits, *sorted(others, key=lambda rank: evidence.records[rank].beat)]
 
 
 def _signal_of(evidence: Evidence, rank: int) -> int:

@@ -33,8 +33,8 @@ class Guard:
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
 
-    def __enter__(self) -> None:
-        """Do nothing: the heartbeat has begun."""
+    def __enter__(self) -> Guard:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -59,8 +59,8 @@ def innocent_line(words: LastWords, timeout_s: float) -> str:
     call = "" if words.waiting is None else f" in {words.waiting}"
     if words.kind == "timeout":
         return f"waited {timeout_s:g} s (trainer.timeout_s){call}{where} for a rank that did not come"
-    gone = "lost the connection to another rank, which has ended"
-    return f"{gone}{call}{where}; what that rank said, if anything, is the cause"
+    lost = f"lost the connection to another rank{call}{where}"
+    return f"{lost}: it has ended, and what it said, if anything, is the cause"
 
 
 def investigate(facts: RankFacts) -> str | None:
