@@ -24,7 +24,11 @@ class RunError(RuntimeError):
     exit_code = 1
 
 
-class StalledError(RunError):
+class PeerError(RunError):
+    """Failure of a rank that another one has caused, which is gone, or did not come to a collective in time."""
+
+
+class StalledError(PeerError):
     """A run that stands still because of a rank that makes no progress; raised on the ranks that wait for it."""
 
 

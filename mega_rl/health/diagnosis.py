@@ -27,11 +27,12 @@ class Diagnosis:
 
 
 def diagnose(
-    run_dir: Path, *, exits: Mapping[int, int], world_size: int, write: bool = True, host_kills: int = 0
+    run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int, write: bool = True, host_kills: int = 0
 ) -> Diagnosis | None:
     """Return why a run failed or stands still, None where the ranks said so themselves or have no records.
 
-    exits: exit codes by rank, in the order of the ends, below 0 a signal. write: a hang or death gets a report in
+    exits: exit codes by rank, in the order of the ends, below 0 a signal; of the ranks that ended before a launcher
+    began to end the others, None without a launcher. write: a hang or death gets a report in
     RUN_DIR/health. host_kills: `processes.kills_for_memory` as the run began, of which more mean that memory ran out.
     """
     evidence = gather(run_dir, world_size=world_size, exits=exits)

@@ -18,6 +18,7 @@ LOST_PEER = (
     "remote process exited or there was a network error",
     "ncclRemoteError",
 )
+OF_THE_STORE = ("DistNetworkError", "DistStoreError")
 TIMED_OUT = (
     "Timed out waiting",
     "timed out after",
@@ -46,4 +47,6 @@ def kind_of(error: BaseException) -> str:
         return "error"
     if any(words in text for words in LOST_PEER):
         return "lost peer"
-    return "timeout" if any(words in text for words in TIMED_OUT) else "error"
+    if any(words in text for words in TIMED_OUT):
+        return "timeout"
+    return "lost peer" if type(error).__name__ in OF_THE_STORE else "error"

@@ -70,7 +70,10 @@ class Evidence:
 
 
 def gather(run_dir: Path, *, world_size: int, exits: Mapping[int, int] | None = None) -> Evidence:
-    """Return the evidence that lies in a run's folder, and that this host has on its own ranks."""
+    """Return the evidence that lies in a run's folder, and that this host has on its own ranks.
+
+    exits: as a launcher knows them. It has killed the other ranks by now, so those that are gone say nothing.
+    """
     records = {rank: record for rank, record in read_records(run_dir).items() if rank < world_size}
     host = socket.gethostname()
     states, stacks = {}, {}
@@ -78,9 +81,9 @@ def gather(run_dir: Path, *, world_size: int, exits: Mapping[int, int] | None = 
         seen = read_stacks(run_dir, rank)
         if seen is not None:
             stacks[rank], states[rank] = seen, seen.state
-        if record.host == host and (seen is None or rank not in (exits or {})):
+        elif record.host == host:
             now = process_state(record.pid, record.started)
-            if seen is None or now.alive:  # a rank that was killed after it was looked at was alive when it mattered
+            if exits is None or now.alive:
                 states[rank] = now
     return Evidence(world_size, time.time(), records, states, exits or {}, stacks)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from mega_rl.errors import RunError, StalledError
+from mega_rl.errors import PeerError, StalledError
 from mega_rl.health.diagnosis import diagnose
 from mega_rl.health.endings import kind_of
 from mega_rl.health.evidence import INNOCENT, in_phase
@@ -26,8 +26,8 @@ LOOK_S = 0.1
 class Guard:
     """Context manager that writes the last words of a rank that fails inside.
 
-    An error that another rank has caused leaves it as a RunError of one line: phase, step and collective, or, without a
-    launcher that looks for it, the cause.
+    An error that another rank has caused leaves it as a PeerError of one line: phase, step and collective, or the
+    cause, where no launcher looks for it.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -39,7 +39,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write the last words for an error. Raises RunError for one that another rank has caused."""
+        """Write the last words for an error. Raises PeerError for one that another rank has caused."""
         heartbeat, facts = self._heartbeat, self._heartbeat.facts
         if error is None or heartbeat.ended is not None:  # said by a guard further inside
             return
@@ -50,7 +50,7 @@ class Guard:
         write_stacks(facts.run_dir, facts.rank, os.getpid(), process_state(os.getpid()), own)
         line = str(error) if isinstance(error, StalledError) else innocent_line(words, facts.timeout_s)
         cause = None if facts.launched else investigate(facts)
-        raise RunError(cause or line) from error
+        raise PeerError(cause or line) from error
 
 
 def innocent_line(words: LastWords, timeout_s: float) -> str:
@@ -85,7 +85,7 @@ def investigate(facts: RankFacts) -> str | None:
     _is_settled(folder / stacks, within_s=WITHIN_S)
     for other in {records[rank].host for rank in noticed} - {host}:
         _is_settled(folder / _stacks_claim(other, facts), within_s=GRACE_S)
-    diagnosis = diagnose(facts.run_dir, exits={}, world_size=facts.world_size)
+    diagnosis = diagnose(facts.run_dir, exits=None, world_size=facts.world_size)
     _settle(folder / cause, "unknown" if diagnosis is None else diagnosis.cause)
     if diagnosis is None:
         return None
