@@ -24,6 +24,14 @@ class RunError(RuntimeError):
     exit_code = 1
 
 
+class PeerError(RunError):
+    """Failure of a rank that another one has caused, which is gone, or did not come to a collective in time."""
+
+
+class StalledError(PeerError):
+    """A run that stands still because of a rank that makes no progress; raised on the ranks that wait for it."""
+
+
 class NonFiniteGradientError(RunError):
     """A gradient norm that is NaN or infinite; weights, moments and step counts are unchanged."""
 

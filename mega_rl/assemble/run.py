@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.assemble.trainer import build_trainer
 from mega_rl.config.schema import Config
+from mega_rl.health import records
+from mega_rl.health.flight_recorder import FlightRecorder
+from mega_rl.health.guard import Guard
+from mega_rl.health.heartbeat import RankFacts, beating
 from mega_rl.metrics.summary import show_summary
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import ranks_of
@@ -45,16 +50,49 @@ def running(
 
     reward: scores responses in place of the function that the config names.
     """
-    with session(config, accelerator) as groups, ExitStack() as resources:
-        check_commits(config.origins, ranks_of(groups.host_world))
-        stop = StopRequest(ranks_of(groups.host_world))
+    facts = _facts(config)
+    with (
+        beating(facts, FlightRecorder(), device_bytes=_device_bytes(accelerator)) as heartbeat,
+        Guard(heartbeat) as guard,
+        session(config, accelerator) as groups,
+        ExitStack() as resources,
+    ):
+        with guard:
+            check_commits(config.origins, ranks_of(groups.host_world))
+            stop = StopRequest(ranks_of(groups.host_world))
         resources.callback(stop.restore)
-        with progress.phase("preparing the run"):
-            trainer = build_trainer(
-                config, accelerator, groups, stop_requested=stop, resources=resources, reward_function=reward
-            )
-        yield trainer, stop
+        # Inside of what catches signals: a launcher ends the ranks while they still look for the cause. And before
+        # servers and groups are taken down, which a peer that does not answer may hold up.
+        with guard:
+            with progress.phase("preparing the run"):
+                trainer = build_trainer(
+                    config, accelerator, groups, stop_requested=stop, resources=resources, reward_function=reward
+                )
+            yield trainer, stop
         resources.callback(progress.begin("closing files and servers").end)
+        if stop.exit_code:
+            heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")
+
+
+def _facts(config: Config) -> RankFacts:
+    """Return the facts of this rank; rank 0 removes what ranks of an earlier start have left, unless a launcher has."""
+    launched = "MEGA_RL_GENERATION" in os.environ
+    facts = RankFacts(
+        run_dir=Path(config.trainer.run_dir),
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        generation=int(os.environ.get("MEGA_RL_GENERATION", "0")),
+        timeout_s=config.trainer.timeout_s,
+        launched=launched,
+    )
+    if facts.rank == 0 and not launched:
+        records.clear(facts.run_dir)
+    return facts
+
+
+def _device_bytes(accelerator: Accelerator) -> Callable[[], int]:
+    """Return what counts the memory of tensors on a device; on a CPU it is the process's, which is known."""
+    return accelerator.memory_allocated if accelerator.name == "cuda" else lambda: 0
 
 
 @contextmanager

@@ -35,9 +35,10 @@ from mega_rl.cli.launch import app as launch_app
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
-from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.errors import PeerError, RunError, UserError, UserErrors
+from mega_rl.health.overview import overview
 from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.outcome import LOST_PEER
+from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.peers import has_launcher, innocence
 from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.launcher.signals import SIGNALS
@@ -48,6 +49,8 @@ EXIT_INTERRUPTED = 130
 # this found something of its own.
 OTHER_RANKS_WAIT_S = 5.0
 LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
+# Errors that another rank has caused, outside of a run, which names phase and collective (`mega_rl.health.guard`).
+BY_OTHERS = {LOST_PEER: LOST_CONNECTION, WAITED_IN_VAIN: "waited in a collective for a rank that did not come in time"}
 
 app = Commands(name="mega-rl", help="PPO and GRPO on Megatron-Core.", completion=True)
 app.add_typer(quickstart.app)
@@ -140,8 +143,24 @@ def train(
 
 
 @app.command()
-def doctor() -> None:
-    """List versions, devices and optional packages, and what is used where one is missing."""
+def doctor(
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="Folder of a run: show its ranks while it lives, else its newest report."),
+    ] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="With --run: stacks of the ranks on this machine.")] = False,
+) -> None:
+    """List versions, devices and optional packages, and what is used where one is missing; or look at a run.
+
+    With --run the exit code is 1 if the run's last end was a hang or a failure.
+    """
+    if run is not None:
+        lines, code = overview(run, stacks=stacks)
+        for line in lines:
+            typer.echo(line)
+        raise typer.Exit(code)
+    if stacks:
+        raise UserError("--stacks: shows the ranks of a run; give its folder with --run")
     from mega_rl.cli.doctor import report
 
     for line in report():
@@ -176,6 +195,9 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
         outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
+    except PeerError as error:
+        code = innocence(error)
+        return code if code is not None and has_launcher() else _report([str(error)], code=error.exit_code)
     except RunError as error:
         return _report([str(error)], code=error.exit_code)
     except typer.BadParameter as error:
@@ -187,7 +209,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     except Exception as error:
         if (code := innocence(error)) is not None and has_launcher():
             return code  # the launcher says which rank it was
-        if (problem := LOST_CONNECTION if code == LOST_PEER else _in_one_line(error)) is None:
+        if (problem := _in_one_line(error) if code is None else BY_OTHERS[code]) is None:
             raise
         return _report([problem], code=RunError.exit_code)
     finally:

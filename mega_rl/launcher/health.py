@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from mega_rl.health.diagnosis import diagnose
+from mega_rl.health.processes import kills_for_memory
+from mega_rl.health.records import clear, read_records
+from mega_rl.health.stacks import collect
+from mega_rl.health.watch import overdue
+from mega_rl.launcher.outcome import INNOCENT
 from mega_rl.launcher.ranks import RankEnd
 
 
@@ -50,6 +57,40 @@ class NoRecords:
         return None
 
 
+class RunRecords:
+    """Health of the ranks of a run folder, as they record it (`mega_rl.health`)."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._kills = kills_for_memory()
+
+    def clear(self) -> None:
+        """Remove records, stacks and claims; reports stay."""
+        clear(self._run_dir)
+
+    def step(self) -> int | None:
+        """Return the steps that the rank that has done most has recorded."""
+        steps = [record.step for record in read_records(self._run_dir).values() if record.step is not None]
+        return max(steps, default=None)
+
+    def overdue(self) -> str | None:
+        """Return which wait is past its deadline, or that no rank gives a sign of life."""
+        return overdue(self._run_dir, now=time.time())
+
+    def collect(self, processes: Mapping[int, int]) -> None:
+        """Write the stacks of this node's ranks."""
+        collect(self._run_dir, processes)
+
+    def diagnose(self, ends: Sequence[RankEnd], *, world_size: int) -> str | None:
+        """Return the rank that lags or died, why, and the report."""
+        # The codes of ranks that say that others brought them down are in their records, with the collective.
+        exits = {end.rank: end.code for end in ends if end.code not in INNOCENT}
+        diagnosis = diagnose(self._run_dir, exits=exits, world_size=world_size, host_kills=self._kills)
+        if diagnosis is None:
+            return None
+        return diagnosis.cause if diagnosis.report is None else f"{diagnosis.cause} (report: {diagnosis.report})"
+
+
 def health_of(run_dir: Path | None) -> RankHealth:
     """Return the health of the ranks of a run folder; None: of a program that has none."""
-    return NoRecords()
+    return NoRecords() if run_dir is None else RunRecords(run_dir)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import os
 
+from mega_rl.health.endings import kind_of
 from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.ranks import GENERATION
-
-# How gloo ends a collective, and NCCL's ncclRemoteError. torch.distributed has one type for all of gloo's errors.
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-_REMOTE_ERROR = "remote process exited or there was a network error"
-_LATE = ("Timed out waiting", "timed out")
-_OF_THE_STORE = ("DistNetworkError", "DistStoreError")
 
 
 def has_launcher() -> bool:
@@ -26,11 +21,4 @@ def innocence(error: BaseException) -> int | None:
     """
     while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         error = before
-    text = str(error)
-    if isinstance(error, RuntimeError) and "gloo" in text and any(words in text for words in _PEER_IS_GONE):
-        return LOST_PEER
-    if isinstance(error, RuntimeError) and "gloo" in text and any(words in text for words in _LATE):
-        return WAITED_IN_VAIN
-    if _REMOTE_ERROR in text or type(error).__name__ in _OF_THE_STORE:
-        return LOST_PEER
-    return None
+    return {"lost peer": LOST_PEER, "timeout": WAITED_IN_VAIN}.get(kind_of(error))

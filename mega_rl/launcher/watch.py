@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.launcher.outcome import INNOCENT, RunFailure, failure_of
+from mega_rl.launcher.outcome import INNOCENT, WAITED_IN_VAIN, RunFailure, failure_of
 from mega_rl.launcher.ranks import RankEnd
 from mega_rl.launcher.signals import SIGNALS, STOPPED
 from mega_rl.launcher.warden import SAVE_S
@@ -15,6 +15,7 @@ from mega_rl.launcher.warden import SAVE_S
 SETTLE_S = 0.5  # after a first failure: others that end in it may explain it
 # After a rank that only lost another: that one may still be closing its files, or letting rank 0 speak first.
 INNOCENT_S = 10.0
+LATE_S = 2.0  # after a rank whose collective took too long: the others of the collective give up as well
 GIVE_UP_S = 60.0  # after the kill: a process that the kernel does not end, say in a file system that does not answer
 
 
@@ -68,7 +69,9 @@ class GenerationWatch:
             # Ranks that were stopped while they started die of the signal, and others then of their absence.
             innocent = (0, *INNOCENT, *((-number for number in SIGNALS) if self._is_stopped else ()))
             only_innocent = all(one.code in innocent for one in self._ends)
-            self._end_within(0.0 if end.code == UserError.exit_code else INNOCENT_S if only_innocent else SETTLE_S)
+            only_late = all(one.code == WAITED_IN_VAIN for one in self._ends)
+            settle_s = LATE_S if only_late else INNOCENT_S if only_innocent else SETTLE_S
+            self._end_within(0.0 if end.code == UserError.exit_code else settle_s)
 
     def lose(self, ranks: Sequence[int], cause: str) -> None:
         """Note that the launcher of these ranks is gone."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError, StalledError, UserError
 from mega_rl.protocols import Ranks
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def run_beside_meetings(
 
 
 def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[], str | None], beat_s: float) -> None:
-    """Meet every `beat_s` seconds until the work of all ranks has ended. Raises RunError on all when one is stalled."""
+    """Meet every `beat_s` seconds until all ranks' work has ended. Raises StalledError on all when one's is stalled."""
     while True:
         running = not ended.wait(beat_s)
         reason = stalled() if running else None
@@ -178,7 +178,7 @@ def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[]
             message = first_failure(reason, ranks)
             if reason is not None:
                 log.error("%s", reason)  # this rank cannot raise: its main thread works
-            raise RunError(message)
+            raise StalledError(message)
         if not state[0]:
             return
 

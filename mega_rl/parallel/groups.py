@@ -252,7 +252,7 @@ def _replica_group(layout: ParallelLayout, collection: ProcessGroupCollection, *
     """Return the group of a replica: Megatron-Core's `mp`, or a new one with context parallelism, which `mp` omits."""
     if layout.cp == 1:
         return collection.mp
-    group, _ = dist.new_subgroups_by_enumeration(_replicas(layout), timeout=timeout)
+    group, _ = dist.new_subgroups_by_enumeration(_replicas(layout), timeout=timeout, group_desc="replica")
     return group
 
 
@@ -266,5 +266,7 @@ def _on_host(group: ProcessGroup, ranks: list[list[int]], *, timeout: timedelta)
     """Return a group, one of those of `ranks`, as a gloo group; collective over the world."""
     if dist.get_backend(group) == "gloo":
         return group
-    twin, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend="gloo")
+    twin, _ = dist.new_subgroups_by_enumeration(
+        ranks, timeout=timeout, backend="gloo", group_desc=f"host {group.group_desc}"
+    )
     return twin

@@ -8,6 +8,7 @@ from mega_rl.progress.phases import (
     Listener,
     Phase,
     active,
+    active_at,
     begin,
     close,
     counter,
@@ -20,8 +21,8 @@ from mega_rl.progress.phases import (
 )  # fmt: skip
 
 __all__ = [
-    "Listener", "Phase", "active", "begin", "close", "counter", "importing", "listen", "note", "phase", "report",
-    "rounds", "show_progress",
+    "Listener", "Phase", "active", "active_at", "begin", "close", "counter", "importing", "listen", "note", "phase",
+    "report", "rounds", "show_progress",
 ]  # fmt: skip
 
 

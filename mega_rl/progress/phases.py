@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ class Listener(Protocol):
         ...
 
 
+_PHASES = "_mega_rl_phases"  # attribute of an error that has left a phase
 _lock = threading.Lock()
 _active: list[Phase] = []
 _listener: Listener | None = None
@@ -113,6 +115,12 @@ def active() -> tuple[Phase, ...]:
         return tuple(_active)
 
 
+def active_at(error: BaseException) -> tuple[Phase, ...]:
+    """Return the phases that were in progress when an error was raised; those of now if it has left none."""
+    phases: tuple[Phase, ...] = vars(error).get(_PHASES, ()) or active()
+    return phases
+
+
 def begin(
     name: str, *, total: float | None = None, unit: str = "", deadline_s: float | None = None, announce: bool = False
 ) -> Phase:
@@ -126,10 +134,8 @@ def phase(
 ) -> Iterator[Phase]:
     """Show the block as a phase. announce: the log gets a line with its name, for what happens once in a run."""
     begun = begin(name, total=total, unit=unit, deadline_s=deadline_s, announce=announce)
-    try:
+    with _ending(begun):
         yield begun
-    finally:
-        begun.end()
 
 
 @contextmanager
@@ -155,10 +161,8 @@ def importing(names: str, *, announce: bool = False) -> Iterator[Phase]:
 def rounds(name: str, total: int, *, done: int = 0) -> Iterator[Phase]:
     """Show the block as `total` rounds of which `done` were done before; its owner advances it after each."""
     begun = _begin(Phase(name, total=total, done=done, rounds=True), announce=False)
-    try:
+    with _ending(begun):
         yield begun
-    finally:
-        begun.end()
 
 
 def report(done: float, total: float | None = None, *, unit: str = "", note: str = "") -> None:
@@ -188,6 +192,18 @@ def _innermost() -> Phase | None:
     thread = threading.get_ident()
     with _lock:
         return next((phase for phase in reversed(_active) if phase.thread == thread and not phase.rounds), None)
+
+
+@contextmanager
+def _ending(begun: Phase) -> Iterator[None]:
+    """End a phase with the block; an error that leaves it keeps the phases that were in progress."""
+    try:
+        yield
+    finally:
+        error = sys.exception()
+        if error is not None and _PHASES not in vars(error):
+            setattr(error, _PHASES, active())
+        begun.end()
 
 
 def _begin(begun: Phase, *, announce: bool) -> Phase:

@@ -61,6 +61,7 @@ READ_THE_ENVIRONMENT = [
     "converters/offline/world.py",
     "cores.py",
     "environment.py",
+    "health/flight_recorder.py",
     "hub/node.py",
     "launcher/launch.py",
     "launcher/peers.py",

@@ -1,0 +1,128 @@
+"""Evidence on ranks that failed or stand still: records, ends, process states; and who waits for whom."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mega_rl.health.processes import ProcessState, process_state
+from mega_rl.health.records import Collective, RankRecord, read_records
+from mega_rl.health.stacks import Stacks, read_stacks
+
+INNOCENT = ("timeout", "lost peer")  # ends that another rank has caused
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """State of a run's ranks at one moment."""
+
+    world_size: int
+    now: float  # time.time()
+    records: Mapping[int, RankRecord]
+    states: Mapping[int, ProcessState] = field(default_factory=dict)  # of the ranks whose host could be asked
+    exits: Mapping[int, int] = field(default_factory=dict)  # exit codes in the order of the ends, below 0 a signal
+    stacks: Mapping[int, Stacks] = field(default_factory=dict)
+
+    def waiting(self, rank: int) -> Collective | None:
+        """Return the collective that a rank waits in, or waited in when it failed; None while it does other things."""
+        record = self.records.get(rank)
+        if record is None:
+            return None
+        if record.ended is not None:
+            return record.ended.waiting if record.ended.kind in INNOCENT else None
+        return record.waiting
+
+    def is_innocent(self, rank: int) -> bool:
+        """Return whether a rank has ended because of another one."""
+        record = self.records.get(rank)
+        if record is None:
+            return False
+        if record.ended is not None:
+            return record.ended.kind in INNOCENT
+        # NCCL's watchdog aborts the process of a rank whose collective is overdue.
+        waiting = record.waiting
+        near = waiting is not None and waiting.age_s >= 0.5 * (waiting.deadline_s or record.timeout_s)
+        return self.exits.get(rank) == -6 and near
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank's process is known to have ended."""
+        record, state = self.records.get(rank), self.states.get(rank)
+        return rank in self.exits or (record is not None and record.ended is not None) or (
+            state is not None and not state.alive
+        )  # fmt: skip
+
+    def missing(self) -> list[int]:
+        """Return the ranks that others wait for and that wait in no collective themselves, or are stopped."""
+        waiting = {rank: one for rank in self.records if (one := self.waiting(rank)) is not None}
+        frozen = {rank for rank, state in self.states.items() if state.stopped}
+        awaited: set[int] = set()
+        for rank, one in waiting.items():
+            if rank in frozen:
+                continue
+            members = one.ranks or tuple(range(self.world_size))
+            awaited |= {other for other in members if not _meets(one, waiting.get(other))}
+        if not waiting:  # they wait in something that nobody records, as messages of a pipeline over gloo
+            awaited = {rank for rank in range(self.world_size) if not self.is_innocent(rank)}
+        return sorted(rank for rank in awaited | frozen if rank in frozen or rank not in waiting)
+
+
+def gather(run_dir: Path, *, world_size: int, exits: Mapping[int, int] | None = None) -> Evidence:
+    """Return the evidence that lies in a run's folder, and that this host has on its own ranks.
+
+    exits: as a launcher knows them. It has killed the other ranks by now, so those that are gone say nothing.
+    """
+    records = {rank: record for rank, record in read_records(run_dir).items() if rank < world_size}
+    host = socket.gethostname()
+    states, stacks = {}, {}
+    for rank, record in records.items():
+        seen = read_stacks(run_dir, rank)
+        if seen is not None:
+            stacks[rank], states[rank] = seen, seen.state
+        elif record.host == host:
+            now = process_state(record.pid, record.started)
+            if exits is None or now.alive:
+                states[rank] = now
+    return Evidence(world_size, time.time(), records, states, exits or {}, stacks)
+
+
+def same_call(one: Collective, other: Collective) -> bool:
+    """Return whether two ranks are in the same collective."""
+    same_group = one.group == other.group and (one.ranks == other.ranks or not (one.ranks and other.ranks))
+    return same_group and one.sequence == other.sequence and one.operation == other.operation
+
+
+def _meets(one: Collective, other: Collective | None) -> bool:
+    return other is not None and same_call(one, other)
+
+
+def by_call(evidence: Evidence) -> list[tuple[Collective, list[int]]]:
+    """Return the collectives that ranks wait in with the ranks that wait in each, the most ranks first."""
+    calls: list[tuple[Collective, list[int]]] = []
+    for rank in sorted(evidence.records):
+        waiting = evidence.waiting(rank)
+        if waiting is None:
+            continue
+        match = next((ranks for call, ranks in calls if same_call(call, waiting)), None)
+        if match is None:
+            calls.append((waiting, [rank]))
+        else:
+            match.append(rank)
+    return sorted(calls, key=lambda call: -len(call[1]))
+
+
+def in_words(ranks: Sequence[int], *, most: int = 8) -> str:
+    """Return "rank 3", "ranks 0, 1 and 3", or "ranks 0, 1, 2, ... (64 in all)"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > most:
+        return f"ranks {', '.join(map(str, ranks[:3]))}, ... ({len(ranks)} in all)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def in_phase(phase: str, steps_done: int | None) -> str:
+    """Return " in 'reward' of step 3", with a blank in front; without phase or step what is left of it."""
+    step = "" if steps_done is None else f" of step {steps_done + 1}"
+    return f" in {phase!r}{step}" if phase else f" between phases{step}" if step else ""

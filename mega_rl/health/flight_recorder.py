@@ -1,0 +1,118 @@
+"""Collectives in flight, from torch's flight recorder, which gloo and NCCL keep of every group of this process.
+
+The one module of this package that imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import TypedDict
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from mega_rl.health.records import MAX_MEMBERS, Collective
+
+# Entries that are kept. A look at them costs 10 us each, and is only taken of a rank that does not move.
+VARIABLE, ENTRIES = "TORCH_FR_BUFFER_SIZE", 512
+
+# Megatron-Core's descriptions of its groups, torch's of the world, in the words of the settings.
+GROUPS: Mapping[str, str] = {
+    "default_pg": "world",
+    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "MODEL_PARALLEL_GROUP": "tp-pp",
+    "DATA_PARALLEL_GROUP": "dp",
+    "DATA_PARALLEL_GROUP_WITH_CP": "dp-cp",
+    "DATA_PARALLEL_GROUP_WITH_CP_AG": "dp-cp gather",
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "dp-cp of an optimizer instance",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer instance",
+    "CONTEXT_PARALLEL_GROUP": "cp",
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp-cp",
+    "TENSOR_AND_DATA_PARALLEL_GROUP": "tp-dp",
+    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp-dp-cp",
+    "EMBEDDING_GROUP": "embedding",
+    "POSITION_EMBEDDING_GROUP": "position embedding",
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "ep-etp",
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "ep-etp-pp",
+    "EXPERT_DATA_PARALLEL_GROUP": "expert dp",
+}
+
+
+class Flight(TypedDict):
+    """Fields of the recorder's entries that are read here."""
+
+    process_group: tuple[str, str]  # name, description
+    profiling_name: str  # gloo:all_reduce
+    is_p2p: bool
+    p2p_seq_id: int
+    collective_seq_id: int
+    time_created_ns: int
+    timeout_ms: int
+    state: str
+    retired: bool
+
+
+class FlightRecorder:
+    """`heartbeat.Flights` of this process's groups.
+
+    Messages between two ranks over gloo, which pipelines send, are not recorded by torch.
+    """
+
+    def __init__(self) -> None:
+        """Let the groups that this process makes from now on keep their last collectives, as many as the user set."""
+        os.environ.setdefault(VARIABLE, str(ENTRIES))
+
+    def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
+        """Return (the oldest collective that has not ended, the last one of each group); ages are as of now."""
+        entries, now_ns = _entries(), time.time_ns()
+        open_entries = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+        oldest = min(open_entries, key=lambda entry: entry["time_created_ns"], default=None)
+        last = {entry["process_group"][0]: entry for entry in entries}
+        return (
+            None if oldest is None else _collective(oldest, now_ns),
+            tuple(_collective(entry, now_ns, ranks=False) for entry in last.values()),
+        )
+
+    def last(self) -> Collective | None:
+        """Return the collective that was called last; None without any."""
+        newest = max(_entries(), key=lambda entry: entry["time_created_ns"], default=None)
+        return None if newest is None else _collective(newest, time.time_ns())
+
+
+def _entries() -> list[Flight]:
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 - not in the stubs
+    entries: list[Flight] = json.loads(dump(True, False)).get("entries", [])
+    return entries
+
+
+def _collective(entry: Flight, now_ns: int, *, ranks: bool = True) -> Collective:
+    name, description = entry["process_group"]
+    operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    members = _members(name) if ranks else ()
+    return Collective(
+        operation=operation,
+        group=_group_name(description),
+        ranks=members,
+        sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        age_s=max(0.0, (now_ns - entry["time_created_ns"]) / 1e9),
+        deadline_s=entry["timeout_ms"] / 1e3 if entry["timeout_ms"] > 0 else None,
+    )
+
+
+def _group_name(description: str) -> str:
+    """Return the name of a group for people; "host tp" of the gloo group beside an NCCL one."""
+    on_host, described = ("host ", description[5:]) if description.startswith("host ") else ("", description)
+    return on_host + GROUPS.get(described, described.lower())
+
+
+def _members(name: str) -> tuple[int, ...]:
+    """Return the ranks of a group of this process by its name in torch, empty where torch does not know it."""
+    groups = dist.distributed_c10d._world.pg_names
+    group = next((group for group, known in groups.items() if known == name), None)
+    return () if group is None else tuple(sorted(dist.get_process_group_ranks(group))[:MAX_MEMBERS])

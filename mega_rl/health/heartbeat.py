@@ -1,0 +1,214 @@
+"""Heartbeat of a rank: a thread that writes the rank's record every few seconds, and the rank's last words."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Protocol
+
+from mega_rl import progress
+from mega_rl.health.places import MainThread, place_of_error
+from mega_rl.health.processes import resident_bytes, start_time
+from mega_rl.health.records import (
+    MAX_LOG_LINES,
+    MAX_TEXT,
+    Collective,
+    LastWords,
+    PhaseRecord,
+    RankRecord,
+    health_folder,
+    write_record,
+)
+
+log = logging.getLogger(__name__)
+
+LONGEST_INTERVAL_S = 5.0
+SHORTEST_INTERVAL_S = 0.2
+INTERVALS_PER_DEADLINE = 10
+LOOKS = 6  # beats after which the recorder is asked also about a rank that moves
+STACKS_SIGNAL = signal.SIGUSR2  # a rank with a record answers it with the stacks of its threads
+
+_dumps: dict[int, IO[str]] = {}  # by rank; open for as long as the process may get the signal
+
+
+class Flights(Protocol):
+    """Collectives of this process."""
+
+    def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
+        """Return (the oldest collective that has not ended, the last one of each group)."""
+        ...
+
+    def last(self) -> Collective | None:
+        """Return the collective that was called last."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Facts of a rank that stay the same through its life."""
+
+    run_dir: Path
+    rank: int
+    world_size: int
+    generation: int
+    timeout_s: float
+    launched: bool  # by a launcher of this package, which looks for the cause when ranks fail
+
+    @property
+    def interval_s(self) -> float:
+        """Return the seconds between beats, several of which fit into a deadline."""
+        return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, self.timeout_s / INTERVALS_PER_DEADLINE))
+
+
+class Heartbeat:
+    """Record of this rank, written by a daemon thread from `start` on.
+
+    An error of the file system is no error of the run: the record is then old, or missing.
+    """
+
+    def __init__(self, facts: RankFacts, flights: Flights, *, device_bytes: Callable[[], int] = lambda: 0) -> None:
+        """device_bytes: memory that tensors hold on the device."""
+        self.facts = facts
+        self._flights = flights
+        self._device_bytes = device_bytes
+        self._main = MainThread()
+        self._tail = _Tail()
+        self._host, self._started = socket.gethostname(), start_time(os.getpid())
+        self._end = threading.Event()
+        self._writing = threading.Lock()
+        self._collectives: tuple[Collective, ...] = ()
+        self._beats = 0
+        self._last: RankRecord | None = None
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    @property
+    def ended(self) -> LastWords | None:
+        """Return the last words, None before them."""
+        return None if self._last is None else self._last.ended
+
+    def start(self) -> None:
+        """Write the first record, and further ones on a thread of its own."""
+        logging.getLogger().addHandler(self._tail)
+        with suppress(OSError, ValueError):
+            _answer_with_stacks(self.facts.run_dir, self.facts.rank)
+        self.beat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop writing."""
+        self._end.set()
+        self._thread.join(2 * LONGEST_INTERVAL_S)  # a file system that hangs does not hold the rank's end
+        logging.getLogger().removeHandler(self._tail)
+
+    def end(self, kind: str, message: str, *, error: BaseException | None = None) -> LastWords:
+        """Write the last words, kind being one of `records.ENDS`; the first ones stay. error: that ended the rank."""
+        with self._writing:
+            if self._last is None or self._last.ended is None:
+                record = self._record(error)
+                failed = (record.waiting or self._flights.last()) if kind in ("timeout", "lost peer") else None
+                words = LastWords(kind, message, record.step, record.phase, failed)
+                self._last = replace(record, waiting=None, ended=words)
+            ended = self._last.ended
+        self.beat()
+        assert ended is not None
+        return ended
+
+    def beat(self) -> None:
+        """Write the record now."""
+        with self._writing:
+            ended = self._last is not None and self._last.ended is not None
+            self._last = replace(self._last, beat=time.time()) if ended and self._last else self._record()
+            try:
+                write_record(self.facts.run_dir, self._last)
+            except OSError as error:
+                log.debug("the record of rank %d cannot be written: %s", self.facts.rank, error)
+
+    def _run(self) -> None:
+        while not self._end.wait(self.facts.interval_s):
+            self.beat()
+
+    def _record(self, error: BaseException | None = None) -> RankRecord:
+        """Return the state of the rank: now, or where `error` was raised."""
+        place = self._main.look() if error is None else place_of_error(error)
+        waiting = None
+        # A look at the recorder takes milliseconds; a rank that has moved since the last beat does not need it.
+        if self._beats % LOOKS == 0 or place is None or place.seconds > 0 or error is not None:
+            waiting, self._collectives = self._flights.collectives()
+        self._beats += 1
+        phases = progress.active() if error is None else progress.active_at(error)
+        steps = next((phase for phase in phases if phase.rounds), None)
+        return RankRecord(
+            rank=self.facts.rank,
+            world_size=self.facts.world_size,
+            generation=self.facts.generation,
+            pid=os.getpid(),
+            started=self._started,
+            host=self._host,
+            beat=time.time(),
+            interval_s=self.facts.interval_s,
+            timeout_s=self.facts.timeout_s,
+            step=None if steps is None else int(steps.done),
+            phases=tuple(
+                PhaseRecord(one.name, one.elapsed_s, one.deadline_s, one.note) for one in phases if not one.rounds
+            ),
+            place=place,
+            waiting=waiting,
+            collectives=self._collectives,
+            memory={"resident": resident_bytes(os.getpid()), "device": self._device_bytes()},
+            log=tuple(self._tail.lines),
+        )
+
+
+@contextmanager
+def beating(facts: RankFacts, flights: Flights, *, device_bytes: Callable[[], int] = lambda: 0) -> Iterator[Heartbeat]:
+    """Keep the record of this rank inside; the last words are "done" unless others were said before."""
+    heartbeat = Heartbeat(facts, flights, device_bytes=device_bytes)
+    heartbeat.start()
+    try:
+        yield heartbeat
+        heartbeat.end("done", "")
+    finally:
+        heartbeat.stop()
+
+
+def dump_path(run_dir: Path, rank: int) -> Path:
+    """Return the file into which a rank writes its stacks when it gets `STACKS_SIGNAL`."""
+    return health_folder(run_dir) / f"dump_{rank:05d}.txt"
+
+
+def _answer_with_stacks(run_dir: Path, rank: int) -> None:
+    """Let faulthandler answer the signal, also while C code holds the interpreter's lock. Raises OSError."""
+    path = dump_path(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = open(os.open(path, flags, 0o644), "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+    before, _dumps[rank] = _dumps.get(rank), file
+    if before is not None:
+        before.close()
+
+
+class _Tail(logging.Handler):
+    """Last lines of this process's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the record's message."""
+        try:
+            message = " ".join(record.getMessage().split())[: MAX_TEXT // 2]
+            self.lines.append(f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {message}")
+        except (TypeError, ValueError):  # arguments that do not go with the text
+            return

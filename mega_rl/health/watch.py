@@ -1,0 +1,41 @@
+"""Watch on a run from outside: whether it stands still although no rank has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mega_rl.health.evidence import in_words
+from mega_rl.health.records import RankRecord, read_records
+
+LEAST_MARGIN_S = 5.0  # after a deadline, within which whoever has it ends by himself
+SILENT_S = 60.0  # beyond trainer.timeout_s, of all ranks
+
+
+def overdue(run_dir: Path, *, now: float) -> str | None:
+    """Return in words that a run hangs without a rank that ends by itself, None while there is hope. now: time.time().
+
+    All ranks are silent for longer than a collective may take, or a wait or phase is past its deadline and a margin.
+    """
+    records = read_records(run_dir)
+    living = {rank: record for rank, record in records.items() if record.ended is None}
+    if not living or len(living) < len(records):
+        return None  # none has begun; or one has ended, and its launcher knows
+    if all(record.silent_s(now) > SILENT_S + record.timeout_s for record in living.values()):
+        longest = max(record.silent_s(now) for record in living.values())
+        return f"{in_words(list(living))} have given no sign of life for {longest:.0f} s"
+    for rank, record in living.items():
+        reason = _past_deadline(record)
+        if reason is not None:
+            return f"rank {rank} {reason}"
+    return None
+
+
+def _past_deadline(record: RankRecord) -> str | None:
+    waiting = record.waiting
+    margin_s = max(LEAST_MARGIN_S, 3 * record.interval_s)
+    if waiting is not None and waiting.age_s > (waiting.deadline_s or record.timeout_s) + margin_s:
+        return f"waits in {waiting} for {waiting.age_s:.0f} s, longer than it may"
+    for phase in record.phases:
+        if phase.deadline_s is not None and phase.seconds > 1.5 * phase.deadline_s + 60.0:
+            return f"is in {phase.name!r} for {phase.seconds:.0f} s, longer than it may"
+    return None
