@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
-import math
-import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mega_rl import __version__, progress
+from mega_rl import progress
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.format.shards import shard_name
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.previous import begin_history
-from mega_rl.checkpoint.resume import rank_prefix, resume
+from mega_rl.checkpoint.resume import resume
+from mega_rl.checkpoint.run_state import Numbers, RunState
 from mega_rl.checkpoint.saving.job import Publication, SaveJob
 from mega_rl.checkpoint.saving.writing import BackgroundWriter, InlineWriter, Writing
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import first_failure
-from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
-from mega_rl.types import Metrics, Piece
+from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +72,9 @@ class RunCheckpoints:
         JSON carries it, for the record. rank_states: by name.
         """
         self._root = root.absolute()
-        self._engines = dict(engines)
+        self._run = RunState(dict(engines), dict(rank_states), ranks, dict(identity), str(layout), dict(config))
         self._ranks = ranks
         self._settings = settings
-        self._identity = dict(identity)
-        self._layout = str(layout)
-        self._config = dict(config)
-        self._rank_states = dict(rank_states)
         self._lock: RunLock | None = None
         self._restored: Path | None = None  # the checkpoint that the run goes on from
         self._writing: Writing = BackgroundWriter() if settings.async_save else InlineWriter()
@@ -100,11 +93,11 @@ class RunCheckpoints:
 
     def add_engine(self, name: str, engine: StatefulModel) -> None:
         """Add an engine before `restore` and `save`; the lock is taken before engines exist."""
-        self._engines[name] = engine
+        self._run.engines[name] = engine
 
     def add_rank_state(self, name: str, rank_state: RankState) -> None:
         """Add a rank state before `restore` and `save`."""
-        self._rank_states[name] = rank_state
+        self._run.rank_states[name] = rank_state
 
     def lock(self) -> None:
         """Keep other runs from writing under `root` until `close`; collective. Raises UserError on all ranks."""
@@ -129,7 +122,7 @@ class RunCheckpoints:
         """
         begin = time.monotonic()
         self.finish()
-        pieces, numbers = self._collect()
+        pieces, numbers = self._run.collect()
         sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
         sizes[self._ranks.rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
         counts, sizes_of = self._ranks.sum(sizes).unbind(1)
@@ -193,16 +186,7 @@ class RunCheckpoints:
             UserError: on all ranks: the checkpoint asked for is damaged or not complete, or is of a run with another
                 identity or other models.
         """
-        restored = resume(
-            root=self._root,
-            engines=self._engines,
-            ranks=self._ranks,
-            settings=self._settings,
-            identity=self._identity,
-            config=self._config,
-            layout=self._layout,
-            rank_states=self._rank_states,
-        )
+        restored = resume(self._root, self._run, self._settings)
         if restored is None:
             return None
         self._restored, manifest = restored
@@ -223,43 +207,19 @@ class RunCheckpoints:
         if failure is not None:
             raise UserError(failure)
 
-    def _collect(self) -> tuple[list[Piece], dict[str, dict[str, int | float]]]:
-        """Return the pieces that this rank writes, and the engines' numbers; collective."""
-        pieces, numbers = [], {}
-        for name, engine in self._engines.items():
-            state = engine.state()
-            numbers[name] = dict(state.numbers)
-            pieces += [replace(piece, name=f"{name}/{piece.name}") for piece in state.pieces if piece.owned]
-        for name, rank_state in self._rank_states.items():
-            for key, tensor in rank_state.state().items():
-                shape = tuple(tensor.shape)
-                full_name = f"{rank_prefix(self._ranks.rank, name)}{key}"
-                pieces.append(Piece(full_name, shape, whole(shape), tensor, owned=True))
-        return pieces, numbers
-
     def _publication(
         self,
         step: int,
         state: Mapping[str, Any],
         metrics: Metrics,
-        numbers: dict[str, dict[str, int | float]],
+        numbers: Numbers,
         shards: tuple[str, ...],
     ) -> Publication | None:
         """Return rank 0's publication of the save; None on other ranks."""
         if self._ranks.rank != 0:
             return None
         settings = self._settings
-        manifest = {
-            "step": step,
-            "identity": self._identity,
-            "state": dict(state),
-            "numbers": numbers,
-            "world_size": self._ranks.size,
-            "layout": self._layout,
-            "config": self._config,
-            "versions": _versions(),
-            "metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-        }
+        manifest = self._run.record(step, state, metrics, numbers)
         retention = {
             "keep": settings.keep,
             "keep_interval": settings.keep_interval,
@@ -342,8 +302,3 @@ class RunCheckpoints:
         except (SaveError, UserError) as error:
             message = str(error)
         return first_failure(message, self._ranks)
-
-
-def _versions() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
-    return {"mega_rl": __version__, **packages, "python": platform.python_version()}
