@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from mega_rl import __version__
 from mega_rl.parallel.boxes import whole
 from mega_rl.protocols import Ranks, RankState, StatefulModel
-from mega_rl.types import Metrics, Piece
+from mega_rl.types import JsonObject, Metrics, Piece
 
 Numbers = dict[str, dict[str, int | float]]
 
@@ -24,9 +24,9 @@ class RunState:
     engines: dict[str, StatefulModel]  # "actor", "critic"
     rank_states: dict[str, RankState]
     ranks: Ranks  # all
-    identity: Mapping[str, Any]  # must agree for a resume to make sense: seed, data fingerprint, model
+    identity: JsonObject  # must agree for a resume to make sense: seed, data fingerprint, model
     layout: str  # random numbers and rollouts of ranks are taken back on the same only
-    config: Mapping[str, Any]  # as JSON carries it, for the record
+    config: JsonObject  # as JSON carries it, for the record
 
     def collect(self) -> tuple[list[Piece], Numbers]:
         """Return the pieces that this rank writes, and the engines' numbers; collective."""
@@ -43,7 +43,7 @@ class RunState:
                 pieces.append(Piece(full_name, shape, whole(shape), tensor, owned=True))
         return pieces, numbers
 
-    def record(self, step: int, state: Mapping[str, Any], metrics: Metrics, numbers: Numbers) -> dict[str, Any]:
+    def record(self, step: int, state: JsonObject, metrics: Metrics, numbers: Numbers) -> dict[str, Any]:
         """Return the fields of the manifest but for date, tensors and shards."""
         return {
             "step": step,
@@ -53,7 +53,7 @@ class RunState:
             "world_size": self.ranks.size,
             "layout": self.layout,
             "config": dict(self.config),
-            "versions": _versions(),
+            "versions": dict(_versions()),
             "metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)},
         }
 
@@ -63,6 +63,7 @@ def rank_prefix(rank: int, name: str) -> str:
     return f"rank{rank:05d}/{name}/"
 
 
+@cache
 def _versions() -> dict[str, str]:
     packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
     return {"mega_rl": __version__, **packages, "python": platform.python_version()}
