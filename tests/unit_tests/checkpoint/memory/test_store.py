@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def test_every_loss_is_tried() -> None:
 def test_a_host_holds_its_shards_and_those_of_the_host_before(cases: list[dict[str, Any]]) -> None:
     """With two hosts that is all of the newest step, and nothing else."""
     for actual in cases[0].values():
-        assert actual["held"] == dict.fromkeys(range(HOSTS), ALL_OF_2)
+        assert actual["held"] == {host: ALL_OF_2 for host in range(HOSTS)}
         assert set(actual["saved"]) >= {"checkpoint/memory_s", "checkpoint/memory_bytes"}
 
 
@@ -57,7 +56,7 @@ def test_restored_from_disk(cases: list[dict[str, Any]], lost: str) -> None:
         actual = of_rank[lost]
         assert actual["restored"] == (1, "disk")
         assert actual["values"] == [1.0] * 4
-        assert actual["after start"] == dict.fromkeys(range(HOSTS), [])
+        assert actual["after start"] == {host: [] for host in range(HOSTS)}
     lines = cases[0][lost]["lines"]
     assert len(lines) == (lost != "the run folder"), lines
     assert FROM_DISK[lost] in "".join(lines)
