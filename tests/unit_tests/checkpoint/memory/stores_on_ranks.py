@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.memory import writing
 from mega_rl.checkpoint.memory.hosts import Host
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, settings
 
 RANKS, HOSTS = 4, 2
+keep_only = writing.keep_only
 
 
 class Lines(logging.Handler):
@@ -124,6 +129,7 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
     assert first.restore() is None
     first.move_earlier_run(root / "run")
     first.save(1, {"of": "disk"})
+    retiring = watch_retirement(ranks.rank, root)
     for step in (1, 2):
         engine.matrix += 1
         engine.vector += 1
@@ -132,6 +138,7 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
         first.save_in_memory(step, {"of": "memory"})
     saved = first.poll()
     held = {host: listed(root / f"host{host}") for host in range(HOSTS)}
+    writing.keep_only, writing.folders = keep_only, folders  # type: ignore[assignment]
     first.close()  # as a crash leaves it
     ranks.gather_json(None)
     if ranks.rank == 0:
@@ -150,6 +157,7 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
     ranks.gather_json(None)
     return {
         "held": held,
+        "when retiring": retiring,
         "saved": saved,
         "restored": None if manifest is None else (manifest.step, manifest.state["of"]),
         "values": engine.values,
@@ -158,6 +166,24 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
         "after start": after_start,
         "after end": [path.name for path in root.glob("host*/*")],
     }
+
+
+def watch_retirement(rank: int, root: Path) -> list[list[str]]:
+    """Checkpoints of both hosts whenever rank 0 removes older ones; the other host publishes late."""
+    seen: list[list[str]] = []
+    publish = folders.publish
+
+    def watched(folder: Path, step: int | None) -> None:
+        seen.append(sorted(f"{path.parents[2].name} {path.name}" for path in root.glob("host*/mega_rl-*/*/step_*")))
+        keep_only(folder, step)
+
+    def late(*args: Any) -> Path:
+        time.sleep(0.2 if rank else 0.0)
+        return publish(*args)
+
+    writing.keep_only = watched if rank == 0 else keep_only
+    writing.folders = SimpleNamespace(**vars(folders) | {"publish": late})  # type: ignore[assignment]
+    return seen
 
 
 def listed(host: Path) -> list[str]:

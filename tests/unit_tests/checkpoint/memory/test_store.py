@@ -35,6 +35,15 @@ def test_a_host_holds_its_shards_and_those_of_the_host_before(cases: list[dict[s
         assert set(actual["saved"]) >= {"checkpoint/memory_s", "checkpoint/memory_bytes"}
 
 
+def test_the_older_one_goes_when_all_hosts_have_the_newer(cases: list[dict[str, Any]]) -> None:
+    """Also where one of them publishes late: else a kill in between leaves neither whole."""
+    for actual in cases[0].values():
+        assert actual["when retiring"][0] == ["host0 step_000001", "host1 step_000001"]
+        both = [f"host{host} step_{step:06d}" for host in range(HOSTS) for step in (1, 2)]
+        # The other host may have begun to remove its older one.
+        assert set(both) - {"host1 step_000001"} <= set(actual["when retiring"][1]) <= set(both)
+
+
 @pytest.mark.parametrize("lost", FROM_MEMORY)
 def test_restored_from_memory(cases: list[dict[str, Any]], lost: str) -> None:
     for rank, of_rank in enumerate(cases):
