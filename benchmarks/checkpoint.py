@@ -28,35 +28,44 @@ from e2e import bootstrap, verdict
 MODEL = {**MODELS["dense"], "num_hidden_layers": 8, "vocab_size": 32768}
 # (ours, other) -> largest ratio
 TARGETS = {("save", "write"): 1.2, ("load", "dcp.load"): 0.35, ("async", "save"): 0.1}
+# Without a target: what a save in memory takes beside one on disk, in the background, and beside a plain copy.
+SHOWN = (("memory", "save"), ("memory", "async"), ("memory", "copy"))
 CHUNK = 4 << 20
+SHM = "/dev/shm"
 BYTES_PER_PARAMETER = 14  # bf16 weights, FP32 main parameters, two FP32 moments
 
 
-def contenders(engine: Any, folder: Path) -> dict[str, Callable[[], float]]:
+def contenders(engine: Any, folder: Path, in_memory: Path) -> dict[str, Callable[[], float]]:
     """name -> does it once; returns the seconds of this rank that count."""
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
+    from mega_rl.checkpoint.memory.hosts import Host
+    from mega_rl.checkpoint.memory.store import MemoryCheckpoints
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.config.schema import CheckpointConfig
     from mega_rl.parallel.comm import GroupRanks
 
     ranks, rank = GroupRanks(dist.group.WORLD), dist.get_rank()
 
-    def store(name: str, *, background: bool) -> RunCheckpoints:
+    def store(name: str, *, background: bool = False, memory: int = 0) -> RunCheckpoints:
         return RunCheckpoints(
             root=folder / name,
             engines={"actor": engine},
             ranks=ranks,
-            settings=CheckpointConfig(async_save=background, keep=1, on_error="stop"),
+            settings=CheckpointConfig(async_save=background, keep=1, on_error="stop", memory_interval=memory),
             identity={},
             layout="dp2",
             config={},
             rank_states={},
         )
 
-    stores = {"save": store("save", background=False), "async": store("async", background=True)}
+    stores = {"save": store("save"), "async": store("async", background=True)}
+    MemoryCheckpoints.host = staticmethod(lambda: Host("host", "host", in_memory))
+    stores["memory"] = store("memory/checkpoints", memory=1)
+    stores["memory"].lock()
+    stores["memory"].move_earlier_run(folder / "memory")
     steps = dict.fromkeys(stores, 0)
     pieces = engine.state().pieces
     owned = [piece.data.detach().contiguous() for piece in pieces if piece.owned]
@@ -88,6 +97,10 @@ def contenders(engine: Any, folder: Path) -> dict[str, Callable[[], float]]:
         stores["async"].finish()
         return stall
 
+    def save_in_memory() -> None:
+        steps["memory"] += 1
+        stores["memory"].save_in_memory(steps["memory"], {})
+
     def dcp_save() -> None:
         if rank == 0:
             shutil.rmtree(folder / "dcp", ignore_errors=True)
@@ -98,6 +111,7 @@ def contenders(engine: Any, folder: Path) -> dict[str, Callable[[], float]]:
         "write": lambda: timed(write),
         "save": lambda: timed(lambda: save("save")),
         "async": save_async,
+        "memory": lambda: timed(save_in_memory),
         "dcp.save": lambda: timed(dcp_save),
         "copy": lambda: timed(lambda: read.copy_(mine)),
         "load": lambda: timed(stores["save"].restore),
@@ -127,11 +141,12 @@ def rank_main(arguments: argparse.Namespace) -> None:
             if "/" in piece.name and not piece.name.startswith("weights/"):
                 piece.data.normal_(generator=generator)
         parameters = sum(parameter.numel() for model in engine.models for parameter in model.parameters())
-        runs = contenders(engine, folder)
+        runs = contenders(engine, folder, arguments.memory)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(arguments.warmup + arguments.rounds):
             # A load needs a save before it; otherwise the order alternates.
-            saving, loading = list(runs)[:4], list(runs)[4:]
+            saving = [name for name in runs if not name.endswith("load") and name != "copy"]
+            loading = [name for name in runs if name not in saving]
             for name in [*saving, *loading] if number % 2 else [*reversed(saving), *reversed(loading)]:
                 dist.barrier()
                 spent = torch.tensor(runs[name]())
@@ -154,7 +169,7 @@ def report(results: dict[str, Any]) -> list[str]:
         missed.append(f"bytes on disk are {size:.4f} of theory, target 1.01")
     for name, spent in seconds.items():
         print(f"  {name:9} {1e3 * statistics.median(spent):8.1f} ms")
-    for ours, other in (*TARGETS, ("async", "copy"), ("load", "copy"), ("save", "dcp.save")):
+    for ours, other in (*TARGETS, *SHOWN, ("async", "copy"), ("load", "copy"), ("save", "dcp.save")):
         ratios = [a / b for a, b in zip(seconds[ours], seconds[other], strict=True)]
         low, high = bootstrap(ratios)
         bound = TARGETS.get((ours, other))
@@ -173,17 +188,20 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, help="write every sample here")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder:
         rank_main(arguments)
         return 0
     load = os.getloadavg()[0]
     print(f"load average before the run: {load:.1f}")
-    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_") as name:
+    prefix = "bench_checkpoint_"
+    with tempfile.TemporaryDirectory(prefix=prefix) as name, tempfile.TemporaryDirectory(prefix=prefix, dir=SHM) as shm:
         folder = Path(name)
         write_source(folder / "model", MODEL | (QUICK if arguments.quick else {}))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        own = [__file__, "--folder", name, "--rounds", str(arguments.rounds), "--warmup", str(arguments.warmup)]
+        own = [__file__, "--folder", name, "--memory", shm]
+        own += ["--rounds", str(arguments.rounds), "--warmup", str(arguments.warmup)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
         subprocess.run([sys.executable, *launcher, *own], env=environment, check=True, timeout=3600)
         results = json.loads((folder / "results.json").read_text())

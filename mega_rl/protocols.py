@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import EngineState, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import EngineState, Experience, JsonObject, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import LossOutput as LossOutput
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.sequences import Sequences
@@ -34,6 +34,10 @@ class Ranks(Protocol):
         """Return the elementwise maximum over the group, as a new tensor."""
         ...
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return every rank's value, as JSON carries it, in rank order."""
+        ...
+
     def gather_rows(self, rows: Batch) -> Batch:
         """Return all ranks' rows in rank order, padded to the group's largest S."""
         ...
@@ -45,18 +49,6 @@ class Ranks(Protocol):
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Return the tensor of group rank `source` on every rank (shapes and dtypes agree beforehand)."""
         ...
-
-
-@dataclass
-class LossOutput:
-    """Loss over the tokens of one micro-batch, with its metrics.
-
-    `loss` and `sums` are shares: added over micro-batches and data-parallel ranks they are the mini-batch's numbers.
-    """
-
-    loss: Tensor  # scalar float32
-    sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
-    maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
 
 
 class TokenLoss(Protocol):
@@ -370,11 +362,15 @@ class RankState(Protocol):
 class CheckpointStore(Protocol):
     """Store of everything a run needs to resume. All methods are collective."""
 
-    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
+    def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
         """Begin to write models, optimizers and `state` (JSON) after `step` steps; done when it returns unless async.
 
         `metrics`: of the step, from which the best checkpoint is known.
         """
+        ...
+
+    def save_in_memory(self, step: int, state: JsonObject) -> None:
+        """Write the same into the hosts' memory, where the run keeps checkpoints; complete when it returns."""
         ...
 
     def poll(self) -> Metrics:

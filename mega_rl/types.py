@@ -13,13 +13,14 @@ mask. Batches live on the host; an engine moves each micro-batch to its device a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import tensorclass
 from torch import Tensor
 
+JsonObject = Mapping[str, Any]  # as JSON carries it
 Answer = str | bool | list[Any] | dict[str, Any] | None  # a reference answer as its row has it, numbers as strings
 
 
@@ -244,3 +245,15 @@ class EngineState:
 
     pieces: list[Piece]
     numbers: dict[str, int | float]  # equal on all ranks, as JSON carries them: {"optimizer_steps": 12}
+
+
+@dataclass
+class LossOutput:
+    """Loss over the tokens of one micro-batch, with its metrics.
+
+    `loss` and `sums` are shares: added over micro-batches and data-parallel ranks they are the mini-batch's numbers.
+    """
+
+    loss: Tensor  # scalar float32
+    sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks

@@ -29,22 +29,24 @@ RECORDS = (
 )
 _NUMBER = re.compile(r"([0-9]{3,9})")
 _MOVING = re.compile(r"\.([0-9]{3,9})\.moving")
-# These stay in the checkpoint folder: the lock, and what a torn save has left, which the next save removes.
-_STAYS = re.compile(r"\.lock|\.step_[0-9]{6,12}\.tmp")
+# These stay in the checkpoint folder: the lock, the token of checkpoints in memory, and what a torn save has left,
+# which the next save removes.
+_STAYS = re.compile(r"\.lock|\.memory|\.step_[0-9]{6,12}\.tmp")
 _MAX_STEPS_NAMED = 8
 
 
-def begin_history(run_dir: Path, restored: Path | None) -> None:
+def begin_history(run_dir: Path, restored: Path | None, *, step_in_memory: int | None = None) -> None:
     """Move aside what a run folder holds of another history than the one that goes on from checkpoint `restored`.
 
-    Where that is one of the folder's own, only later checkpoints are; else all that an earlier run has written. Logs
-    one line that says so. The caller holds the run's lock. Raises UserError.
+    Where that is one of the folder's own, or one that the run has in memory, only later checkpoints are; else all that
+    an earlier run has written. Logs one line that says so. The caller holds the run's lock. Raises UserError.
     """
     root = run_dir.absolute() / CHECKPOINTS
     own = restored is not None and restored.resolve().parent == root.resolve()
     files = earlier_files(run_dir)
-    if own:
-        files = [f for f in files if is_step_folder(f) and step_of(f) > step_of(restored)]  # type: ignore[arg-type]
+    if own or step_in_memory is not None:
+        step = step_in_memory if restored is None else step_of(restored)
+        files = [f for f in files if is_step_folder(f) and step_of(f) > step]  # type: ignore[operator]
     if not files:
         return
     target = move_aside(run_dir, files)

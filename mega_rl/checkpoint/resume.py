@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,43 +18,39 @@ from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.format.untrusted import RESUME_HINT
 from mega_rl.checkpoint.identity import differences
 from mega_rl.checkpoint.previous import PREVIOUS
+from mega_rl.checkpoint.run_state import RunState, rank_prefix
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.boxes import whole
-from mega_rl.protocols import Ranks, RankState, StatefulModel
+from mega_rl.protocols import Ranks, StatefulModel
 from mega_rl.storage.safetensors_reader import DTYPES
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)
 
 
-class _Damaged(UserError):
+# Fetches the bytes that the pieces need and this host lacks, before they are read; collective.
+Fetch = Callable[[Checkpoint, Sequence[Piece]], None]
+
+
+class DamagedError(UserError):
     """A damaged checkpoint; an older one may be usable."""
 
 
-def resume(
-    *,
-    root: Path,
-    engines: Mapping[str, StatefulModel],
-    ranks: Ranks,
-    settings: CheckpointConfig,
-    identity: Mapping[str, Any],
-    config: Mapping[str, Any],
-    layout: str,
-    rank_states: Mapping[str, RankState],
-) -> tuple[Path, Manifest] | None:
+def resume(root: Path, run: RunState, settings: CheckpointConfig) -> tuple[Path, Manifest] | None:
     """Fill engines and rank states from a checkpoint and return it; None to start afresh; collective.
 
     Raises:
         UserError: on all ranks; the engines are unchanged.
     """
+    ranks = run.ranks
     candidates = _candidates(root, settings, ranks)
-    first: _Damaged | None = None
+    first: DamagedError | None = None
     for folder in candidates:
         try:
-            manifest = _restore(folder, engines, ranks, identity, config, layout, rank_states)
-        except _Damaged as error:
+            manifest = restore_from(folder, run)
+        except DamagedError as error:
             first = first or error
             if not settings.fallback:
                 break
@@ -63,16 +59,11 @@ def resume(
             continue
         if ranks.rank == 0:
             log.info("restored %s", folder)
-            _report_changes(manifest, config)
+            report_changes(manifest, run.config)
         return folder, manifest
     if first is not None:
         raise UserErrors(str(first).split("\n")) from first
     return None
-
-
-def rank_prefix(rank: int, name: str) -> str:
-    """Return the prefix of the names of a rank state's tensors."""
-    return f"rank{rank:05d}/{name}/"
 
 
 def _candidates(root: Path, settings: CheckpointConfig, ranks: Ranks) -> list[Path]:
@@ -110,16 +101,14 @@ def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
     return complete[::-1]
 
 
-def _restore(
-    folder: Path,
-    engines: Mapping[str, StatefulModel],
-    ranks: Ranks,
-    identity: Mapping[str, Any],
-    config: Mapping[str, Any],
-    layout: str,
-    rank_states: Mapping[str, RankState],
-) -> Manifest:
-    """Restore engines and rank states from one checkpoint; collective. Raises _Damaged or UserError on all ranks."""
+def restore_from(folder: Path, run: RunState, *, fetch: Fetch | None = None) -> Manifest:
+    """Fill engines and rank states from one checkpoint; collective.
+
+    Raises:
+        DamagedError: on all ranks; another checkpoint may be usable. The engines are unchanged.
+        UserError: on all ranks; it is of another run.
+    """
+    ranks = run.ranks
     checkpoint, message = None, None
     try:
         checkpoint = Checkpoint.open(folder)
@@ -127,52 +116,53 @@ def _restore(
         message = str(error)
     message = first_failure(message, ranks)
     if message is not None:
-        raise _Damaged(message)
+        raise DamagedError(message)
     assert checkpoint is not None
     with checkpoint:
         manifest = checkpoint.manifest
-        _check_identity(folder, manifest, identity, config, ranks)
-        _check_engines(folder, manifest, engines)
-        same_layout = (manifest.world_size, manifest.layout) == (ranks.size, layout)
+        _check_identity(folder, manifest, run)
+        _check_engines(folder, manifest, run.engines)
+        same_layout = (manifest.world_size, manifest.layout) == (ranks.size, run.layout)
         pieces = []
-        for name, engine in engines.items():
+        for name, engine in run.engines.items():
             pieces += [replace(piece, name=f"{name}/{piece.name}") for piece in engine.state().pieces]
-        kept = {name: _own(checkpoint, rank_prefix(ranks.rank, name)) if same_layout else {} for name in rank_states}
+        prefixes = {name: rank_prefix(ranks.rank, name) for name in run.rank_states}
+        kept = {name: _own(checkpoint, prefix) if same_layout else {} for name, prefix in prefixes.items()}
         for name, tensors in kept.items():
             for key, tensor in tensors.items():
                 shape = tuple(tensor.shape)
-                pieces.append(Piece(rank_prefix(ranks.rank, name) + key, shape, whole(shape), tensor, owned=False))
+                pieces.append(Piece(prefixes[name] + key, shape, whole(shape), tensor, owned=False))
         try:
+            if fetch is not None:
+                fetch(checkpoint, pieces)
             fill(checkpoint, pieces, ranks=ranks, whole=True)
         except (UserError, RunError) as error:
-            raise _Damaged(str(error)) from error
+            raise DamagedError(str(error)) from error
     if not same_layout and ranks.rank == 0:
         log.info("%s is of the layout %s: ranks draw fresh random numbers", folder, manifest.layout)
-    for name, engine in engines.items():
+    for name, engine in run.engines.items():
         engine.resume_from(manifest.numbers[name])
-    for name, rank_state in rank_states.items():
+    for name, rank_state in run.rank_states.items():
         rank_state.restore(kept[name] or None)
     return manifest
 
 
-def _check_identity(
-    folder: Path, manifest: Manifest, identity: Mapping[str, Any], config: Mapping[str, Any], ranks: Ranks
-) -> None:
+def _check_identity(folder: Path, manifest: Manifest, run: RunState) -> None:
     """Raise UserError on all ranks if the checkpoint is of another run, as rank 0 compares; collective."""
     message = None
-    if ranks.rank == 0:
-        differing = differences(manifest.identity, identity, stored_config=manifest.config, config=config)
+    if run.ranks.rank == 0:
+        differing = differences(manifest.identity, run.identity, stored_config=manifest.config, config=run.config)
         if differing:
             message = (
                 f"checkpoint {folder} is of another run ({', '.join(differing)}); set checkpoint.resume=never to start "
                 f"anew (what is there is kept, in {PREVIOUS}/) or another trainer.run_dir"
             )
-    message = first_failure(message, ranks)
+    message = first_failure(message, run.ranks)
     if message is not None:
         raise UserError(message)
 
 
-def _report_changes(manifest: Manifest, config: Mapping[str, Any]) -> None:
+def report_changes(manifest: Manifest, config: Mapping[str, Any]) -> None:
     """Log which settings are not those of the checkpoint's run."""
     changed = changes(manifest.config, config)
     mattering = [change for change in changed if change.matters]

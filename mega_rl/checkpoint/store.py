@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
-import math
-import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mega_rl import __version__, progress
+from mega_rl import progress
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.format.shards import shard_name
 from mega_rl.checkpoint.lock import RunLock
+from mega_rl.checkpoint.memory.store import MemoryCheckpoints
 from mega_rl.checkpoint.previous import begin_history
-from mega_rl.checkpoint.resume import rank_prefix, resume
+from mega_rl.checkpoint.resume import resume
+from mega_rl.checkpoint.run_state import Numbers, RunState
 from mega_rl.checkpoint.saving.job import Publication, SaveJob
 from mega_rl.checkpoint.saving.writing import BackgroundWriter, InlineWriter, Writing
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import first_failure
-from mega_rl.parallel.boxes import whole
+from mega_rl.parallel.agreement import broadcast_json, failure_of, first_failure
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
-from mega_rl.types import Metrics, Piece
+from mega_rl.types import JsonObject, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +62,9 @@ class RunCheckpoints:
         engines: Mapping[str, StatefulModel],
         ranks: Ranks,
         settings: CheckpointConfig,
-        identity: Mapping[str, Any],
+        identity: JsonObject,
         layout: ParallelLayout | str,
-        config: Mapping[str, Any],
+        config: JsonObject,
         rank_states: Mapping[str, RankState],
     ) -> None:
         """engines: "actor", "critic". ranks: all. identity: what must agree for a resume to make sense (seed, data
@@ -75,18 +72,17 @@ class RunCheckpoints:
         JSON carries it, for the record. rank_states: by name.
         """
         self._root = root.absolute()
-        self._engines = dict(engines)
+        self._run = RunState(dict(engines), dict(rank_states), ranks, dict(identity), str(layout), dict(config))
         self._ranks = ranks
         self._settings = settings
-        self._identity = dict(identity)
-        self._layout = str(layout)
-        self._config = dict(config)
-        self._rank_states = dict(rank_states)
+        self._memory = MemoryCheckpoints(self._root, self._run, settings)
         self._lock: RunLock | None = None
-        self._restored: Path | None = None  # the checkpoint that the run goes on from
+        self._restored: Path | None = None  # the checkpoint on disk that the run goes on from
+        self._restored_step: int | None = None  # of the one in memory that it goes on from
         self._writing: Writing = BackgroundWriter() if settings.async_save else InlineWriter()
         self._current: _Save | None = None
         self._failed_saves = 0
+        self._last_failed = False
         self._metrics: Metrics = {}
 
     def __enter__(self) -> RunCheckpoints:
@@ -95,16 +91,20 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the store, without waiting for a pending save after a second Ctrl-C."""
+        """Close the store, without waiting for a pending save after a second Ctrl-C.
+
+        What is in memory goes at the end of a run that has saved what it should.
+        """
+        self._memory.end(keep=kind is not None or self._current is not None or self._last_failed)
         self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
 
     def add_engine(self, name: str, engine: StatefulModel) -> None:
         """Add an engine before `restore` and `save`; the lock is taken before engines exist."""
-        self._engines[name] = engine
+        self._run.engines[name] = engine
 
     def add_rank_state(self, name: str, rank_state: RankState) -> None:
         """Add a rank state before `restore` and `save`."""
-        self._rank_states[name] = rank_state
+        self._run.rank_states[name] = rank_state
 
     def lock(self) -> None:
         """Keep other runs from writing under `root` until `close`; collective. Raises UserError on all ranks."""
@@ -115,11 +115,11 @@ class RunCheckpoints:
                 lock.take()
                 self._lock = lock
 
-        failure = self._failure_of(take)
+        failure = failure_of(take, self._ranks)
         if failure is not None:
             raise UserError(failure)
 
-    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
+    def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
         """Start to save the state after `step` steps; complete on return unless `async_save`; collective.
 
         Waits for a pending save first. `metrics`: of the step; finite ones go into the manifest.
@@ -129,7 +129,7 @@ class RunCheckpoints:
         """
         begin = time.monotonic()
         self.finish()
-        pieces, numbers = self._collect()
+        pieces, numbers = self._run.collect()
         sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
         sizes[self._ranks.rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
         counts, sizes_of = self._ranks.sum(sizes).unbind(1)
@@ -143,20 +143,28 @@ class RunCheckpoints:
         )
         works = bool(pieces) or job.publication is not None
         save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
-        failure = self._failure_of(lambda: self._make_room(save))
+        failure = failure_of(lambda: self._make_room(save), self._ranks)
         if failure is None:
-            failure = self._failure_of(lambda: self._writing.start(job, pieces) if works else None)
+            failure = failure_of(lambda: self._writing.start(job, pieces) if works else None, self._ranks)
         if failure is not None:
             self._fail(failure)
         elif not self._settings.async_save:
             self.finish()
         self._metrics["checkpoint/stall_s"] = time.monotonic() - begin
 
+    def save_in_memory(self, step: int, state: JsonObject) -> None:
+        """Save the state after `step` steps in the hosts' memory; complete on return; collective.
+
+        Nothing without `memory_interval`, or after a failure that the run goes on from. Raises RunError like `save`.
+        """
+        self._metrics |= self._memory.save(step, state)
+
     def poll(self) -> Metrics:
         """Return the metrics of saves since the last call; collective while one is pending.
 
         `checkpoint/seconds` and `checkpoint/bytes` of a completed save, `checkpoint/stall_s` that training waited for
-        one, `checkpoint/failed_saves` of the run after a failure. Raises RunError like `save`.
+        one, `checkpoint/failed_saves` of the run after a failure; `checkpoint/memory_s` and `checkpoint/memory_bytes`
+        of a save in memory. Raises RunError like `save`.
         """
         self._look(0.0)
         metrics, self._metrics = self._metrics, {}
@@ -189,20 +197,19 @@ class RunCheckpoints:
     def restore(self) -> Manifest | None:
         """Fill engines and rank states from a checkpoint and return its manifest; None to start afresh; collective.
 
+        With `resume=auto` one in the hosts' memory is taken where it is of a later step than all on disk.
+
         Raises:
             UserError: on all ranks: the checkpoint asked for is damaged or not complete, or is of a run with another
                 identity or other models.
         """
-        restored = resume(
-            root=self._root,
-            engines=self._engines,
-            ranks=self._ranks,
-            settings=self._settings,
-            identity=self._identity,
-            config=self._config,
-            layout=self._layout,
-            rank_states=self._rank_states,
-        )
+        if self._settings.resume == "auto":
+            newest = broadcast_json(_newest_step(self._root) if self._ranks.rank == 0 else None, self._ranks)
+            manifest = self._memory.restore(newer_than=newest)
+            if manifest is not None:
+                self._restored_step = manifest.step
+                return manifest
+        restored = resume(self._root, self._run, self._settings)
         if restored is None:
             return None
         self._restored, manifest = restored
@@ -211,55 +218,33 @@ class RunCheckpoints:
     def move_earlier_run(self, run_dir: Path) -> None:
         """Move the files of another history out of the run folder; collective.
 
-        Call it after `restore`, under the lock. A run that resumes from a checkpoint of its own folder moves only later
-        checkpoints; any other run moves everything that an earlier one has written. Raises UserError on all ranks.
+        Call it after `restore`, under the lock. A run that resumes from a checkpoint of its own folder, or from memory,
+        moves only later checkpoints; any other run moves everything that an earlier one has written. What is in memory
+        of another history is removed. Raises UserError on all ranks.
         """
 
         def move() -> None:
             if self._ranks.rank == 0:
-                begin_history(run_dir, self._restored)
+                begin_history(run_dir, self._restored, step_in_memory=self._restored_step)
 
-        failure = self._failure_of(move)
+        failure = failure_of(move, self._ranks)
         if failure is not None:
             raise UserError(failure)
-
-    def _collect(self) -> tuple[list[Piece], dict[str, dict[str, int | float]]]:
-        """Return the pieces that this rank writes, and the engines' numbers; collective."""
-        pieces, numbers = [], {}
-        for name, engine in self._engines.items():
-            state = engine.state()
-            numbers[name] = dict(state.numbers)
-            pieces += [replace(piece, name=f"{name}/{piece.name}") for piece in state.pieces if piece.owned]
-        for name, rank_state in self._rank_states.items():
-            for key, tensor in rank_state.state().items():
-                shape = tuple(tensor.shape)
-                full_name = f"{rank_prefix(self._ranks.rank, name)}{key}"
-                pieces.append(Piece(full_name, shape, whole(shape), tensor, owned=True))
-        return pieces, numbers
+        self._memory.begin(restored=self._restored_step is not None)
 
     def _publication(
         self,
         step: int,
-        state: Mapping[str, Any],
+        state: JsonObject,
         metrics: Metrics,
-        numbers: dict[str, dict[str, int | float]],
+        numbers: Numbers,
         shards: tuple[str, ...],
     ) -> Publication | None:
         """Return rank 0's publication of the save; None on other ranks."""
         if self._ranks.rank != 0:
             return None
         settings = self._settings
-        manifest = {
-            "step": step,
-            "identity": self._identity,
-            "state": dict(state),
-            "numbers": numbers,
-            "world_size": self._ranks.size,
-            "layout": self._layout,
-            "config": self._config,
-            "versions": _versions(),
-            "metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-        }
+        manifest = self._run.record(step, state, metrics, numbers)
         retention = {
             "keep": settings.keep,
             "keep_interval": settings.keep_interval,
@@ -307,7 +292,7 @@ class RunCheckpoints:
         if failed:
             self._fail(first_failure(failure, self._ranks) or "")
         elif not running:
-            self._current = None
+            self._current, self._last_failed = None, False
             seconds = time.monotonic() - save.begin
             self._metrics |= {"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)}
             if self._ranks.rank == 0:
@@ -322,6 +307,7 @@ class RunCheckpoints:
         self._writing.stop()
         self._ranks.sum(torch.zeros(1))  # a barrier: no rank writes any more
         self._failed_saves += 1
+        self._last_failed = True
         self._metrics["checkpoint/failed_saves"] = float(self._failed_saves)
         text = f"the checkpoint of step {save.step} failed: {message}"
         if self._ranks.rank == 0:
@@ -334,16 +320,12 @@ class RunCheckpoints:
         if self._ranks.rank == 0:
             log.error("%s; training goes on", text)
 
-    def _failure_of(self, work: Callable[[], None]) -> str | None:
-        """Call `work` on every rank; return the first failing rank's message on all ranks, or None; collective."""
-        message = None
-        try:
-            work()
-        except (SaveError, UserError) as error:
-            message = str(error)
-        return first_failure(message, self._ranks)
 
-
-def _versions() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
-    return {"mega_rl": __version__, **packages, "python": platform.python_version()}
+def _newest_step(root: Path) -> int:
+    """Return the step of the newest checkpoint on disk that is complete or was so, -1 without one."""
+    try:
+        return max(
+            [folders.step_of(path) for path in (*folders.complete(root), *dict(folders.damaged(root)))], default=-1
+        )
+    except UserError:  # raised again by who reads them
+        return -1

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.checkpoint import maintenance as verbs
+from mega_rl.checkpoint.memory.leftovers import list_memory
 from mega_rl.cli.help import Commands
 
 app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")
@@ -54,3 +55,13 @@ def prune(
     raise typer.Exit(
         verbs.prune(run, keep=keep, keep_interval=keep_interval, keep_best=keep_best, dry_run=dry_run, as_json=as_json)
     )
+
+
+@app.command()
+def memory(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run folder; default: all of this user.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove them, but for those of runs that go on.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Checkpoints that runs which did not end cleanly have left in the memory of this host (/dev/shm)."""
+    raise typer.Exit(list_memory(run, remove=remove, as_json=as_json))

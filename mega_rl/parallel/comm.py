@@ -69,7 +69,7 @@ class GroupRanks:
     """The ranks of a torch.distributed group, gloo or NCCL."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         self.rank = group.rank()
         self.size = group.size()
         on_gpu = dist.get_backend(group) == "nccl"
@@ -86,7 +86,7 @@ class GroupRanks:
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Return the tensor of group rank `source`, as a new one."""
         sent = self._travelling(tensor)
-        dist.broadcast(sent, group_src=source, group=self._group)
+        dist.broadcast(sent, group_src=source, group=self.group)
         return sent.to(tensor.device)
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -126,9 +126,9 @@ class GroupRanks:
         received = {}
         for name, tensor in parts.tensors.items():
             length = max(one["lengths"].get(name, 0) for one in messages)
-            received[name] = _broadcast_rows(
-                tensor.detach(), counts, length, group=self._group, device=self._device
-            ).to(tensor.device)
+            received[name] = _broadcast_rows(tensor.detach(), counts, length, group=self.group, device=self._device).to(
+                tensor.device
+            )
         return parts.joined(received, messages)
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
@@ -151,7 +151,7 @@ class GroupRanks:
         """Return the number of rows that each rank sends here; `counts` are those that this rank sends to each."""
         sent = torch.tensor(counts, dtype=torch.int64, device=self._device)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
+        dist.all_to_all_single(received, sent, group=self.group)
         return [int(count) for count in received.tolist()]
 
     def _send(self, rows: Tensor, counts: list[int], received_counts: list[int]) -> Tensor:
@@ -159,19 +159,19 @@ class GroupRanks:
         as_bytes = sent.dtype in (torch.bool, torch.int16)  # not every backend carries these
         sent = sent.unsqueeze(-1).view(torch.uint8) if as_bytes else sent
         received = sent.new_empty((sum(received_counts), *sent.shape[1:]))
-        dist.all_to_all_single(received, sent, received_counts, counts, group=self._group)
+        dist.all_to_all_single(received, sent, received_counts, counts, group=self.group)
         return received.view(rows.dtype).squeeze(-1) if as_bytes else received
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, of one shape and dtype, in rank order."""
         sent = self._travelling(tensor)
         received = [torch.empty_like(sent) for _ in range(self.size)]
-        dist.all_gather(received, sent, group=self._group)
+        dist.all_gather(received, sent, group=self.group)
         return [one.to(tensor.device) for one in received]
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = self._travelling(tensor)
-        dist.all_reduce(total, op=operation, group=self._group)
+        dist.all_reduce(total, op=operation, group=self.group)
         return total.to(tensor.device)
 
     def _travelling(self, tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, part_metrics, rollout_metrics
-from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.types import JsonObject, Metrics, Prompt, Rewards, Rollout
 
 
 class PromptSource(Protocol):
@@ -61,6 +61,7 @@ class RunSettings:
     steps: int
     val_interval: int = 0  # steps; 0 never
     save_interval: int = 0  # steps; 0 never
+    memory_interval: int = 0  # steps between checkpoints in the hosts' memory; 0 never
     save_final: bool = False
     hf_interval: int = 0  # steps between Hugging Face checkpoints; 0 never
     hf_final: bool = False
@@ -115,6 +116,7 @@ class PPOTrainer:
         with progress.rounds("step", self.settings.steps, done=done) as steps:
             for step in range(self.start, self.settings.steps):
                 self.timer.reset()
+                self._save_in_memory(step)
                 metrics = self.step(step)
                 flat_rewards(metrics)
                 done = step + 1
@@ -210,18 +212,27 @@ class PPOTrainer:
             "val/response_tokens_mean": metrics["val/rollout/response_tokens_mean"],
         } | {f"val/reward_{name}": mean for name, mean in parts.items()}
 
+    def _save_in_memory(self, done: int) -> None:
+        """Save in memory what is due when a step begins: the steps before are logged, and the last one needs none."""
+        if done > self.start and _due(done, self.settings.memory_interval):
+            with self.timer.phase("checkpoint"):
+                self.checkpoints.save_in_memory(done, self._state(done))
+
+    def _state(self, done: int) -> JsonObject:
+        """Return the loop's own state after `done` steps, as JSON carries it."""
+        return {
+            "kl": self.kl.state(),
+            "weight_version": self.sync.weight_version,
+            "prompts_drawn": self.prompts.drawn_after(done),
+        }
+
     def _save_and_export(self, done: int, metrics: Metrics, *, stopping: bool) -> Metrics:
         """Save and export what is due after a step; returns the metrics of saves that have ended."""
         settings = self.settings
         last = done == settings.steps
         with self.timer.phase("checkpoint"):
             if stopping or (last and settings.save_final) or _due(done, settings.save_interval):
-                state = {
-                    "kl": self.kl.state(),
-                    "weight_version": self.sync.weight_version,
-                    "prompts_drawn": self.prompts.drawn_after(done),
-                }
-                self.checkpoints.save(done, state, metrics=metrics)
+                self.checkpoints.save(done, self._state(done), metrics=metrics)
             if (last and settings.hf_final) or _due(done, settings.hf_interval):
                 self.export(done)
             return self.checkpoints.poll()

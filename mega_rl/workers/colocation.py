@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from mega_rl.config.attention import Role
 from mega_rl.protocols import CheckpointStore, Ranks, RolloutSource, ServerMemory, WeightSync
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import JsonObject, Metrics, Prompt, Rollout
 from mega_rl.workers.rollout import WrappedRollouts
 from mega_rl.workers.turns import EVERYTHING, NOTHING, PARAMETERS, ResidentModels
 
@@ -184,9 +183,13 @@ class ColocatedCheckpoints:
     store: CheckpointStore
     devices: SharedDevices
 
-    def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
+    def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
         with self.devices.on_device():
             self.store.save(step, state, metrics=metrics)
+
+    def save_in_memory(self, step: int, state: JsonObject) -> None:
+        with self.devices.on_device():
+            self.store.save_in_memory(step, state)
 
     def poll(self) -> Metrics:
         return self.store.poll()

@@ -26,6 +26,9 @@ class FakeRanks:
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
+    def gather_json(self, value: Any) -> list[Any]:
+        return [value]
+
     def gather_rows(self, rows: Any) -> Any:
         return rows
 
@@ -195,6 +198,9 @@ class FakeStore:
 
         self.finished = False
         self._saving = 0
+
+    def save_in_memory(self, step: int, state: Mapping[str, Any]) -> None:
+        self.events.append(f"save {step} in memory")
 
     def save(self, step: int, state: Mapping[str, Any], *, metrics: Metrics | None = None) -> None:
         self.events.append("save")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,11 +100,8 @@ def _write_own(job: SaveJob, data: Callable[[int], memoryview]) -> int:
     """Write this rank's shard and record; return the shard's bytes."""
     folder = Path(job.folder)
     try:
-        specs = [piece.spec for piece in job.pieces]
-        record = write_shard(folder / job.shard, specs, (data(index) for index in order(specs)))
-        wholes = [piece.global_shape for piece in job.pieces]
-        text = json.dumps({"shard": record.to_json(), "pieces": specs, "wholes": wholes})
-        disk.replace_text(folder / _done(job.shard), text)
+        record, layout = write_part(folder / job.shard, job.pieces, data)
+        disk.replace_text(folder / _done(job.shard), json.dumps({"shard": record.to_json(), "layout": layout}))
     except SaveError as error:
         with contextlib.suppress(SaveError):  # the ranks exchange failures as well
             disk.replace_text(folder / _failed(job.shard), str(error))
@@ -112,28 +109,45 @@ def _write_own(job: SaveJob, data: Callable[[int], memoryview]) -> int:
     return record.nbytes
 
 
-def _publish(
-    job: SaveJob, publication: Publication, *, deadline: float, given_up: Callable[[], bool]
-) -> tuple[str, ...]:
-    """Publish the shards of all ranks as a checkpoint, then remove old ones; return the problems of the removal."""
-    folder = Path(job.folder)
-    records: list[ShardRecord] = []
+def write_part(path: Path, pieces: Sequence[JobPiece], data: Callable[[int], memoryview]) -> tuple[ShardRecord, str]:
+    """Write a rank's shard; return its record and its layout, a text for `merge_layouts`. Raises SaveError."""
+    specs = [piece.spec for piece in pieces]
+    record = write_shard(path, specs, (data(index) for index in order(specs)))
+    return record, json.dumps({"pieces": specs, "wholes": [piece.global_shape for piece in pieces]})
+
+
+def merge_layouts(texts: Iterable[str]) -> dict[str, WholeTensor]:
+    """Return the tensors of a checkpoint from the layouts of all ranks' shards.
+
+    Raises SaveError where the pieces do not cover every tensor exactly once.
+    """
     tensors: dict[str, WholeTensor] = {}
     pieces: dict[str, list[PieceSpec]] = {}
-    for text in _wait_for_records(folder, publication.shards, job.timeout_s, deadline=deadline, given_up=given_up):
-        record = json.loads(text)
-        records.append(ShardRecord.from_json(record["shard"], folder))
-        for (name, dtype, offset, shape), global_shape in zip(record["pieces"], record["wholes"], strict=True):
+    for text in texts:
+        layout = json.loads(text)
+        for (name, dtype, offset, shape), global_shape in zip(layout["pieces"], layout["wholes"], strict=True):
             whole = WholeTensor(dtype, tuple(global_shape))
             if tensors.setdefault(name, whole) != whole:
                 raise SaveError(f"{name}: is {tensors[name]} on one rank and {whole} on another")
             pieces.setdefault(name, []).append(PieceSpec(name, dtype, tuple(offset), tuple(shape)))
     _check_coverage(tensors, pieces)
+    return tensors
+
+
+def _publish(
+    job: SaveJob, publication: Publication, *, deadline: float, given_up: Callable[[], bool]
+) -> tuple[str, ...]:
+    """Publish the shards of all ranks as a checkpoint, then remove old ones; return the problems of the removal."""
+    folder = Path(job.folder)
+    texts = _wait_for_records(folder, publication.shards, job.timeout_s, deadline=deadline, given_up=given_up)
+    parts = [json.loads(text) for text in texts]
+    records = tuple(ShardRecord.from_json(part["shard"], folder) for part in parts)
+    tensors = merge_layouts(part["layout"] for part in parts)
     for name in publication.shards:
         disk.remove_file(folder / _done(name))
     if given_up():
         raise SaveError("given up")
-    manifest = Manifest(**publication.manifest, saved_at=now(), tensors=tensors, shards=tuple(records))
+    manifest = Manifest(**publication.manifest, saved_at=now(), tensors=tensors, shards=records)
     publish(Path(publication.root), publication.step, manifest)
     try:
         retire(Path(publication.root), newest_step=publication.step, **publication.retention)

@@ -15,6 +15,13 @@ class CheckpointConfig:
         0, "Save every N steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
     )
     save_final: bool = setting(True, "Save after the last step.")
+    memory_interval: int = setting(
+        0,
+        "Also keep the state of every N-th step in the hosts' memory (/dev/shm), each host's on the next one too, so "
+        "that a lost process costs at most N steps; 0: never.",
+        unit="steps",
+        min=0,
+    )
     async_save: bool = setting(
         False, "Copy the state to the host's memory and write it in the background, while training goes on."
     )

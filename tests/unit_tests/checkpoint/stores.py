@@ -80,7 +80,7 @@ def store(root: Path, *, actor: float = 0, critic: float = 0, **changes: Any) ->
 
 def values(actual: RunCheckpoints) -> list[float]:
     """One number of each engine, after a look that all of its state agrees."""
-    each = [engine.values for engine in actual._engines.values()]  # type: ignore[attr-defined]
+    each = [engine.values for engine in actual._run.engines.values()]  # type: ignore[attr-defined]
     assert all(len(set(of_one)) == 1 for of_one in each), each
     return [of_one[0] for of_one in each]
 

@@ -100,7 +100,7 @@ def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with store(root, actor=1, async_save=True) as saving:
         saving.save(1, {"of": 1})
-        saving._engines["actor"].matrix.fill_(99.0)  # type: ignore[attr-defined]
+        saving._run.engines["actor"].matrix.fill_(99.0)  # type: ignore[attr-defined]
         actual: dict[str, float] = {}
         until(lambda: "checkpoint/seconds" in actual or bool(actual.update(saving.poll())))
         assert set(actual) == {"checkpoint/seconds", "checkpoint/bytes", "checkpoint/stall_s"}

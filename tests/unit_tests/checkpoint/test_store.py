@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
 from mega_rl.storage import disk
@@ -351,7 +352,7 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
         ) as saving:
             saving.save(1, {})
             if rank == 1:
-                saving._collect = lambda: fail(RunCheckpoints._collect(saving))  # type: ignore[method-assign]
+                saving._run = Twice(**vars(saving._run))
             failed = refused = ""
             try:
                 saving.save(2, {})
@@ -371,10 +372,12 @@ def saved_by_two(rank: int, root: str) -> dict[str, Any]:
     return actual
 
 
-def fail(collected: Any) -> Any:
-    """The pieces of a rank whose shard cannot be written: one name twice."""
-    pieces, numbers = collected
-    return [*pieces, pieces[0]], numbers
+class Twice(RunState):
+    """The state of a rank whose shard cannot be written: one name twice."""
+
+    def collect(self) -> Any:
+        pieces, numbers = super().collect()
+        return [*pieces, pieces[0]], numbers
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
@@ -393,7 +396,7 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
         kept = Kept(0)
         whole.add_rank_state("random", kept)
         whole.restore()
-        matrix = whole._engines["actor"].matrix  # type: ignore[attr-defined]
+        matrix = whole._run.engines["actor"].matrix  # type: ignore[attr-defined]
         assert matrix.tolist() == [[4.0] * 3] * 2 + [[5.0] * 3] * 2
         assert kept.restored is None
         manifest = json.loads((tmp_path / mode / "step_000001" / "manifest.json").read_text())

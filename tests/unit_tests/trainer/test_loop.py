@@ -193,6 +193,15 @@ def test_validation_saving_and_dumps_keep_their_intervals() -> None:
         assert len(row["response"].split()) == row["response_tokens"] - row["finished"] > 0
 
 
+def test_steps_are_saved_in_memory_when_the_next_begins() -> None:
+    """After their record is written, and not after the last, which the end of the run removes."""
+    trainer = make_trainer(settings=RunSettings(steps=7, memory_interval=2), start=2)
+    trainer.fit()
+    events = [event for event in trainer.events if event in ("generate", "publish") or "memory" in event]  # type: ignore[attr-defined]
+    steps = ["generate", "publish"]
+    assert events == ["publish", *steps, *steps, "save 4 in memory", *steps, *steps, "save 6 in memory", *steps]
+
+
 def test_a_stop_request_ends_after_the_step_and_saves() -> None:
     answers = iter([False, True])
     trainer = make_trainer(settings=RunSettings(steps=9), stop_requested=lambda: next(answers))

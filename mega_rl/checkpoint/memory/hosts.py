@@ -1,0 +1,86 @@
+"""Hosts of a run's ranks, as far as memory goes: ranks share a host when they see the same tmpfs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mega_rl.checkpoint.memory.place import SHM
+from mega_rl.protocols import Ranks
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Host(NamedTuple):
+    """The memory that a rank can write to."""
+
+    key: str  # equal on two ranks if they share it
+    name: str  # for people
+    shm: Path  # its tmpfs
+
+
+def this_host() -> Host:
+    """Return the host of this process. Containers with a /dev/shm of their own count as hosts."""
+    name = socket.gethostname()
+    try:
+        return Host(f"{BOOT_ID.read_text('ascii').strip()} {os.stat(SHM).st_dev}", name, SHM)
+    except OSError:  # no Linux, or no tmpfs, which making a folder there reports
+        return Host(name, name, SHM)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The host of every rank, by number in the order of their first ranks; seen from one rank."""
+
+    rank: int
+    of_rank: tuple[int, ...]
+    names: tuple[str, ...]  # of hosts
+
+    @classmethod
+    def gather(cls, host: Host, ranks: Ranks) -> Hosts:
+        """Return the hosts of all ranks; collective."""
+        answers = ranks.gather_json([host.key, host.name])
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(key for key, _ in answers))}
+        names = {numbers[key]: name for key, name in reversed(answers)}
+        return cls(ranks.rank, tuple(numbers[key] for key, _ in answers), tuple(names[i] for i in range(len(names))))
+
+    @property
+    def count(self) -> int:
+        """Return the number of hosts."""
+        return len(self.names)
+
+    @property
+    def own(self) -> int:
+        """Return the number of this rank's host."""
+        return self.of_rank[self.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank is the first on its host, which makes and removes its folders."""
+        return self.ranks_on(self.own)[0] == self.rank
+
+    def ranks_on(self, host: int) -> list[int]:
+        """Return the ranks of a host."""
+        return [rank for rank, of in enumerate(self.of_rank) if of == host]
+
+    def replica_of(self, rank: int) -> int | None:
+        """Return the rank of the next host that keeps a copy of a rank's shard; None on one host.
+
+        With one host no copy is needed: what ends that host ends everything.
+        """
+        if self.count == 1:
+            return None
+        host = self.of_rank[rank]
+        place = self.ranks_on(host).index(rank)
+        others = self.ranks_on((host + 1) % self.count)
+        return others[place % len(others)]
+
+    def reader_on(self, host: int, rank: int) -> int:
+        """Return the rank on `host` that reads the shard of `rank`: that rank, or one chosen by its number."""
+        if self.of_rank[rank] == host:
+            return rank
+        others = self.ranks_on(host)
+        return others[rank % len(others)]
