@@ -13,6 +13,7 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.assemble.trainer import build_trainer
+from mega_rl.checkpoint.random_state import seed_python
 from mega_rl.config.schema import Config
 from mega_rl.health import records
 from mega_rl.health.flight_recorder import FlightRecorder
@@ -109,6 +110,7 @@ def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
             )
         try:
             process_groups.seed_model_parallel(config.trainer.seed, groups)
+            seed_python(config.trainer.seed, groups.world.rank())
             yield groups
         finally:
             process_groups.destroy()

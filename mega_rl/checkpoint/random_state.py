@@ -29,6 +29,15 @@ class Tracker(Protocol):
         ...
 
 
+def seed_python(seed: int, rank: int) -> None:
+    """Seed Python's `random` and NumPy's, which a user's own code may draw from; each rank has numbers of its own.
+
+    Without it they begin with the operating system's, and a run of the same seed has other rewards.
+    """
+    random.seed(f"{seed}/{rank}")
+    np.random.seed([seed, rank])
+
+
 class RandomState:
     """`protocols.RankState` of torch's generators, of Megatron-Core's states, of Python's `random` and of NumPy's."""
 

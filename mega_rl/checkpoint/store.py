@@ -82,7 +82,7 @@ class RunCheckpoints:
         self._writing: Writing = BackgroundWriter() if settings.async_save else InlineWriter()
         self._current: _Save | None = None
         self._failed_saves = 0
-        self._last_failed = False
+        self._lost = ""  # message of the last save, if that has failed
         self._metrics: Metrics = {}
 
     def __enter__(self) -> RunCheckpoints:
@@ -95,7 +95,7 @@ class RunCheckpoints:
 
         What is in memory goes at the end of a run that has saved what it should.
         """
-        self._memory.end(keep=kind is not None or self._current is not None or self._last_failed)
+        self._memory.end(keep=kind is not None or self._current is not None or bool(self._lost))
         self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
 
     def add_engine(self, name: str, engine: StatefulModel) -> None:
@@ -128,7 +128,7 @@ class RunCheckpoints:
             RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
         """
         begin = time.monotonic()
-        self.finish()
+        self._settle()
         pieces, numbers = self._run.collect()
         sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
         sizes[self._ranks.rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
@@ -149,7 +149,7 @@ class RunCheckpoints:
         if failure is not None:
             self._fail(failure)
         elif not self._settings.async_save:
-            self.finish()
+            self._settle()
         self._metrics["checkpoint/stall_s"] = time.monotonic() - begin
 
     def save_in_memory(self, step: int, state: JsonObject) -> None:
@@ -171,6 +171,16 @@ class RunCheckpoints:
         return metrics
 
     def finish(self) -> None:
+        """Wait for a pending save, within its deadline, at the end of a run; collective.
+
+        Raises RunError like `save`, and with `on_error` continue where the last save has failed: there is no training
+        left that could go on, and the run's end would not be in any checkpoint.
+        """
+        self._settle()
+        if self._lost:
+            raise RunError(f"{self._lost}; it was the run's last one: the same command goes on from the one before it")
+
+    def _settle(self) -> None:
         """Wait for a pending save, within its deadline; collective. Raises RunError like `save`."""
         while self._current is not None:
             self._report_written(self._current)
@@ -292,7 +302,7 @@ class RunCheckpoints:
         if failed:
             self._fail(first_failure(failure, self._ranks) or "")
         elif not running:
-            self._current, self._last_failed = None, False
+            self._current, self._lost = None, ""
             seconds = time.monotonic() - save.begin
             self._metrics |= {"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)}
             if self._ranks.rank == 0:
@@ -307,9 +317,8 @@ class RunCheckpoints:
         self._writing.stop()
         self._ranks.sum(torch.zeros(1))  # a barrier: no rank writes any more
         self._failed_saves += 1
-        self._last_failed = True
         self._metrics["checkpoint/failed_saves"] = float(self._failed_saves)
-        text = f"the checkpoint of step {save.step} failed: {message}"
+        self._lost = text = f"the checkpoint of step {save.step} failed: {message}"
         if self._ranks.rank == 0:
             try:
                 disk.remove_tree(folders.temporary(self._root, save.step))

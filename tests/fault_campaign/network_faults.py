@@ -29,21 +29,20 @@ class Partition(Fault):
 
     seconds: float = 0.0
     nodes: int = 2
-    may_start_late: bool = True
 
     def fire(self, run: Run) -> str:
         if not run.ranks():
             return ""
         node = run.random.randrange(2)
-        self._host = run.namespaces[node]
-        run_tool("ip", "-n", self._host, "link", "set", INTERFACE, "down")
+        run_tool("ip", "-n", run.namespaces[node], "link", "set", INTERFACE, "down")
         if self.seconds:
             run.wait_for(lambda: False, deadline_s=self.seconds)
             self.heal(run)
         return f"host {node} is cut off" + (f" for {self.seconds:g} s" if self.seconds else "")
 
     def heal(self, run: Run) -> None:
-        run_tool("ip", "-n", self._host, "link", "set", INTERFACE, "up")
+        for host in run.namespaces:
+            run_tool("ip", "-n", host, "link", "set", INTERFACE, "up")
 
 
 @dataclass

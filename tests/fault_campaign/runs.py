@@ -181,17 +181,13 @@ def enter_network(namespace: str) -> None:
 
 
 def weights(run_dir: Path, step: int) -> str | None:
-    """Return a hash of all tensors of a checkpoint but Python's random numbers, None without it.
-
-    Those of Python are the user's: each process begins with others.
-    """
+    """Return a hash of all tensors of a checkpoint, random states among them, None without it."""
     digest = hashlib.sha256()
     shards = sorted((run_dir / "checkpoints" / f"step_{step:06d}").glob("*.safetensors"))
     for shard in shards:
         with safe_open(shard, framework="np") as tensors:
             for name in sorted(tensors.keys()):
-                if "/random/python@" not in name:
-                    digest.update(name.encode() + tensors.get_tensor(name).tobytes())
+                digest.update(name.encode() + tensors.get_tensor(name).tobytes())
     return digest.hexdigest()[:16] if shards else None
 
 

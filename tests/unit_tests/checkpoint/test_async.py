@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -219,9 +220,12 @@ def test_faults_in_the_writer(tmp_path: Path, kind: str, faulty: Any, caplog: py
             faulty(kind, at)
             caplog.clear()
             saving.save(2, {})
-            saving.finish()
+            with contextlib.suppress(RunError):
+                saving.finish()
             metrics = saving.poll()
             if "checkpoint/failed_saves" in metrics:
+                with pytest.raises(RunError, match="it was the run's last one"):
+                    saving.finish()
                 said = "died of SIGKILL" if kind == "kill" else os.strerror(int(kind))
                 assert said in caplog.text
                 failed += 1
