@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from mega_rl.cores import threads_per_rank
 from mega_rl.launcher.leash import leashed
@@ -155,6 +158,17 @@ class NodeRanks:
             process.wait()
         self._running.clear()
         self._warden.close()
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface of this machine that has an address; empty where none does."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(
+            one.family in (socket.AF_INET, socket.AF_INET6) and one.address.partition("%")[0] == address
+            for one in addresses
+        ):
+            return str(name)
+    return ""
 
 
 def _peek(pid: int) -> int:

@@ -20,12 +20,17 @@ class RestartPolicy:
     restarts: int = 0
     _last_step: int | None = None  # steps done at the fault before
 
+    @property
+    def is_allowed(self) -> bool:
+        """Return whether the user wants restarts at all."""
+        return self.max_restarts > 0
+
     def refusal(self, failure: RunFailure, *, step: int, progressed: bool) -> str | None:
         """Return why the run is not started again, in words that follow its cause, or None: it is, and that counts.
 
         step: steps done when it failed, as far as known. progressed: this launch has done some.
         """
-        if not failure.may_go_on or self.max_restarts == 0:
+        if not failure.may_go_on or not self.is_allowed:
             return ""
         if failure.said and not progressed:
             return ""  # a program that says why it cannot begin would say so again
