@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl.health.evidence import INNOCENT, Evidence, by_call, gather, in_phase, in_words
+from mega_rl.health.evidence import INNOCENT, Evidence, by_call, gather, in_phase, in_words, same_call
 from mega_rl.health.processes import STATES, kills_for_memory, memory_limit, memory_of_host, name_of_signal
 from mega_rl.health.records import RankRecord
 from mega_rl.health.report import write_report
@@ -101,12 +101,25 @@ def _hang(evidence: Evidence) -> tuple[str, int | None] | None:
         also = f" (also missing: {in_words([one for one in missing if one != rank])})" if len(missing) > 1 else ""
         return f"{_named(evidence, rank)} {_state_of(evidence, rank)}{while_others}{also}", rank
     if len(calls) > 1:
-        (most, ranks), (fewest, lagging) = calls[0], calls[-1]
-        return f"diverged: {in_words(lagging)} waits in {fewest} while {in_words(ranks)} wait in {most}", lagging[0]
+        return _divergence(evidence)
     if calls:
-        call, ranks = calls[0]
-        return f"all ranks wait in {call}: the network between them, or the device, does not answer", None
+        return f"all ranks wait in {calls[0][0]}: the network between them, or the device, does not answer", None
     return None
+
+
+def _divergence(evidence: Evidence) -> tuple[str, int]:
+    """Return two ranks that wait for each other in different collectives, those of the smallest group."""
+    waiting = {rank: call for rank in sorted(evidence.records) if (call := evidence.waiting(rank)) is not None}
+    everyone = tuple(range(evidence.world_size))
+    pairs = [
+        (len(call.ranks or everyone), rank, other)
+        for rank, call in waiting.items()
+        for other in call.ranks or everyone
+        if other in waiting and not same_call(call, waiting[other])
+    ]
+    mutual = [pair for pair in pairs if pair[1] in (waiting[pair[2]].ranks or everyone)]
+    _, rank, other = min(mutual or pairs)
+    return f"diverged: rank {other} waits in {waiting[other]} while rank {rank} waits for it in {waiting[rank]}", other
 
 
 def _likelihood(evidence: Evidence, rank: int) -> tuple[int, int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mega_rl.errors import UserError
 from mega_rl.health.diagnosis import name_cause
 from mega_rl.health.evidence import Evidence, gather
+from mega_rl.health.processes import process_state
 from mega_rl.health.records import RankRecord, health_folder, read_records
 from mega_rl.health.report import newest_report
 from mega_rl.health.stacks import WITHIN_S, stacks_of
@@ -33,7 +35,9 @@ def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
             "that has begun"
         )
     world_size = max((record.world_size for record in records.values()), default=0)
-    evidence = gather(run_dir, world_size=world_size)
+    host = socket.gethostname()
+    now = {rank: process_state(one.pid, one.started) for rank, one in records.items() if one.host == host}
+    evidence = replace(gather(run_dir, world_size=world_size), states=now)
     if any(is_living(evidence, record) for record in records.values()):
         return [*_table(evidence), *(_stacks(run_dir, evidence) if stacks else [])], 0
     lines = [*(_table(evidence) if records else [])]
@@ -106,10 +110,9 @@ def _fitted(cell: str, width: int) -> str:
 def _stacks(run_dir: Path, evidence: Evidence) -> Iterator[str]:
     """Yield the stacks of this host's ranks that live."""
     deadline = time.monotonic() + WITHIN_S
-    host = socket.gethostname()
     for rank, record in evidence.records.items():
         state = evidence.states.get(rank)
-        if record.host != host or state is None or not is_living(evidence, record):
+        if state is None or not is_living(evidence, record):
             continue
         yield ""
         yield f"Stacks of rank {rank}"

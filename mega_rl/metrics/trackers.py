@@ -175,9 +175,14 @@ class TrackerSink:
                 if "run_id" in answer:
                     self._started = True
                     self._remember(answer)
+        # It has closed its end of the pipe, which does not say that it ends.
+        try:
+            end = f"its process ended with exit code {self._process.wait(self._deadlines.answer_s)}"
+        except subprocess.TimeoutExpired:
+            end = "its process answers no more"
         with self._lock:
             if self._unanswered:
-                self._failure = self._failure or f"its process ended with exit code {self._process.wait()}"
+                self._failure = self._failure or end
 
     def _remember(self, answer: Mapping[str, Any]) -> None:
         """Keep the id of the tracker's run for a resume."""

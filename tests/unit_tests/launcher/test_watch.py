@@ -7,7 +7,7 @@ import pytest
 from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.ranks import RankEnd
 from mega_rl.launcher.warden import SAVE_S
-from mega_rl.launcher.watch import GIVE_UP_S, INNOCENT_S, SETTLE_S, Due, GenerationWatch
+from mega_rl.launcher.watch import GIVE_UP_S, INNOCENT_S, LATE_S, SETTLE_S, Due, GenerationWatch
 
 
 class Clock:
@@ -74,10 +74,12 @@ def test_a_mistake_explains_more_than_the_failure_before_it(watch: GenerationWat
     assert not watch.failure.may_go_on
 
 
-@pytest.mark.parametrize("code", [LOST_PEER, WAITED_IN_VAIN])
-def test_an_innocent_rank_waits_for_the_one_at_fault(watch: GenerationWatch, clock: Clock, code: int) -> None:
+@pytest.mark.parametrize(("code", "within_s"), [(LOST_PEER, INNOCENT_S), (WAITED_IN_VAIN, LATE_S)])
+def test_an_innocent_rank_waits_for_the_one_at_fault(
+    watch: GenerationWatch, clock: Clock, code: int, within_s: float
+) -> None:
     watch.add(end(0, code))
-    clock.now += INNOCENT_S / 2
+    clock.now += within_s / 2
     assert watch.due() is Due.NOTHING
     watch.add(end(2, 1))
     assert due_after(watch, clock, SETTLE_S) is Due.END
