@@ -44,7 +44,7 @@ def contenders(engine: Any, folder: Path, in_memory: Path) -> dict[str, Callable
     from mega_rl.checkpoint.memory.hosts import Host
     from mega_rl.checkpoint.memory.store import MemoryCheckpoints
     from mega_rl.checkpoint.store import RunCheckpoints
-    from mega_rl.config.schema import CheckpointConfig
+    from mega_rl.config.schema import CheckpointConfig, MemoryCheckpointConfig
     from mega_rl.parallel.comm import GroupRanks
 
     ranks, rank = GroupRanks(dist.group.WORLD), dist.get_rank()
@@ -54,7 +54,9 @@ def contenders(engine: Any, folder: Path, in_memory: Path) -> dict[str, Callable
             root=folder / name,
             engines={"actor": engine},
             ranks=ranks,
-            settings=CheckpointConfig(async_save=background, keep=1, on_error="stop", memory_interval=memory),
+            settings=CheckpointConfig(
+                async_save=background, keep=1, on_error="stop", memory=MemoryCheckpointConfig(memory)
+            ),
             identity={},
             layout="dp2",
             config={},

@@ -349,7 +349,7 @@ def run_settings(config: Config) -> RunSettings:
         steps=config.trainer.steps,
         val_interval=config.trainer.val_interval,
         save_interval=config.checkpoint.save_interval,
-        memory_interval=config.checkpoint.memory_interval,
+        memory_interval=config.checkpoint.memory.interval,
         save_final=config.checkpoint.save_final,
         hf_interval=config.checkpoint.hf_interval,
         hf_final=config.checkpoint.hf_final,

@@ -155,7 +155,7 @@ class RunCheckpoints:
     def save_in_memory(self, step: int, state: JsonObject) -> None:
         """Save the state after `step` steps in the hosts' memory; complete on return; collective.
 
-        Nothing without `memory_interval`, or after a failure that the run goes on from. Raises RunError like `save`.
+        Nothing without `memory.interval`, or after a failure that the run goes on from. Raises RunError like `save`.
         """
         self._metrics |= self._memory.save(step, state)
 

@@ -155,7 +155,7 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
         entries["the teacher's hidden states"] = hidden
     if (projection := lesson_bytes(setup, setup.layout.pp - 1).kept) > 0:
         entries["the teacher's projection"] = projection * min(ranks, setup.layout.stage_size)
-    if setup.config.checkpoint.memory_interval:
+    if setup.config.checkpoint.memory.interval:
         # The newest one and the one that is being written, and on several hosts copies of another host's.
         copies = 2 * min(2, -(-setup.layout.world_size // ranks))
         entries["checkpoints in memory"] = copies * max(_saved(setup, each.states) for each in memory) * ranks

@@ -28,7 +28,7 @@ from mega_rl.storage.disk import SaveError
 SHM = Path("/dev/shm")
 HISTORY_FILE = ".memory"  # in the run's folder of checkpoints
 RUN_FILE = "run.json"
-HINT = "set checkpoint.memory_interval=0, or remove it"
+HINT = "set checkpoint.memory.interval=0, or remove it"
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _MAX_BYTES = 1 << 16

@@ -48,7 +48,7 @@ class MemoryCheckpoints:
         self._run = run
         self._ranks = run.ranks
         self._on_error = settings.on_error
-        self._is_on = settings.memory_interval > 0
+        self._is_on = settings.memory.interval > 0
         self._place: _Place | None = None
         self._writer: MemoryWriter | None = None
         self._held: int | None = None  # step of the newest complete one

@@ -72,7 +72,7 @@ class MemoryWriter:
         if free < needed:
             raise SaveError(
                 f"{hosts.names[hosts.own]}: {in_units(needed)} are needed and {in_units(free)} are free in {of}; "
-                "give it more, or set checkpoint.memory_interval=0"
+                "give it more, or set checkpoint.memory.interval=0"
             )
 
     def _write(self, step: int, pieces: Sequence[Piece], record: JsonObject) -> tuple[ShardRecord, ...]:

@@ -20,7 +20,7 @@ from mega_rl.config.schema.engine import (
     MoeConfig,
     ReferenceLayoutConfig,
 )
-from mega_rl.config.schema.output import CheckpointConfig, MetricsConfig
+from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
@@ -63,6 +63,7 @@ __all__ = [
     "KlConfig",
     "MegatronConfig",
     "MegatronOptimizerConfig",
+    "MemoryCheckpointConfig",
     "MetricsConfig",
     "MicrobatchConfig",
     "MismatchConfig",

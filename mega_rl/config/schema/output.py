@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from mega_rl.config.schema.setting import setting
+
+
+@dataclass(frozen=True)
+class MemoryCheckpointConfig:
+    """Checkpoints in the hosts' memory, between those on disk."""
+
+    interval: int = setting(
+        0,
+        "Keep the state of every N-th step in the hosts' memory (/dev/shm), each host's on the next one too, so that a "
+        "lost process costs at most N steps; 0: never.",
+        unit="steps",
+        min=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -15,13 +29,6 @@ class CheckpointConfig:
         0, "Save every N steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
     )
     save_final: bool = setting(True, "Save after the last step.")
-    memory_interval: int = setting(
-        0,
-        "Also keep the state of every N-th step in the hosts' memory (/dev/shm), each host's on the next one too, so "
-        "that a lost process costs at most N steps; 0: never.",
-        unit="steps",
-        min=0,
-    )
     async_save: bool = setting(
         False, "Copy the state to the host's memory and write it in the background, while training goes on."
     )
@@ -46,6 +53,7 @@ class CheckpointConfig:
         0, "Write the actor as a Hugging Face checkpoint every N steps; 0: never.", unit="steps", min=0
     )
     hf_final: bool = setting(False, "Write the actor as a Hugging Face checkpoint after the last step.")
+    memory: MemoryCheckpointConfig = dataclasses.field(default_factory=MemoryCheckpointConfig)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mega_rl.checkpoint.store import RunCheckpoints
-from mega_rl.config.schema import CheckpointConfig
+from mega_rl.config.schema import CheckpointConfig, MemoryCheckpointConfig
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Box, EngineState, Piece
@@ -59,8 +59,9 @@ class Kept:
         self.restored = None if tensors is None else {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def settings(**changes: Any) -> CheckpointConfig:
-    return CheckpointConfig(**({"keep": 2, "on_error": "stop", "timeout_s": 30.0} | changes))
+def settings(*, memory_interval: int = 0, **changes: Any) -> CheckpointConfig:
+    memory = MemoryCheckpointConfig(memory_interval)
+    return CheckpointConfig(**({"keep": 2, "on_error": "stop", "timeout_s": 30.0, "memory": memory} | changes))
 
 
 def store(root: Path, *, actor: float = 0, critic: float = 0, **changes: Any) -> RunCheckpoints:

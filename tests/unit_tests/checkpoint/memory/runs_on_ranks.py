@@ -40,8 +40,8 @@ def config_of(folder: Path, run: MemoryRun) -> Config:
     config = replaced(config, "data", val_size=1)
     config = replaced(config, "rollout", n=2, max_new_tokens=6)
     config = replaced(config, "optim", schedule="linear", warmup_steps=1)
-    checkpoint = {"save_interval": ON_DISK if run.operation < 0 else 0, "memory_interval": run.memory_interval}
-    config = replaced(config, "checkpoint", **checkpoint, on_error="stop")
+    config = replaced(config, "checkpoint", save_interval=ON_DISK if run.operation < 0 else 0, on_error="stop")
+    config = replaced(config, "checkpoint.memory", interval=run.memory_interval)
     sizes = {"prompts_per_step": 4, "minibatch_size": 2, "steps": STEPS, "timeout_s": 30.0, "val_interval": 2}
     return replaced(config, "trainer", run_dir=str(folder / run.name), **sizes)
 

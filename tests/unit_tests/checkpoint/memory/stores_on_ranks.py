@@ -1,4 +1,4 @@
-"""Stores of four ranks on two hosts, played by two folders: each case saves, loses something, and starts again."""
+"""Stores of four ranks on several hosts, played by folders: each case saves, loses something, and starts again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mega_rl.checkpoint.memory.hosts import Host
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, settings
 
-RANKS, HOSTS = 4, 2
+RANKS = 4
 keep_only = writing.keep_only
 
 
@@ -50,22 +50,27 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def copies(root: Path) -> list[Path]:
+    """Shard 1 of step 2 on every host that has it, that of its rank first."""
+    return sorted(root.glob("host*/mega_rl-*/*/step_000002/shard_00001.safetensors"))
+
+
 def lose_host(root: Path) -> None:
     shutil.rmtree(root / "host0" / folder_in(root / "host0").parent.name)
 
 
 def lose_both_copies(root: Path) -> None:
-    for host in range(HOSTS):
-        (folder_in(root / f"host{host}") / "step_000002" / "shard_00001.safetensors").unlink()
+    for shard in copies(root):
+        shard.unlink()
 
 
 def damage_one(root: Path) -> None:
-    flip(folder_in(root / "host0") / "step_000002" / "shard_00001.safetensors")
+    flip(copies(root)[0])
 
 
 def damage_both(root: Path) -> None:
-    for host in range(HOSTS):
-        flip(folder_in(root / f"host{host}") / "step_000002" / "shard_00001.safetensors")
+    for shard in copies(root):
+        flip(shard)
 
 
 def tear(root: Path) -> None:
@@ -91,8 +96,8 @@ LOSSES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def all_cases(rank: int, root: str) -> dict[str, Any]:
-    """By the name of what is lost: what the next start restores, and what it says."""
+def all_cases(rank: int, root: str) -> dict[tuple[int, str], Any]:
+    """By (number of hosts, name of what is lost): what the next start restores, and what it says."""
     import torch.distributed as dist
 
     from mega_rl.parallel.comm import GroupRanks
@@ -102,19 +107,20 @@ def all_cases(rank: int, root: str) -> dict[str, Any]:
     assert group is not None
     ranks = GroupRanks(group)
     actual = {}
-    for number, name in enumerate(LOSSES):
-        folder = Path(root) / str(number)
-        for host in range(HOSTS):
-            (folder / f"host{host}").mkdir(parents=True, exist_ok=True)
-        actual[name] = one_case(ranks, folder, LOSSES[name])
+    for hosts in (2, 4):
+        for number, name in enumerate(LOSSES):
+            folder = Path(root) / f"{hosts} {number}"
+            for host in range(hosts):
+                (folder / f"host{host}").mkdir(parents=True, exist_ok=True)
+            actual[hosts, name] = one_case(ranks, folder, LOSSES[name], hosts)
     dist.destroy_process_group()
     return actual
 
 
-def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, Any]:
+def one_case(ranks: Any, root: Path, lose: Callable[[Path], None], hosts: int) -> dict[str, Any]:
     from mega_rl.checkpoint.store import RunCheckpoints
 
-    MemoryCheckpoints.host = staticmethod(on_host(ranks.rank * HOSTS // RANKS, root))  # type: ignore[method-assign]
+    MemoryCheckpoints.host = staticmethod(on_host(ranks.rank * hosts // RANKS, root))  # type: ignore[method-assign]
 
     def opened(value: float) -> tuple[RunCheckpoints, SmallEngine, Kept]:
         engine, kept = SmallEngine(value, rank=ranks.rank, size=RANKS), Kept(10 * ranks.rank)
@@ -129,7 +135,7 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
     assert first.restore() is None
     first.move_earlier_run(root / "run")
     first.save(1, {"of": "disk"})
-    retiring = watch_retirement(ranks.rank, root)
+    retiring = watch_retirement(ranks.rank, root, late_s=0.2 if lose is LOSSES["nothing"] else 0.0)
     for step in (1, 2):
         engine.matrix += 1
         engine.vector += 1
@@ -137,7 +143,7 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
         engine.steps += 1
         first.save_in_memory(step, {"of": "memory"})
     saved = first.poll()
-    held = {host: listed(root / f"host{host}") for host in range(HOSTS)}
+    held = [listed(root / f"host{host}") for host in range(hosts)]
     writing.keep_only, writing.folders = keep_only, folders  # type: ignore[assignment]
     first.close()  # as a crash leaves it
     ranks.gather_json(None)
@@ -152,7 +158,7 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
         logging.getLogger("mega_rl").removeHandler(lines)
         second.move_earlier_run(root / "run")
         ranks.gather_json(None)
-        after_start = {host: listed(root / f"host{host}") for host in range(HOSTS)}
+        after_start = [name for host in range(hosts) for name in listed(root / f"host{host}")]
         ranks.gather_json(None)
     ranks.gather_json(None)
     return {
@@ -168,8 +174,8 @@ def one_case(ranks: Any, root: Path, lose: Callable[[Path], None]) -> dict[str, 
     }
 
 
-def watch_retirement(rank: int, root: Path) -> list[list[str]]:
-    """Checkpoints of both hosts whenever rank 0 removes older ones; the other host publishes late."""
+def watch_retirement(rank: int, root: Path, *, late_s: float) -> list[list[str]]:
+    """Checkpoints of both hosts whenever rank 0 removes older ones; other hosts publish late."""
     seen: list[list[str]] = []
     publish = folders.publish
 
@@ -178,7 +184,7 @@ def watch_retirement(rank: int, root: Path) -> list[list[str]]:
         keep_only(folder, step)
 
     def late(*args: Any) -> Path:
-        time.sleep(0.2 if rank else 0.0)
+        time.sleep(late_s if rank else 0.0)
         return publish(*args)
 
     writing.keep_only = watched if rank == 0 else keep_only

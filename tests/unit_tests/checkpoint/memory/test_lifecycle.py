@@ -213,7 +213,7 @@ def test_anothers_folder_is_refused(
         start(saving, tmp_path)
         saving.save_in_memory(1, {})
         [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-        assert f"{user_folder(shm)}: {why}; set checkpoint.memory_interval=0" in error
+        assert f"{user_folder(shm)}: {why}; set checkpoint.memory.interval=0" in error
     assert [*user_folder(shm).iterdir(), *shm.glob("elsewhere/*")] == []
     saving.close()
 
