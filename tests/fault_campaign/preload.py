@@ -11,6 +11,7 @@ for name in (
     "mega_rl.cli.app",
     "mega_rl.launcher.ranks",
     "mega_rl.launcher.store",
+    "mega_rl.health.records",
     "mega_rl.engines.fsdp.engine",
     "mega_rl.preflight",
     "torch.distributed.run",

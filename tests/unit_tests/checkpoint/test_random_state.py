@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mega_rl.checkpoint.random_state import seed_python
 from mega_rl.errors import UserError
 from tests.helpers.distributed import run_ranks
 
 
 def draws() -> list[Any]:
     """A number of every source, and of every state of Megatron-Core."""
-    import random
-
-    import numpy as np
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     actual: list[Any] = [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(2).tolist()]
