@@ -98,7 +98,7 @@ def test_without_one_at_fault_the_silent_ranks_are_named(
     watch: GenerationWatch, clock: Clock, code: int, words: str
 ) -> None:
     watch.add(end(0, code))
-    assert due_after(watch, clock, INNOCENT_S) is Due.END
+    assert due_after(watch, clock, LATE_S if code == WAITED_IN_VAIN else INNOCENT_S) is Due.END
     assert watch.failure is not None
     assert watch.failure.cause.startswith(words)
     assert (watch.failure.code, watch.failure.rank) == (1, None)
