@@ -249,6 +249,16 @@ class RewardWorker:
         raise_together(too_many, self._everyone, error=RewardError)
 
 
+class AbsentScorer:
+    """Reward role of a run that learns from no reward: nothing is called, and every total is 0."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        return Rewards(torch.zeros(len(rollout.lengths), device=rollout.tokens.device), scored=False)
+
+    def metrics(self) -> Metrics:
+        return {}
+
+
 class _Watch:
     """Clock of one rank's scoring, started anew by each response."""
 
