@@ -104,11 +104,12 @@ class Rewards:
 
     totals: Tensor  # [B] float32
     parts: RewardParts | None = None  # None: the rewards have no named parts
+    scored: bool = True  # False of a run that has no reward: totals are 0, and no number of them is reported
 
     def __getitem__(self, rows: Tensor) -> Rewards:
         """Return the rewards of some rows; rows: [n] int64, or [B] bool."""
         parts = None if self.parts is None else replace(self.parts, values=self.parts.values[rows])
-        return Rewards(self.totals[rows], parts)
+        return replace(self, totals=self.totals[rows], parts=parts)
 
     def columns(self) -> Tensor:
         """Return [B, 1 + K] float32: totals, then parts."""
@@ -118,7 +119,7 @@ class Rewards:
     def with_columns(self, columns: Tensor) -> Rewards:
         """Return the rewards of other rows from their `columns`, of the same parts."""
         parts = None if self.parts is None else replace(self.parts, values=columns[:, 1:])
-        return Rewards(columns[:, 0], parts)
+        return replace(self, totals=columns[:, 0], parts=parts)
 
 
 @tensorclass(shadow=True)  # `values` also names a dict method of tensorclass

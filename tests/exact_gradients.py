@@ -98,8 +98,8 @@ def cases() -> Iterator[Case]:
         for placement in ("none", "loss", *(["reward"] if area.takes_kl else [])):
             if placement != "reward" or not LOSSES[loss].needs_response_advantages:
                 yield Case(estimator, loss, placement)
-        # Ratios of loss and correction are two things: the losses of one ratio each are enough.
-        yield from (Case(estimator, loss, correction=name) for name in (CORRECTED if loss == "ppo" else ()))
+                # Ratios of loss and correction are two things: the losses of one ratio each are enough.
+                yield from (Case(estimator, loss, placement, name) for name in (CORRECTED if loss == "ppo" else ()))
 
 
 class World:
@@ -274,8 +274,9 @@ def measure(case: Case, *, samples: int, seed: int = 0) -> Result:
 
 
 def is_shown(case: Case) -> bool:
-    """Return whether the page has a row of it: corrections are the same thing for every estimator."""
-    return case.correction == "none" or case.estimator == "rloo"
+    """Return whether the page has a row of it: corrections are the same thing for every estimator that has no KL."""
+    of_kl = case.estimator == "reinforce_plus_plus" and case.placement == "reward"
+    return case.correction == "none" or case.estimator == "rloo" or of_kl
 
 
 def table(results: list[Result]) -> list[str]:

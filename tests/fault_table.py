@@ -650,6 +650,27 @@ REWARDS = (
     ),
     fault(
         "rewards",
+        "a run without a reward reports zeros",
+        "device=rollout.tokens.device), scored=False)",
+        "device=rollout.tokens.device))",
+        "trainer/test_loop.py",
+    ),
+    fault(
+        "rewards",
+        "hung work is interrupted when it has ended, too",
+        "        signal.signal(INTERRUPT, previous)\n",
+        "        pass\n",
+        "parallel/test_agreement.py -k hung",
+    ),
+    fault(
+        "rewards",
+        "numbers are computed that nobody can compute",
+        "if any(num_digits(expression) > MOST_DIGITS for expression in parsed):",
+        "if any(num_digits(expression) < 0 for expression in parsed):",
+        "workers/test_reward_functions.py -k nobody",
+    ),
+    fault(
+        "rewards",
         "a response waits behind one that hangs",
         'if kind in ("timeout", "crash"):',
         'if kind == "crash":',

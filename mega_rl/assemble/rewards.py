@@ -1,4 +1,4 @@
-"""Rewards of a run: a function, a service, or a model."""
+"""Rewards of a run: a function, a service, a model, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, SampleListener, Scorer
-from mega_rl.workers.reward import FunctionRewards, PartRule, RewardWorker, TextScorer
+from mega_rl.workers.reward import AbsentScorer, FunctionRewards, PartRule, RewardWorker, TextScorer
 from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
@@ -38,8 +38,8 @@ def prepare_reward(
     function: RewardFunction | None = None,
     *,
     resources: ExitStack,
-) -> TextScorer | TokenRows:
-    """The function or service that scores, or how a reward model gets to read rollouts.
+) -> TextScorer | TokenRows | None:
+    """The function or service that scores, or how a reward model gets to read rollouts; None of a run without rewards.
 
     All that can be wrong with the source of rewards is found here, before any model is loaded. `tokenizer` and `decode`
     are the actor's. function: of a Python program, in place of the one that the config names. resources: ends the
@@ -49,6 +49,8 @@ def prepare_reward(
         UserError: a function that cannot be called, an address or key that cannot be used.
     """
     reward = config.reward
+    if reward.source == "none":
+        return None
     if reward.source == "model":
         return _token_rows(config, tokenizer, decode)
     if reward.source == "function":
@@ -62,7 +64,7 @@ def prepare_reward(
     )
 
 
-def reward_columns(config: Config, prepared: TextScorer | TokenRows) -> RewardColumns:
+def reward_columns(config: Config, prepared: TextScorer | TokenRows | None) -> RewardColumns:
     """Return the columns of the data that the source of rewards reads.
 
     Raises:
@@ -83,7 +85,7 @@ def reward_columns(config: Config, prepared: TextScorer | TokenRows) -> RewardCo
 
 def build_reward(
     config: Config,
-    prepared: TextScorer | TokenRows,
+    prepared: TextScorer | TokenRows | None,
     roles: Roles,
     *,
     decode: Decode,
@@ -95,6 +97,8 @@ def build_reward(
 
     In `on_device` a reward model finds room on its device; `listen` adds a listener of samples as they end.
     """
+    if prepared is None:
+        return AbsentScorer()
     if isinstance(prepared, FunctionRewards | PooledRewards | HttpRewards):
         arrives = config.rollout.backend == "sglang" and config.rollout.source == "single_turn"  # sample by sample
         scorer = RewardWorker(

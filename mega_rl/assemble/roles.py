@@ -186,7 +186,7 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
                 trains=engine.name in TRAINED_ROLES,
             )
         )
-    if reward.source != "model":
+    if reward.source in ("function", "http"):
         facts.append(RoleFacts("reward", reward.function if reward.source == "function" else reward.http.url))
     return facts
 

@@ -65,7 +65,7 @@ class _RunInputs:
     """Inputs that a run reads before its models."""
 
     tokens: Tokens
-    reward: TextScorer | TokenRows
+    reward: TextScorer | TokenRows | None  # None: the run has no reward
     train: list[Prompt]
     held_out: Sequence[Prompt]
     own_rollouts: OwnRollouts | None

@@ -210,6 +210,11 @@ _NEEDS = (
         "reward.overlong.buffer_tokens above 0",
         lambda overlong: overlong.buffer_tokens > 0,
     ),
+    Need(
+        ("reward.overlong.buffer_tokens", "rollout.dynamic_sampling.max_generations"),
+        "rewards, which reward.source=none has not",
+        lambda config: config.reward.source != "none",
+    ),
     _within("trainer.profile", "ranks memory", "trainer.profile.steps", lambda profile: bool(profile.steps)),
     Need(
         ("optim.warmup_steps",),
@@ -262,7 +267,7 @@ _NEEDS = (
     Need(
         ("reward.skip_special_tokens",),
         "reward.source=function or http: a reward model reads tokens, or a conversation without them",
-        lambda config: config.reward.source != "model",
+        lambda config: config.reward.source in ("function", "http"),
     ),
     Need(
         ("data.chat.template_kwargs", "data.chat.system_prompt", "data.chat.date"),

@@ -53,7 +53,7 @@ class JsonlSink(NullSink):
     """One flushed line per step in metrics.jsonl; see `records` for its form.
 
     It is the run's record, so it is never given up: a line that cannot be written is reported and dropped, the file is
-    cut back to its last whole line, and the next step tries again.
+    cut back to its last whole line, and the next step tries again. A file that is gone begins anew.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
@@ -66,6 +66,9 @@ class JsonlSink(NullSink):
         """Append the record of a step."""
         line = encode_step(step, metrics).encode() + b"\n"
         try:
+            if self._num_bytes is not None and not self._path.exists():
+                logger.error("%s is gone with the metrics before step %d: a new one begins", self._path, step)
+                self._num_bytes = None
             if self._num_bytes is None:
                 self._num_bytes = _drop_steps_from(self._path, _first_stale_step(self._resume_step))
             _write_at(self._path, self._num_bytes, line)

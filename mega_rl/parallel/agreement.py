@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -16,6 +20,9 @@ from mega_rl.protocols import Ranks
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+INTERRUPT = signal.SIGURG  # ignored by default, so one that comes late does no harm
+LAST_GRACE_S = 30.0  # for hung work to end once it has been interrupted
 
 
 def broadcast_json(value: Any, ranks: Ranks, *, source: int = 0) -> Any:
@@ -164,23 +171,46 @@ def run_on_all(
     return cast(Result, running.result)
 
 
+class InterruptedWorkError(BaseException):
+    """Raised in the main thread, in the middle of work that counts as hung; no Exception, which the work may catch."""
+
+
 def run_beside_meetings(
-    work: Callable[[], Result], ranks: Ranks, *, stalled: Callable[[], str | None], beat_s: float = 5.0
+    work: Callable[[], Result],
+    ranks: Ranks,
+    *,
+    stalled: Callable[[], str | None],
+    beat_s: float = 5.0,
+    grace_s: float = 5.0,
 ) -> Result:
     """Call `work` on every rank's own thread and return this rank's result when that of all has ended; collective.
 
     Unlike `run_on_all`, which it is for otherwise, it suits work that sets signals, which only the main thread can: the
     meetings are on another. stalled: called there; says in words that this rank's work counts as hung, and of what.
 
+    When some rank's work is stalled, work of a main thread that goes on is interrupted after `grace_s` seconds by an
+    exception. Work that does not end by that, as in compiled code, ends the process, with the code of a RunError.
+
     Raises:
-        RunError: on the ranks whose work has ended, when some rank's is stalled, with its message.
+        RunError: when some rank's work is stalled, on all ranks, with its message.
     """
     ended = threading.Event()
-    meetings = _Running(lambda: _meet_until_ended(ended, ranks, stalled, beat_s), name="run_beside_meetings")
-    try:
-        result = work()
-    finally:
-        ended.set()
+
+    def meet() -> None:
+        try:
+            _meet_until_ended(ended, ranks, stalled, beat_s)
+        except RunError:
+            _end_work(ended, interrupt, grace_s)
+            raise
+
+    with _interruptible(ended) as interrupt:
+        meetings = _Running(meet, name="run_beside_meetings")
+        try:
+            result = work()
+        except InterruptedWorkError:
+            log.error("the work of this rank has been interrupted")
+        finally:
+            ended.set()
     while meetings.wait(beat_s):  # the others' work; each of their waits has its deadline
         pass
     if meetings.error is not None:
@@ -201,6 +231,43 @@ def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[]
             raise StalledError(message)
         if not state[0]:
             return
+
+
+@contextmanager
+def _interruptible(ended: threading.Event) -> Iterator[Callable[[], None] | None]:
+    """Yield a function that raises InterruptedWorkError in the main thread's block, from another one, until `ended`.
+
+    None in another thread, which nothing can interrupt.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    thread, hung = threading.get_ident(), threading.Event()
+
+    def raise_error(number: int, frame: FrameType | None) -> None:
+        if hung.is_set() and not ended.is_set():
+            raise InterruptedWorkError
+
+    def interrupt() -> None:
+        hung.set()
+        signal.pthread_kill(thread, INTERRUPT)
+
+    previous = signal.signal(INTERRUPT, raise_error)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(INTERRUPT, previous)
+
+
+def _end_work(ended: threading.Event, interrupt: Callable[[], None] | None, grace_s: float) -> None:
+    """Interrupt work that does not end within `grace_s` seconds, and end the process if that does not help."""
+    if ended.wait(grace_s) or interrupt is None:
+        return
+    interrupt()
+    if not ended.wait(LAST_GRACE_S):
+        log.error("the work goes on %g s after it was interrupted: this process ends", LAST_GRACE_S)
+        logging.shutdown()
+        os._exit(RunError.exit_code)
 
 
 class _Running(Generic[Result]):

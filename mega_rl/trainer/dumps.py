@@ -44,10 +44,9 @@ def sample_rows(
                 "answer": prompt.answer,
                 "prompt_tokens": start,
                 "response_tokens": int(rollout.loss_mask[row].sum()),
-                "reward": float(rewards.totals[row]),
+                **_rewards_of(rewards, row),
                 "finished": finished,
                 "weight_version": int(rollout.weight_version[row]),
-                **_parts_of(rewards, row),
                 **_where_known(rollout, row, advantages),
             }
         )
@@ -70,12 +69,13 @@ def spread_rows(prompt_index: Sequence[int], count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _parts_of(rewards: Rewards, row: int) -> dict[str, float]:
-    """Return the parts of a row's reward, as "reward_correct"."""
-    if rewards.parts is None:
+def _rewards_of(rewards: Rewards, row: int) -> dict[str, float]:
+    """Return a row's reward and its parts, as "reward_correct"; nothing in a run that has no reward."""
+    if not rewards.scored:
         return {}
-    values = rewards.parts.values[row].tolist()
-    return {f"reward_{name}": value for name, value in zip(rewards.parts.names, values, strict=True)}
+    names, values = ((), []) if rewards.parts is None else (rewards.parts.names, rewards.parts.values[row].tolist())
+    parts = {f"reward_{name}": value for name, value in zip(names, values, strict=True)}
+    return {"reward": float(rewards.totals[row]), **parts}
 
 
 def _where_known(rollout: Rollout, row: int, advantages: Tensor | None) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class PPOTrainer:
             metrics = baseline | self.rollout.metrics() | self.staleness(rollout)
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
-            metrics |= rollout_metrics(rollout, rewards.totals, self.ranks) | self.reward.metrics()
+            metrics |= rollout_metrics(rollout, rewards, self.ranks) | self.reward.metrics()
             parts = part_metrics(rewards.parts, rollout, self.ranks)
             metrics |= {f"reward/{name}": mean for name, mean in parts.items()}
             shaped, of_overlong = self.overlong.shape(rollout, rewards, self.ranks)
@@ -197,20 +197,22 @@ class PPOTrainer:
             return WithGreedyRewards(self.estimator, rewards), greedy_metrics(rewards, self.ranks)
 
     def _validate(self, done: int) -> Metrics:
-        """Return mean reward and length of greedy answers to the held-out prompts; empty without validation."""
+        """Return mean reward, if there is one, and length of greedy answers to the held-out prompts.
+
+        Empty without validation.
+        """
         if not (self.settings.val_interval and self.val_prompts):
             return {}
         with self.timer.phase("validate"):
             rollout = self.rollout.generate(self.val_prompts, step=done, greedy=True)
             rewards = self.reward.score(rollout, self.val_prompts)
-            metrics = rollout_metrics(rollout, rewards.totals, self.ranks, prefix="val/")
+            metrics = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
             parts = part_metrics(rewards.parts, rollout, self.ranks)
         if self.settings.rollout_interval:
             self._dump(done, rollout, rewards, self.val_prompts)
-        return {
-            "val/reward_mean": metrics["val/reward/mean"],
-            "val/response_tokens_mean": metrics["val/rollout/response_tokens_mean"],
-        } | {f"val/reward_{name}": mean for name, mean in parts.items()}
+        shown = {"val/reward_mean": metrics["val/reward/mean"]} if rewards.scored else {}
+        shown["val/response_tokens_mean"] = metrics["val/rollout/response_tokens_mean"]
+        return shown | {f"val/reward_{name}": mean for name, mean in parts.items()}
 
     def _save_in_memory(self, done: int) -> None:
         """Save in memory what is due when a step begins: the steps before are logged, and the last one needs none."""

@@ -5,7 +5,7 @@ Yu et al. 2025 (DAPO), arXiv:2503.14476, section 3.4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class Overlong:
             tokens = rollout.loss_mask.sum(dim=1)
             part = soft_punishment(tokens, limit=self.max_response_tokens, buffer=self.buffer_tokens)
             punishment = self.penalty * part
-            rewards = Rewards(rewards.totals + punishment, _with_part(rewards.parts, part, weight=self.penalty))
+            parts = _with_part(rewards.parts, part, weight=self.penalty)
+            rewards = replace(rewards, totals=rewards.totals + punishment, parts=parts)
         columns = (answered, punishment, answered & ~rollout.finished)
         count, punished, truncated = ranks.sum(torch.stack([column.double().sum() for column in columns])).tolist()
         metrics: Metrics = {}

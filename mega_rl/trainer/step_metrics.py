@@ -10,14 +10,16 @@ from torch import Tensor
 from mega_rl.algorithms.kl import k3
 from mega_rl.algorithms.losses.value import explained_variance
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Metrics, RewardParts, Rollout
+from mega_rl.types import Experience, Metrics, RewardParts, Rewards, Rollout
 
 EQUAL_GROUPS = "reward/equal_groups_fraction"
 GROUPS = (EQUAL_GROUPS, "reward/best_groups_fraction", "reward/worst_groups_fraction")
 
 
-def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: str = "") -> Metrics:
-    """Return rewards, response lengths and how responses ended, over all ranks; `rewards` is [B].
+def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix: str = "") -> Metrics:
+    """Return rewards, response lengths and how responses ended, over all ranks.
+
+    Of a run that has no reward there are lengths and endings alone.
 
     `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
     learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
@@ -32,42 +34,44 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, ranks: Ranks, *, prefix: 
         answered = (~rollout.failed).nonzero().flatten()
         rollout, rewards = rollout[answered], rewards[answered]  # type: ignore[index]
     response = rollout.loss_mask.sum(dim=1).double()
-    rewards = rewards.double()
-    rows = rewards.numel()
-    extremes = torch.stack([rewards.max(), -rewards.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
+    totals = rewards.totals.double()
+    rows = totals.numel()
+    extremes = torch.stack([totals.max(), -totals.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
     highest, negated, longest = ranks.max(extremes.double()).tolist()
-    lowest = -negated
-    sums = torch.stack(
-        [
-            torch.tensor(float(rows), dtype=torch.float64),
-            rewards.sum(),
-            rewards.square().sum(),
-            response.sum(),
-            rollout.finished.double().sum(),
-            rollout.lengths.double().sum(),
-            *_groups(rollout.prompt_index, rewards, lowest=lowest, highest=highest),
-        ]
-    )
-    count, reward, square, tokens, finished, total, *groups = ranks.sum(sums).tolist()
+    columns = [
+        torch.tensor(float(rows), dtype=torch.float64),
+        response.sum(),
+        rollout.finished.double().sum(),
+        rollout.lengths.double().sum(),
+        totals.sum(),
+        totals.square().sum(),
+        *_groups(rollout.prompt_index, totals, lowest=-negated, highest=highest),
+    ]
+    count, tokens, finished, total, *of_rewards = ranks.sum(torch.stack(columns)).tolist()
     count = max(count, 1.0)
+    metrics = {} if not rewards.scored else _reward_metrics(of_rewards, count=count, lowest=-negated, highest=highest)
+    metrics |= {
+        "rollout/sequences": count,
+        "rollout/response_tokens_mean": tokens / count,
+        "rollout/response_tokens_max": longest,
+        "rollout/response_tokens": tokens,
+        "rollout/finished_fraction": finished / count,
+        "rollout/tokens": total,
+    }
+    return {f"{prefix}{name}": value for name, value in metrics.items()} | failures
+
+
+def _reward_metrics(sums: Sequence[float], *, count: float, lowest: float, highest: float) -> Metrics:
+    """Return the numbers of rewards from sums over all ranks: of rewards, of their squares, then those of `_groups`."""
+    reward, square, several, *kinds = sums
     mean = reward / count
-    spread = {f"{prefix}{name}": part / groups[0] for name, part in zip(GROUPS, groups[1:], strict=True) if groups[0]}
-    return (
-        {
-            f"{prefix}reward/mean": mean,
-            f"{prefix}reward/std": max(square / count - mean**2, 0.0) ** 0.5,
-            f"{prefix}reward/max": highest,
-            f"{prefix}reward/min": lowest,
-            f"{prefix}rollout/sequences": count,
-            f"{prefix}rollout/response_tokens_mean": tokens / count,
-            f"{prefix}rollout/response_tokens_max": longest,
-            f"{prefix}rollout/response_tokens": tokens,
-            f"{prefix}rollout/finished_fraction": finished / count,
-            f"{prefix}rollout/tokens": total,
-        }
-        | spread
-        | failures
-    )
+    return {
+        "reward/mean": mean,
+        "reward/std": max(square / count - mean**2, 0.0) ** 0.5,
+        "reward/max": highest,
+        "reward/min": lowest,
+        **{name: kind / several for name, kind in zip(GROUPS, kinds, strict=True) if several},
+    }
 
 
 def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> Metrics:

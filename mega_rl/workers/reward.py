@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from mega_rl.workers.reward_calls import (
     shortened,
 )
 from mega_rl.workers.reward_pool.begun import Begun
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[str], None]  # receives what a scorer waits for from now on: "prompt 17"
 Scores = list[Score]
@@ -249,6 +252,16 @@ class RewardWorker:
         raise_together(too_many, self._everyone, error=RewardError)
 
 
+class AbsentScorer:
+    """Reward role of a run that learns from no reward: nothing is called, and every total is 0."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        return Rewards(torch.zeros(len(rollout.lengths), device=rollout.tokens.device), scored=False)
+
+    def metrics(self) -> Metrics:
+        return {}
+
+
 class _Watch:
     """Clock of one rank's scoring, started anew by each response."""
 
@@ -295,6 +308,9 @@ class FunctionRewards:
                 scores.append(evaluate(self.call, self.call.arguments(prompt, response)))
             except NoScoreError as error:
                 raise no_score(str(error), prompt, response) from error.__cause__
+            except KeyboardInterrupt:  # a second Ctrl-C, or the function's own
+                log.error("%s", no_score("the reward function was interrupted", prompt, response))
+                raise
         return scores
 
     def begin(self, prompt: Prompt, response: Response) -> None:

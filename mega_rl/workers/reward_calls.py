@@ -87,7 +87,8 @@ def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> Score:
         raise NoScoreError(f"the reward function returned {error}") from None
     except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
         place = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
+        text = traceback.TracebackException(type(error), error, None)  # of any exception, also one without a text
+        what = f"raised {type(error).__name__}: {text} (at {place.filename}:{place.lineno})"
         raise NoScoreError(f"the reward function {what}") from error
 
 

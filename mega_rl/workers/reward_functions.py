@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from mega_rl.workers.user_files import load_from_file
 RewardFunction = Callable[..., float | Mapping[str, float]]
 
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
+MOST_DIGITS = 1e6  # of a number in an answer that is computed: a second or so
+MOST_LEVELS = 200  # of an expression's nesting that is looked into
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
@@ -30,30 +33,33 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
     """Return 1.0 if the response's final answer equals the reference as mathematics, else 0.0; never raises.
 
     The final answer is what stands in the last \\boxed{...} or after the last "####" (GSM8K), whichever comes later;
-    without either, the last expression of the text. What cannot be parsed, or takes more than 5 s to parse or compare,
-    scores 0.0. Those time limits are alarms of the operating system that only the main thread can set: called from
-    another thread there is none.
+    without either, the last expression of the text. What cannot be parsed, takes more than 5 s to parse or compare, or
+    has more than a million digits and is not the reference letter by letter, scores 0.0. Those time limits are alarms
+    of the operating system that only the main thread can set: called from another thread there is none.
     Source: the math-verify package; GSM8K's format: Cobbe et al. 2021, arXiv:2110.14168.
     """
     import math_verify as verifier  # brings sympy: too slow to import where it is not used
 
     timeout = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else 0
     gold_text = final_answer(answer)
-    gold = verifier.parse(_boxed(answer.strip() if gold_text is None else gold_text), parsing_timeout=timeout)
+    gold_text = answer.strip() if gold_text is None else gold_text
+    gold = verifier.parse(_boxed(gold_text), parsing_timeout=timeout)
     response_text = final_answer(response)
     parsed = verifier.parse(response if response_text is None else _boxed(response_text), parsing_timeout=timeout)
     if not gold or not parsed:
         return 0.0
+    if any(num_digits(expression) > MOST_DIGITS for expression in parsed):
+        return float(response_text == gold_text)
     return float(verifier.verify(gold, parsed, timeout_seconds=timeout))
 
 
 def final_answer(text: str) -> str | None:
     """The content of the last closed \\boxed{...} or the line after the last "####", whichever is later, or None."""
-    hashes = text.rfind("####")
+    hashes, closing = text.rfind("####"), _closing_braces(text)
     for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
         if match.start() < hashes:
             break
-        end = _closing_brace(text, match.end())
+        end = closing.get(match.end())
         if end is not None:
             return text[match.end() : end].strip()
     if hashes < 0:
@@ -61,14 +67,43 @@ def final_answer(text: str) -> str | None:
     return text[hashes + 4 :].strip().partition("\n")[0].strip()
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    """Return the position of the brace that closes the one opened just before `start`; escaped braces do not count."""
-    depth = 1
-    for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return start + match.start()
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return the position behind each opening brace -> that of the brace that closes it; escaped ones do not count.
+
+    One pass, whatever the nesting.
+    """
+    opened: list[int] = []
+    closing = {}
+    for match in re.finditer(r"\\.|[{}]", text, flags=re.DOTALL):
+        if match.group() == "{":
+            opened.append(match.end())
+        elif match.group() == "}" and opened:
+            closing[opened.pop()] = match.start()
+    return closing
+
+
+def num_digits(expression: object, depth: int = 0) -> float:
+    """Return about how many decimal digits the largest number in a sympy expression has once it is computed.
+
+    Powers, factorials and binomials alone are estimated, from above: 9^{9^{9^9}} takes longer to compute than anybody
+    waits. 0.0 below `MOST_LEVELS` of nesting.
+    """
+    import sympy
+
+    if isinstance(expression, sympy.Integer):
+        return math.log10(max(abs(int(expression)), 1))
+    if not isinstance(expression, sympy.Basic) or depth > MOST_LEVELS:
+        return 0.0
+    digits = [num_digits(part, depth + 1) for part in expression.args]
+    most = max(digits, default=0.0)
+    values = [10.0 ** min(number, 300.0) for number in digits]  # of the parts, about
+    if isinstance(expression, sympy.Pow):
+        return max(most, digits[0] * values[1])
+    if isinstance(expression, sympy.factorial):
+        return max(most, values[0] * digits[0])
+    if isinstance(expression, sympy.binomial):
+        return max(most, values[1] * digits[0])
+    return sum(digits) if isinstance(expression, sympy.Mul) else most
 
 
 def _boxed(answer: str) -> str:

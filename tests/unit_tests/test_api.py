@@ -122,6 +122,17 @@ def test_the_examples_of_the_page_run(folder: Path, number: int) -> None:
     assert ("step 2 |" in done.stderr) == (number == 0)  # it alone asks for a line of each step
 
 
+def test_an_estimator_and_a_reward_of_ones_own_take_twenty_lines() -> None:
+    """Blank lines left out, and no class of the package is inherited from."""
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    programs = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (program,) = (text for text in programs if "register_advantage" in text)
+    lines = [line for line in program.splitlines() if line.strip()]
+    assert len(lines) <= 20, len(lines)
+    assert "reward=" in program
+    assert "(mega_rl." not in "".join(line for line in lines if line.startswith("class "))
+
+
 def settings(folder: Path, run: str, **trainer: Any) -> dict[str, Any]:
     """A run of one step in `folder`/`run`."""
     sizes = {"prompts_per_step": 2, "minibatch_size": 2, "steps": 1, "microbatch": {"max_tokens": 64}}

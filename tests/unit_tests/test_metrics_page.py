@@ -17,6 +17,7 @@ from mega_rl.trainer import RunSettings
 from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
+from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import FakeReward
 from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 
@@ -27,6 +28,7 @@ WRITERS = ("algorithms", "checkpoint", "engines", "metrics", "models", "rollout"
 OTHERS = {"application/json", "rollout/logprob_diff", "rollout/stale_logprob_diff", "sft/loss"}
 DERIVED = "console/"  # the console makes these of others and shows them alone
 OF_PARTS = frozenset({"reward/<name>", "val/reward_<name>"})  # of rewards with named parts
+OF_REWARDS = ("reward/", "val/reward_")
 BARE = ("engines", "models")  # packages that write names without the role before them
 
 
@@ -120,6 +122,20 @@ def test_what_a_run_logs_is_documented(grpo: bool) -> None:
     logged = {name for record in sink.records.values() for name in record}
     assert {"reward/mean", "time/step_s", "val/reward_mean"} <= logged
     assert sorted(logged - documented()) == []
+
+
+def test_a_run_without_a_reward_logs_none_of_its_numbers() -> None:
+    """The page says of each number of rewards when it is there: in no run without them."""
+    sink = FakeSink()
+    settings = RunSettings(steps=1, val_interval=1)
+    trainer = make_trainer(grpo=True, settings=settings, metrics=sink, reward=AbsentScorer())
+    trainer.val_prompts = trainer.prompts.batch(0)
+    trainer.fit()
+    assert not {name for record in sink.records.values() for name in record if name.startswith(OF_REWARDS)}
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in page if line.startswith(tuple(f"| `{area}" for area in OF_REWARDS))]
+    assert len(rows) > 12
+    assert [line for line in rows if "| always |" in line] == []
 
 
 def test_parts_of_rewards_are_logged_under_the_documented_names() -> None:

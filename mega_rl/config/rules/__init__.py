@@ -25,7 +25,8 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     problems = [*parallel_rules.layout(config.engine.megatron, world_size), *_batches(config, world_size)]
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
-    problems += [*rollout_rules.rollouts(config), *_reward(config), *_profile(config, world_size)]
+    problems += [*rollout_rules.rollouts(config), *_reward(config), *_without_rewards(config)]
+    problems += _profile(config, world_size)
     for key, facts in (models or {}).items():
         if not (key == "model.ref_path" and reference_rules.has_own_layout(config)):
             problems += parallel_rules.fits_model(config.engine.megatron, key, facts)
@@ -233,6 +234,30 @@ def _reward(config: Config) -> Iterator[str]:
         yield (
             f"reward.http.url={reward.http.url!r}: reward.source=http needs an address that begins with http:// or "
             "https://"
+        )
+
+
+def _without_rewards(config: Config) -> Iterator[str]:
+    """Yield what reads the rewards that reward.source=none leaves out, but for settings of `needs`."""
+    algorithm, best = config.algorithm, config.checkpoint.keep_best
+    if config.reward.source != "none":
+        return
+    fix = "name who scores, as reward.source=function"
+    if not ADVANTAGE.needs(config, "needs_no_rewards") or ADVANTAGE.needs(config, "needs_greedy"):
+        yield (
+            f"reward.source=none with algorithm.advantage={algorithm.advantage}: it makes advantages of rewards; "
+            f"{fix}, or take algorithm.advantage=distillation, which learns from a teacher alone"
+        )
+    weight = algorithm.advantage_settings.get("reward_weight") if algorithm.advantage == "distillation" else 0
+    if weight:
+        yield (
+            f"algorithm.advantage_settings.reward_weight={weight} with reward.source=none: there is no reward to "
+            f"weigh; {fix}, or set the weight to 0"
+        )
+    if best.startswith(("reward/", "val/reward_")):
+        yield (
+            f"checkpoint.keep_best={best} with reward.source=none: the run has no such metric; name another, as "
+            f"val/response_tokens_mean, or {fix}"
         )
 
 

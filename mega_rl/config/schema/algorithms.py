@@ -40,6 +40,7 @@ class AdvantageSettings(Settings):
     needs_greedy: ClassVar[bool] = False  # the reward of a greedy response to each prompt
     needs_parts: ClassVar[bool] = False  # named parts of the rewards
     takes_kl: ClassVar[bool] = False  # has rewards of single tokens, which a KL penalty may enter
+    needs_no_rewards: ClassVar[bool] = False  # may learn without them: reward.source=none
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class DistillationSettings(AdvantageSettings):
     """On-policy distillation: log ratios of a teacher, the model of model.ref_path, to the student."""
 
     needs_reference: ClassVar[bool] = True
+    needs_no_rewards: ClassVar[bool] = True
 
     gamma: float = setting(
         0.0, "Discount per token of later tokens' log ratios; 0: every token answers for itself.", min=0.0, max=1.0

@@ -313,8 +313,9 @@ class RewardConfig:
 
     source: str = setting(
         "function",
-        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, or an HTTP service.",
-        choices=("function", "model", "http"),
+        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, an HTTP service, or "
+        "none, where a run learns from a teacher alone.",
+        choices=("function", "model", "http", "none"),
     )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
     weights: dict[str, float] = setting(

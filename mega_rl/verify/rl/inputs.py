@@ -23,6 +23,7 @@ from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout
 
 REWARD = "python:mega_rl.verify.rl.inputs.reward"
+NO_REWARD: Mapping[str, object] = {"reward.source": "none"}  # as of a recipe that learns from a teacher alone
 PARTS = ("correct", "format")  # of a reward that is read by parts, where no weight names any
 # (factor of the length, number of values) of parts: one of two values is often equal in all samples of a prompt.
 PART_VALUES = ((5, 11), (3, 2), (1, 3), (2, 7))
@@ -63,7 +64,6 @@ FIXED: Mapping[str, object] = {
     "rollout.mismatch.mean_limit": 10.0,
     "rollout.mismatch.share_limit": 1.0,
     "rollout.mismatch.max_limit": 100.0,
-    "reward.function": REWARD,
     "checkpoint.save_final": False,
     "checkpoint.resume": "never",
     "metrics.tensorboard": False,
@@ -89,15 +89,15 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
     given = {text.lstrip("~+").partition("=")[0] for text in overrides}
     problems = [
         f"{key}: verify rl has its own; leave it out. Legal are settings of {', '.join(KEPT_SECTIONS)}, model.path, "
-        f"{', '.join((*KEPT, *SIZES))}; --layouts and --steps choose the rest"
+        f"{', '.join((*KEPT, *SIZES))}, reward.source=none; --layouts and --steps choose the rest"
         for key in sorted(given)
-        if not (_is_kept(key) or key in SIZES or key == "model.path")
+        if not (_is_kept(key) or key in SIZES or key == "model.path" or _source_of_rewards(read).get(key) == "none")
     ]
     if problems:
         raise UserErrors(problems)
     kept = {key: value_of(read, key) for key in FIELDS if _is_kept(key)}
     sizes = {key: value_of(read, key) if key in given else value for key, value in SIZES.items()}
-    config = with_settings(Config(), {**FIXED, **kept, **sizes, "trainer.steps": steps})
+    config = with_settings(Config(), {**FIXED, **_source_of_rewards(read), **kept, **sizes, "trainer.steps": steps})
     config = _without_idle(_shortened(config, given), given)
     source, description = _architecture(read.model.path, is_given="model.path" in given)
     return LockstepRun(config, source, description)
@@ -105,8 +105,14 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
 
 def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
     """Return a small run with these settings, on the architecture of a folder's config.json or the quickstart's."""
-    config = load(None, {**FIXED, **SIZES, "trainer.steps": STEPS, **settings})
+    fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
+    config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
     return LockstepRun(_without_idle(config, set(settings)), source, str(source or STAND_IN))
+
+
+def _source_of_rewards(read: Config) -> Mapping[str, object]:
+    """Return the settings of a lockstep's reward: the lockstep's own function, or none where the recipe has none."""
+    return NO_REWARD if read.reward.source == "none" else {"reward.function": REWARD}
 
 
 def _is_kept(key: str) -> bool:
@@ -169,8 +175,13 @@ def prompts(seed: int) -> list[str]:
     return ["".join(rng.choices(CHARACTERS, k=rng.randint(2, LONGEST_PROMPT))) for _ in range(NUM_PROMPTS)]
 
 
-def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]]:
-    """Return the reward of a run: with named parts where the recipe gives them weights or an estimator reads them."""
+def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | None:
+    """Return the reward of a run: with named parts where the recipe gives them weights or an estimator reads them.
+
+    None of a run that has no reward.
+    """
+    if config.reward.source == "none":
+        return None
     weighted = tuple(config.reward.weights)
     if not weighted and not ADVANTAGE.needs(config, "needs_parts"):
         return reward

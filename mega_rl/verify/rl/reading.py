@@ -111,7 +111,11 @@ ALGORITHMS: dict[str, Mapping[str, object]] = {
         "reward.overlong.penalty": 0.5,
     },
     "teacher_reverse_kl": WHOLE_VOCABULARY,
-    "teacher_jensen_shannon": {**WHOLE_VOCABULARY, "algorithm.loss_settings": {"beta": 0.3}},
+    "teacher_jensen_shannon": {
+        **WHOLE_VOCABULARY,
+        "algorithm.loss_settings": {"beta": 0.3},
+        "reward.source": "none",
+    },
     "teacher_forward_kl": {
         **WHOLE_VOCABULARY,
         "algorithm.loss_settings": {"beta": 0.0},

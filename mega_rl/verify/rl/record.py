@@ -98,6 +98,8 @@ class Recorder:
         """Return the rows of all replicas with their rewards and the parts of these; collective."""
         columns, rows = gather_column(rewards.columns().double(), self.ranks), self.ranks.gather_rows(rollout)
         fields: dict[str, Tensor] = {name: getattr(rows, name) for name in ROWS if name != "rewards"}
+        if not rewards.scored:
+            return fields
         parts = () if rewards.parts is None else rewards.parts.names
         named = ["rewards", *(PART + name for name in parts)]
         return fields | dict(zip(named, columns.unbind(dim=1), strict=True))

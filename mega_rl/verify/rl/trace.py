@@ -44,7 +44,8 @@ class _Facts:
 def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, generation: int | None = None) -> None:
     """Write the samples that a step trains on, or all of a generation of its dynamic sampling.
 
-    rows: the tensors of `ROWS`, in any order of rows, and perhaps `GREEDY` and, after `PART`, parts of the rewards.
+    rows: the tensors of `ROWS`, in any order of rows, and perhaps `GREEDY` and, after `PART`, parts of the rewards. A
+    run that has no reward has no "rewards".
     """
     tensors = {name: rows[name].contiguous() for name in rows if name in (*ROWS, GREEDY) or name.startswith(PART)}
     save_file(tensors, _rows_path(folder, step, generation))
@@ -90,7 +91,7 @@ def _samples(path: Path) -> list[ScoredSample]:
                 tokens=rows["tokens"][i, :end].tolist(),
                 prompt_length=start,
                 prompt=int(rows["prompt_index"][i]),
-                reward=float(rows["rewards"][i]),
+                reward=float(rows["rewards"][i]) if "rewards" in rows else math.nan,
                 rollout_logprobs=rows["rollout_logprobs"][i, start:end].tolist(),
                 parts={name: column[i] for name, column in parts.items()},
                 greedy_reward=float(rows[GREEDY][rows["prompt_index"][i]]) if GREEDY in rows else math.nan,

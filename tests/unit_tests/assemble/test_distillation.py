@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.assemble.distillation_on_ranks import distil, distil_on_layouts
+from tests.unit_tests.assemble.distillation_on_ranks import (
+    WITHOUT_REWARDS,
+    distil,
+    distil_on_layouts,
+    distil_without_rewards,
+)
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 
 
@@ -37,6 +44,30 @@ def test_the_student_comes_to_it_by_whole_distributions(folder: Path) -> None:
     assert sum(divergences[-3:]) / 3 < 0.6 * divergences[0], divergences
     assert not {name for name in run["records"][0] if name.startswith("kl/ref")}
     assert all(record["advantage/abs_mean"] == 0.0 for record in run["records"])
+
+
+def test_without_a_reward_the_weights_are_those_of_a_reward_of_zeros(
+    folder: Path,
+) -> None:
+    """To the bit, on both engines and over tensors, pipelines and data; nothing that is reported speaks of rewards."""
+    (runs, _) = run_ranks(2, distil_without_rewards, str(folder))
+    for layout in WITHOUT_REWARDS:
+        zeros, none = runs[f"{layout}, function"], runs[f"{layout}, none"]
+        assert zeros.keys() == none.keys()
+        assert all(torch.equal(zeros[name], none[name]) for name in zeros), layout
+        beside, alone = (run_report(folder / f"{layout}-{source}") for source in ("function", "none"))
+        assert {"reward/mean", "val/reward_mean", "reward"} <= beside
+        assert {name for name in beside - alone if "reward" not in name} == set()
+        assert {name for name in alone if "reward" in name} == {"time/reward_s"}
+        assert {"val/response_tokens_mean", "rollout/response_tokens_mean", "advantage_mean"} <= alone
+    assert any(not torch.equal(runs["tp2, none"][name], runs["fsdp 2, none"][name]) for name in runs["tp2, none"])
+
+
+def run_report(run_dir: Path) -> set[str]:
+    """Return the names of a run's metrics and the columns of its dumps, of training and of validation."""
+    files = [run_dir / "metrics.jsonl", *run_dir.glob("rollouts/*.jsonl")]
+    assert len(files) == 1 + 2 + 3
+    return {name for file in files for line in file.read_text().splitlines() for name in json.loads(line)}
 
 
 def test_a_teacher_on_a_layout_of_its_own_teaches_the_same(folder: Path) -> None:

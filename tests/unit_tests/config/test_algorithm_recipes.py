@@ -9,7 +9,7 @@ import pytest
 
 from mega_rl.assemble.algorithms import build_correction, build_estimator, build_objective
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import ADVANTAGE
+from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice
 from mega_rl.config.rules import check
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -23,6 +23,13 @@ def test_a_recipe_breaks_no_rule_and_is_built(name: str) -> None:
     build_estimator(config)
     build_objective(config)
     build_correction(config)
+
+
+@pytest.mark.parametrize("choice", [LOSS, CORRECTION])
+def test_every_loss_and_correction_has_a_paragraph_on_when_to_take_it(choice: Choice) -> None:
+    paragraphs = re.findall(r"^\*\*`.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    named = {name for text in paragraphs for name in re.findall(r"\*\*`(\w+)`\*\*", text)}
+    assert named >= set(choice.builtin) - {"none"}
 
 
 def test_every_estimator_has_a_recipe_and_a_paragraph() -> None:

@@ -235,6 +235,33 @@ def test_a_teacher_of_whole_distributions_costs_one_forward() -> None:
     assert problems(*anchored, "algorithm.advantage=distillation") == []
 
 
+def test_a_teacher_needs_no_reward() -> None:
+    """Both forms, with the filter of long responses, validation, and a checkpoint kept by its length."""
+    run = ["reward.source=none", "model.ref_path=t", "algorithm.advantage=distillation", "reward.overlong.filter=true"]
+    run += ["data.val_size=8", "trainer.val_interval=5", "checkpoint.save_interval=5"]
+    run += ["checkpoint.keep_best=val/response_tokens_mean"]
+    assert check(load(None, run), world_size=1) == []
+    assert check(load(None, [*run, "algorithm.loss=distillation"]), world_size=1) == []
+
+
+def test_a_users_class_may_need_no_reward(tmp_path: Path) -> None:
+    """It says so itself; what else of the run reads rewards is refused still."""
+    text = "class Blind:\n    needs_no_rewards = True\n    {0}\n    def __call__(self, inputs): ...\n"
+    (tmp_path / "blind.py").write_text(text.format("needs_groups = True"))
+    (tmp_path / "greedy.py").write_text(text.format("needs_greedy = True"))
+    blind = ["reward.source=none", f"algorithm.advantage={tmp_path}/blind.py:Blind", "rollout.n=4"]
+    assert check(load(None, blind), world_size=1) == []
+    (line,) = check(load(None, [*blind, "rollout.dynamic_sampling.max_generations=4"]), world_size=1)
+    assert line.startswith(
+        "rollout.dynamic_sampling.max_generations=4 has no effect: it needs rewards, which reward.source=none has not"
+    )
+    greedy = ["reward.source=none", f"algorithm.advantage={tmp_path}/greedy.py:Blind"]
+    (line,) = check(load(None, greedy), world_size=1)
+    assert line.startswith(
+        f"reward.source=none with algorithm.advantage={tmp_path}/greedy.py:Blind: it makes advantages"
+    )
+
+
 def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
     chosen = f"algorithm.advantage={mine}/runs.py:Estimator"
     estimator = build_estimator(load(None, [chosen, "algorithm.advantage_settings={alpha: 2.0}"]))
@@ -369,6 +396,39 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "algorithm.advantage=distillation algorithm.loss=distillation model.ref_path=t algorithm.kl.placement=loss",
             "algorithm.kl.placement=loss with algorithm.loss=distillation: the teacher is the reference, and the loss "
             "is a divergence from it already; legal: none",
+        ),
+        (
+            "reward.source=none",
+            "reward.source=none with algorithm.advantage=gae: it makes advantages of rewards; name who scores, as "
+            "reward.source=function, or take algorithm.advantage=distillation, which learns from a teacher alone",
+        ),
+        (
+            "reward.source=none algorithm.advantage=distillation model.ref_path=t rollout.n=4 "
+            "algorithm.advantage_settings.reward_weight=0.5",
+            "algorithm.advantage_settings.reward_weight=0.5 with reward.source=none: there is no reward to weigh; name "
+            "who scores, as reward.source=function, or set the weight to 0",
+        ),
+        (
+            "reward.source=none algorithm.advantage=distillation model.ref_path=t checkpoint.keep_best=val/reward_mean "
+            "checkpoint.save_interval=5",
+            "checkpoint.keep_best=val/reward_mean with reward.source=none: the run has no such metric; name another, "
+            "as val/response_tokens_mean, or name who scores, as reward.source=function",
+        ),
+        (
+            "reward.source=none algorithm.advantage=distillation model.ref_path=t reward.overlong.buffer_tokens=16",
+            "reward.overlong.buffer_tokens=16 has no effect: it needs rewards, which reward.source=none has not; set "
+            "that or leave it out (on a command line: reward.overlong.buffer_tokens=null)",
+        ),
+        (
+            "reward.source=none algorithm.advantage=distillation model.ref_path=t reward.function=math_verify",
+            "reward.function=math_verify has no effect: it needs reward.source=function; set that or leave it out (on "
+            "a command line: reward.function=null)",
+        ),
+        (
+            "reward.source=none algorithm.advantage=distillation model.ref_path=t reward.skip_special_tokens=false",
+            "reward.skip_special_tokens=false has no effect: it needs reward.source=function or http: a reward model "
+            "reads tokens, or a conversation without them; set that or leave it out (on a command line: "
+            "reward.skip_special_tokens=null)",
         ),
         (
             "algorithm.kl.reference_interval=10",

@@ -95,6 +95,20 @@ def test_full_disk_loses_lines_but_not_the_file(
     assert "from step 4 on" in messages[1]
 
 
+def test_a_deleted_file_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose folder was deleted goes on, and loses no step from then on."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonlSink(path, resume_step=1)
+    sink.log(1, {"reward/mean": 1.0})
+    shutil.rmtree(path.parent)
+    for step in (2, 3):
+        sink.log(step, {"reward/mean": 2.0})
+    assert steps_of(path) == [2, 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} is gone with the metrics before step 2: a new one begins"
+    ]
+
+
 # -- TensorBoard ------------------------------------------------------------------------------------------------------
 
 

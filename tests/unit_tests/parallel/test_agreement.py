@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -7,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from mega_rl.errors import RunError, UserError
+from mega_rl.parallel import agreement
 from mega_rl.parallel.agreement import (
+    INTERRUPT,
     all_failures,
     broadcast_json,
     first_failure,
@@ -19,6 +23,7 @@ from mega_rl.parallel.agreement import (
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.workers.reward import RewardError
 from tests.helpers.distributed import run_ranks
+from tests.helpers.fakes import FakeRanks
 
 
 def _world(timeout_s: float) -> GroupRanks:
@@ -125,6 +130,53 @@ def test_ranks_meet_on_another_thread_while_the_main_thread_works_until_one_is_s
     """The rank that is not stalled learns of the other at once, not when its work ends."""
     results = run_ranks(2, _work_on_the_main_thread, tmp_path / "learned", device="cpu")
     assert results == [[True, True, "rank 1 waits for prompt 17"]] * 2
+
+
+def test_hung_work_is_interrupted() -> None:
+    """In the main thread, as of a reward function that sleeps for ever; an `except Exception` does not hold it."""
+    handler = signal.getsignal(INTERRUPT)
+
+    def work() -> None:
+        try:
+            time.sleep(600)
+        except Exception:
+            time.sleep(600)
+
+    begin = time.monotonic()
+    with pytest.raises(RunError, match="rank 0 waits for prompt 17"):
+        run_beside_meetings(work, FakeRanks(), stalled=lambda: "rank 0 waits for prompt 17", beat_s=0.05, grace_s=0.05)
+    assert time.monotonic() - begin < 300
+    assert signal.getsignal(INTERRUPT) is handler
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_ends_whose_work_nothing_interrupts(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of compiled code that never returns; work that ends by the interruption is given time for that."""
+    ended, codes = threading.Event(), list[int]()
+    monkeypatch.setattr(agreement, "LAST_GRACE_S", 60.0 if ends else 0.05)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    agreement._end_work(ended, ended.set if ends else lambda: None, grace_s=0.0)
+    assert codes == ([] if ends else [1])
+
+
+def test_work_of_another_thread_is_left_alone() -> None:
+    """Nothing can interrupt it, and the process is not its own."""
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def call() -> None:
+        try:
+            run_beside_meetings(ended.wait, FakeRanks(), stalled=lambda: "it hangs", beat_s=0.05, grace_s=0.0)
+        except RunError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    ended.set()
+    thread.join(60.0)
+    assert [str(error) for error in errors] == ["it hangs"]
 
 
 def _failing_work(rank: int, kind: str) -> str:

@@ -80,9 +80,10 @@ def test_the_others_learn_as_if_it_were_not_there(estimator: AdvantageEstimator,
         for experience in (actual, expected)
     )
     assert of_all == pytest.approx(of_answered, rel=1e-6, abs=1e-7)
-    metrics = rollout_metrics(rollout, rewards, FakeRanks())
+    metrics = rollout_metrics(rollout, Rewards(rewards), FakeRanks())
     assert metrics.pop("rollout/failed_samples") == float(rollout.failed.sum())
-    assert metrics == pytest.approx(rollout_metrics(*answered(rollout, rewards), FakeRanks()), rel=1e-12, abs=1e-7)
+    kept, of_kept = answered(rollout, rewards)
+    assert metrics == pytest.approx(rollout_metrics(kept, Rewards(of_kept), FakeRanks()), rel=1e-12, abs=1e-7)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.values())

@@ -21,7 +21,9 @@ from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs, RolloutLogprobs
+from mega_rl.types import Rewards
 from mega_rl.workers.models import AbsentWorker, ReferenceUpdates
+from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import (
     FakeCritic,
     FakePolicy,
@@ -139,6 +141,34 @@ def test_a_student_comes_to_its_teacher_without_a_reward() -> None:
     near = float((student.exp() * (student - teacher.log_softmax(0))).sum())
     assert near < 0.02 * far
     assert trainer.metrics.records[60]["kl/ref"] < 0.1 * trainer.metrics.records[1]["kl/ref"]
+
+
+def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:
+    """Weights to the bit; of rewards there is no number, no column and no call, in validations neither."""
+    runs = {}
+    for name, reward in {"zeros": ZeroReward(), "none": AbsentScorer()}.items():
+        trainer = make_trainer(
+            grpo=True,
+            reference=FakeFrozen(),
+            estimator=Distillation(),
+            reward=reward,
+            val_prompts=FakePrompts().batch(0),
+            settings=RunSettings(steps=8, val_interval=1, rollout_interval=1, rollout_samples=2),
+        )
+        trainer.fit()
+        runs[name] = trainer
+    assert torch.equal(runs["zeros"].actor.logits, runs["none"].actor.logits)
+    assert runs["none"].actor.logits.any()
+    for step, record in runs["none"].metrics.records.items():
+        beside = runs["zeros"].metrics.records[step]
+        kept = {name: value for name, value in beside.items() if not name.startswith(("reward/", "val/reward_"))}
+        assert len(kept) < len(beside)
+        assert record == kept
+    sink = runs["none"].metrics
+    rows = [row for dump in (sink.dumps, sink.val_dumps) for step in dump.values() for row in step]
+    assert len(rows) == 2 * (8 + 9)
+    assert not {name for row in rows for name in row if name.startswith("reward")}
+    assert {name for name in sink.records[0] if name.startswith("val/")} == {"val/response_tokens_mean"}
 
 
 @pytest.mark.parametrize("interval", [1, 2])
@@ -315,6 +345,16 @@ class LateActor:
         if step < self.first_step:
             return {}
         return self.actor.update(minibatch, step=step, inspect=inspect) | {"kl/ref": 0.0}
+
+
+class ZeroReward(FakeReward):
+    """A reward that is always 0."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def score(self, rollout: Any, prompts: Any) -> Rewards:
+        return Rewards(torch.zeros(len(rollout.lengths)))
 
 
 class FakeFrozen:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, rollout_metrics
-from mega_rl.types import Experience, Rollout
+from mega_rl.types import Experience, Rewards, Rollout
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
 
@@ -32,7 +32,7 @@ def rollout_of(prompt_index: list[int]) -> Rollout:
     ],
 )
 def test_share_of_prompts_that_teach_grpo_nothing(prompt_index: list[int], rewards: list[float], share: float) -> None:
-    metrics = rollout_metrics(rollout_of(prompt_index), torch.tensor(rewards), FakeRanks())
+    metrics = rollout_metrics(rollout_of(prompt_index), Rewards(torch.tensor(rewards)), FakeRanks())
     assert metrics["reward/equal_groups_fraction"] == share
 
 
@@ -45,7 +45,7 @@ def test_share_of_prompts_that_teach_grpo_nothing(prompt_index: list[int], rewar
     ],
 )
 def test_groups_that_are_all_right_or_all_wrong(rewards: list[float], equal: float, best: float, worst: float) -> None:
-    metrics = rollout_metrics(rollout_of([0, 0, 1, 1, 2, 2, 3, 3]), torch.tensor(rewards), FakeRanks())
+    metrics = rollout_metrics(rollout_of([0, 0, 1, 1, 2, 2, 3, 3]), Rewards(torch.tensor(rewards)), FakeRanks())
     shares = [metrics[f"reward/{kind}_groups_fraction"] for kind in ("equal", "best", "worst")]
     assert shares == [equal, best, worst]
 
@@ -57,20 +57,30 @@ def test_the_highest_reward_is_that_of_all_ranks() -> None:
         def max(self, tensor: torch.Tensor) -> torch.Tensor:
             return torch.maximum(tensor, torch.tensor([2.0, 0.0, 1.0], dtype=tensor.dtype))  # of the other rank
 
-    metrics = rollout_metrics(rollout_of([0, 0]), torch.tensor([1.0, 1.0]), TwoRanks())
+    metrics = rollout_metrics(rollout_of([0, 0]), Rewards(torch.tensor([1.0, 1.0])), TwoRanks())
     assert metrics["reward/equal_groups_fraction"] == 1.0
     assert metrics["reward/best_groups_fraction"] == metrics["reward/worst_groups_fraction"] == 0.0
 
 
 def test_one_sample_each_has_no_groups() -> None:
-    metrics = rollout_metrics(rollout_of([0, 1]), torch.zeros(2), FakeRanks())
+    metrics = rollout_metrics(rollout_of([0, 1]), Rewards(torch.zeros(2)), FakeRanks())
     assert not [name for name in metrics if name.endswith("groups_fraction")]
+
+
+def test_without_a_reward_there_are_lengths_alone() -> None:
+    """The same numbers as beside a reward, and none of rewards; a sample that failed is in neither."""
+    rollout = rollout_of([0, 0, 1, 1])
+    rollout.failed = torch.tensor([False, True, False, False])
+    beside = rollout_metrics(rollout, Rewards(torch.rand(4)), FakeRanks(), prefix="val/")
+    alone = rollout_metrics(rollout, Rewards(torch.zeros(4), scored=False), FakeRanks(), prefix="val/")
+    assert alone == {name: value for name, value in beside.items() if not name.startswith("val/reward/")}
+    assert len(alone) == 7
 
 
 def test_a_tools_answer_is_no_response_token() -> None:
     rollout = make_rollout([4, 3], prompt_tokens=2)
     rollout.loss_mask[0, 3:5] = False
-    metrics = rollout_metrics(rollout, torch.zeros(2), FakeRanks())
+    metrics = rollout_metrics(rollout, Rewards(torch.zeros(2)), FakeRanks())
     names = ("response_tokens", "response_tokens_mean", "response_tokens_max", "tokens")
     assert [metrics[f"rollout/{name}"] for name in names] == [5, 2.5, 3, 11]
 

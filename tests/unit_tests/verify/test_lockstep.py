@@ -70,7 +70,7 @@ VARIANTS: dict[str, dict[str, object]] = {
         **ALGORITHMS["pass_at_k"],
         "algorithm.advantage_settings": {"k": 2, "right_above": 0.1, "std": "none"},
     },
-    "teacher of single tokens": {"algorithm.advantage": "distillation"},
+    "teacher of single tokens": {"algorithm.advantage": "distillation", "reward.source": "none"},
     "teacher of one update": {**ALGORITHMS["teacher_reverse_kl"], "trainer.minibatch_size": 8},
     "filter with a critic": {**ALGORITHMS["ppo"], "reward.overlong.filter": True},
     "copies of the reference": {

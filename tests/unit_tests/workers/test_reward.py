@@ -153,6 +153,46 @@ def test_a_function_that_raises_is_an_error_on_every_rank() -> None:
     assert isinstance(results[1].__cause__, KeyError)  # of the rank that scored the response
 
 
+class TextlessError(Exception):
+    """An exception that cannot be shown."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Nameless:
+    """A value that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+def test_what_cannot_be_shown_names_its_response_still() -> None:
+    def raising(response: str) -> float:
+        raise TextlessError
+
+    for function, said in (
+        (raising, "raised TextlessError: "),
+        (lambda response: Nameless(), "raised ValueError: no "),
+    ):
+        (error,) = score_on(1, function)
+        assert isinstance(error, RewardError)
+        assert f"the reward function {said}" in str(error)
+        assert "prompt 23: '2+3='" in str(error)
+
+
+def test_a_function_that_is_interrupted_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """By a second Ctrl-C or by itself: the run ends as one that was interrupted, and says where."""
+
+    def function(response: str) -> float:
+        raise KeyboardInterrupt
+
+    prompt = Prompt(17, (1,), "1+1=", "2")
+    with pytest.raises(KeyboardInterrupt):
+        FunctionRewards(function).score_texts([(prompt, Response("7", 1, "stop"))])
+    assert "the reward function was interrupted; prompt 17: '1+1=', response: '7'" in caplog.text
+
+
 def test_a_failure_on_one_replica_is_an_error_on_all() -> None:
     """The other replicas would wait for it in the next collective until the deadline."""
     first = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,38 @@ def test_final_answer(text: str, expected: str | None) -> None:
 )
 def test_math_verify(response: str, answer: str, expected: float) -> None:
     assert math_verify("", response, answer) == expected
+
+
+def test_nesting_takes_one_pass() -> None:
+    """By the time of this process: seconds for thousands of levels were minutes for so many."""
+    begin = time.process_time()
+    assert final_answer("\\boxed{" * 40_000) is None
+    assert final_answer("\\boxed{" * 40_000 + "7" + "}" * 40_000) == "7"
+    assert time.process_time() - begin < 20.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["9^{9^{9^{9}}}", r"\frac{1}{9^{9^{9}}}", "100000!!!!", r"\binom{10^9}{10^8}", "(1+10^{9})^{10^9}", "x^{9^{9^9}}"],
+)
+def test_numbers_that_nobody_can_compute_are_not_computed(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each took the whole time limit. One that is the reference letter by letter is right."""
+    import math_verify as verifier
+
+    def compare(*_: object, **__: object) -> bool:
+        raise AssertionError("it is compared as a number")
+
+    monkeypatch.setattr(verifier, "verify", compare)
+    assert math_verify("", f"\\boxed{{{answer}}}", "1") == 0.0
+    assert math_verify("", f"\\boxed{{{answer}}}", answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [("2^{10}", "1024"), ("10!", "3628800"), (r"\binom{5}{2}", "10"), ("1^{10^{9}}", "1"), ("10^{100}", "100^{50}")],
+)
+def test_large_numbers_are_computed_where_that_is_possible(response: str, answer: str) -> None:
+    assert math_verify("", f"\\boxed{{{response}}}", answer) == 1.0
 
 
 def test_math_verify_off_the_main_thread() -> None:
