@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fault_campaign.control_groups import ControlGroup, kill
-from tests.fault_campaign.inputs import POOL, REWARD, TIMEOUT_S
-from tests.fault_campaign.runs import Run
+from tests.fault_campaign.inputs import POOL, REWARD
+from tests.fault_campaign.runs import Run, run_tool
 
-HANG_S = TIMEOUT_S + 10.0  # until a rank that stands still is named
+JUMPING_CLOCK = Path(__file__).with_name("jumping_clock.c")
 
 
 @dataclass
@@ -156,31 +156,25 @@ class BadReward(Fault):
 
 @dataclass
 class ClockJump(Fault):
-    """The wall clock of all processes jumps, by libfaketime; the monotonic clock goes on."""
+    """The wall clock of all processes jumps by so many seconds, by a preloaded library; the monotonic one goes on."""
 
-    offset: str = "+1d"
+    offset: int = 86_400
     forked: bool = False
 
     def prepare(self, run: Run) -> None:
-        self.file = run.folder / "clock"
-        self.file.write_text("+0")
-        run.environment |= {
-            "LD_PRELOAD": library_of_faketime(),
-            "FAKETIME_TIMESTAMP_FILE": str(self.file),
-            "FAKETIME_NO_CACHE": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-        }
+        (run.folder / "clock").write_text("0")
+        library = compiled(JUMPING_CLOCK, run.folder)
+        run.environment |= {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(run.folder / "clock")}
 
     def fire(self, run: Run) -> str:
         if not run.ranks():
             return ""
-        replacement = self.file.with_suffix(".new")
-        replacement.write_text(self.offset)
-        replacement.rename(self.file)
-        return f"the clock jumps by {self.offset}"
+        replacement = run.folder / "clock.new"
+        replacement.write_text(str(self.offset))
+        replacement.rename(run.folder / "clock")
+        return f"the clock jumps by {self.offset} s"
 
     def heal(self, run: Run) -> None:
-        run.environment = {name: value for name, value in run.environment.items() if "FAKETIME" not in name}
         run.environment.pop("LD_PRELOAD", None)
 
 
@@ -191,6 +185,8 @@ def order(run: Run, fault: str) -> None:
     os.rename(file, run.folder / "order")
 
 
-def library_of_faketime() -> str:
-    """Return the path of libfaketime for programs with threads; Debian's package libfaketime has it."""
-    return str(next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")))
+def compiled(source: Path, folder: Path) -> Path:
+    """Compile a library to preload, into a folder."""
+    library = folder / f"{source.stem}.so"
+    run_tool("gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl")
+    return library

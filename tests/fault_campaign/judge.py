@@ -24,6 +24,7 @@ from tests.fault_campaign.storage_faults import unmount
 from tests.two_hosts import HOSTS, INTERFACE, hosts
 
 START_S = 90.0
+RELEASE_S = 5.0  # in which the kernel takes down the threads of a killed process, with what they hold
 CONTINUED, RESTARTED, STOPPED, NOT_FIRED = "continued", "restarted", "stopped", "not fired"
 KEY = "MEGA_RL_LAUNCH_KEY"
 
@@ -181,12 +182,14 @@ def _differs(run: Run, right: str) -> list[str]:
 
 def locked(path: Path) -> bool:
     """Return whether a process holds a lock file."""
-    if not path.exists():
-        return False
-    try:
-        os.close(lock_file(path))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    deadline = time.monotonic() + RELEASE_S
+    while path.exists() and time.monotonic() < deadline:
+        try:
+            os.close(lock_file(path))
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            return False
+        else:
+            return False
+    return path.exists()

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
             how=r.choice(["raise", "exit", "system exit", "hang", "spin", "output"]),
         ),
     ),
-    "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice(["+1d", "-1d", "+90s", "-1h", "+400d"]))),
+    "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice([90, -3600, 86_400, -86_400, 400 * 86_400]))),
     "full disk": (4, lambda r: FullDisk("full disk", ("space", "disk", "free"), seconds=r.choice([0.0, 0.5]))),
     "read-only disk": (2, lambda r: ReadOnlyDisk("read-only disk", ("Read-only", "read-only", "checkpoint"))),
     "failing writes": (

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fault_campaign.faults import Fault
+from tests.fault_campaign.faults import Fault, compiled
 from tests.fault_campaign.runs import Run, run_tool
 
 FAILING_WRITES = Path(__file__).with_name("failing_writes.c")
@@ -74,8 +74,7 @@ class FailingWrites(Fault):
     forked: bool = False
 
     def prepare(self, run: Run) -> None:
-        library = run.folder / "failing_writes.so"
-        run_tool("gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(FAILING_WRITES), "-ldl")
+        library = compiled(FAILING_WRITES, run.folder)
         run.environment |= {"LD_PRELOAD": str(library), "FAILING_WRITES": str(run.folder / "fail")}
 
     def fire(self, run: Run) -> str:
