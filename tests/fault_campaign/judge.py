@@ -103,7 +103,7 @@ class Judge:
     def _commands(self, case: Case, run: Run) -> list[list[str]]:
         settings = [*inputs.settings(case.layout), *case.fault.reward, *case.fault.settings]
         if case.memory:
-            settings.append("checkpoint.memory_interval=1")
+            settings.append("checkpoint.memory.interval=1")
         ranks = LAYOUTS[case.layout][0]
         program = ["-m", "mega_rl.cli", "train"]
         if case.launcher == "torchrun":
@@ -170,7 +170,7 @@ def _cause_problems(case: Case, codes: Sequence[int | None], text: str) -> list[
     errors = [line for line in text.splitlines() if line.startswith("error:")]
     if not errors:
         return ["no line says why it stopped"]
-    if not any(cause in errors[-1] for cause in case.fault.causes):
+    if not any(cause in line for cause in case.fault.causes for line in errors):
         return [f"the cause is not named: {errors[-1][:300]}"]
     return []
 
