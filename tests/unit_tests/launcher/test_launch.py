@@ -154,7 +154,8 @@ def test_a_signal_before_the_ranks_have_started_starts_none(tmp_path: Path) -> N
 def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        started = start(tmp_path, "reached('up'); wait_for('go', 0)")
+        program = "reached('up'); wait_for('go', 0); sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_DFL)"
+        started = start(tmp_path, program)
     finally:
         signal.signal(signal.SIGHUP, previous)
     up(started)
@@ -162,7 +163,7 @@ def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     time.sleep(0.2)
     assert started.process.poll() is None
     (tmp_path / "go.0.0").write_text("")
-    assert started.end()[0] == 0
+    assert started.end()[0] == 0, "ranks are ended by SIGHUP"
 
 
 @pytest.mark.parametrize("warden_lives", [True, False])
