@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from mega_rl.errors import RunError, StalledError, UserError
+from mega_rl.errors import HungError, RunError, StalledError, UserError
 from mega_rl.protocols import Ranks
 
 log = logging.getLogger(__name__)
+
+INTERRUPT = signal.SIGRTMIN + 5  # of a main thread that hangs; users' code and libraries use the alarms
 
 Result = TypeVar("Result")
 
@@ -153,14 +158,18 @@ def run_beside_meetings(
     meetings are on another. stalled: called there; says in words that this rank's work counts as hung, and of what.
 
     Raises:
-        RunError: on the ranks whose work has ended, when some rank's is stalled, with its message.
+        StalledError: on the ranks whose work has ended, when some rank's is stalled, with its message.
+        HungError: on the stalled rank, at the line that it is at, unless that is in C code.
     """
     ended = threading.Event()
-    meetings = _Running(lambda: _meet_until_ended(ended, ranks, stalled, beat_s), name="run_beside_meetings")
-    try:
-        result = work()
-    finally:
-        ended.set()
+    with _interruptible() as interrupt:
+        meetings = _Running(
+            lambda: _meet_until_ended(ended, ranks, stalled, beat_s, interrupt), name="run_beside_meetings"
+        )
+        try:
+            result = work()
+        finally:
+            ended.set()
     while meetings.wait(beat_s):  # the others' work; each of their waits has its deadline
         pass
     if meetings.error is not None:
@@ -168,7 +177,13 @@ def run_beside_meetings(
     return result
 
 
-def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[], str | None], beat_s: float) -> None:
+def _meet_until_ended(
+    ended: threading.Event,
+    ranks: Ranks,
+    stalled: Callable[[], str | None],
+    beat_s: float,
+    interrupt: Callable[[str], None],
+) -> None:
     """Meet every `beat_s` seconds until all ranks' work has ended. Raises StalledError on all when one's is stalled."""
     while True:
         running = not ended.wait(beat_s)
@@ -177,10 +192,35 @@ def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[]
         if state[1]:
             message = first_failure(reason, ranks)
             if reason is not None:
-                log.error("%s", reason)  # this rank cannot raise: its main thread works
+                log.error("%s", reason)  # in case that the interrupt does not reach the work
+                interrupt(reason)
             raise StalledError(message)
         if not state[0]:
             return
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[str], None]]:
+    """Yield what makes the block, on the main thread, raise a HungError; in another thread it is without effect."""
+    main, reasons = threading.main_thread(), list[str]()
+    if threading.current_thread() is not main or main.ident is None:
+        yield lambda reason: None
+        return
+    ident = main.ident
+
+    def raise_hung(number: int, frame: FrameType | None) -> None:
+        if reasons:  # else it is a signal of somebody else
+            raise HungError(reasons[0])
+
+    def interrupt(reason: str) -> None:
+        reasons.append(reason)
+        signal.pthread_kill(ident, INTERRUPT)
+
+    previous = signal.signal(INTERRUPT, raise_hung)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(INTERRUPT, previous)
 
 
 class _Running(Generic[Result]):
