@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from mega_rl.errors import PeerError, RunError, StalledError
+from mega_rl.errors import PeerError, RunError, StalledError, UserError
 from mega_rl.health.diagnosis import diagnose
 from mega_rl.health.endings import kind_of
 from mega_rl.health.evidence import INNOCENT, in_phase
@@ -44,6 +44,8 @@ class Guard:
         if error is None or heartbeat.ended is not None:  # said by a guard further inside
             return
         words = heartbeat.end(kind_of(error), str(error) or type(error).__name__, error=error)
+        if isinstance(error, UserError) and words.step is None:
+            heartbeat.withdraw()
         if words.kind not in (*INNOCENT, "hung"):
             return
         own = "".join(traceback.format_exception(error))
