@@ -113,7 +113,7 @@ def train(
     if launch.needs_launcher:
         recipe = [] if config is None else ["--config", str(config)]
         program = ["mega_rl.cli", "train", *recipe, *settings, *pinned_overrides(resolved)]
-        become(launch.launch(program, run_dir=resolved.trainer.run_dir))
+        become(launch.launch(program, run_dir=resolved.trainer.run_dir, resume=resolved.checkpoint.resume))
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):

@@ -79,14 +79,18 @@ class LaunchOptions:
                 raise UserError("--master-addr: is missing; give the name or address of node 0, the same on every node")
             key_of(environment)
 
-    def launch(self, program: Sequence[str], *, run_dir: str) -> Launch:
-        """Return the launch of a program, a module and its arguments, on this node."""
+    def launch(self, program: Sequence[str], *, run_dir: str, resume: str) -> Launch:
+        """Return the launch of a program, a module and its arguments, on this node.
+
+        resume: its checkpoint.resume.
+        """
         assert self.nproc_per_node is not None
         launch = Launch(
             program=tuple(program),
             nproc_per_node=self.nproc_per_node,
             max_restarts=DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts,
             run_dir=run_dir,
+            resume=resume,
         )
         if self.nnodes + self.spares == 1:
             return launch

@@ -40,6 +40,7 @@ class Launch:
     """Ranks of one node, in JSON the argument of `python -m mega_rl.launcher`.
 
     program: a module and its arguments. run_dir: folder of the ranks' checkpoints and records; empty: they have none.
+    resume: checkpoint.resume of the first start.
     master_addr, master_port: of node 0's launcher, for several nodes. spares: launchers that wait to take a node's
     place. join_s: until all have joined; silent_s: without a beat, after which a launcher is lost.
     """
@@ -48,6 +49,7 @@ class Launch:
     nproc_per_node: int
     max_restarts: int = 0
     run_dir: str = ""
+    resume: str = "auto"
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = LOOPBACK
@@ -146,7 +148,7 @@ def _supervise(settings: Launch, ranks: NodeRanks, stop: StopSignals, *, door: D
             nproc=settings.nproc_per_node,
             master_addr=settings.master_addr if settings.has_others else LOOPBACK,
             health=health,
-            progress=RunProgress(_run_dir(settings), health),
+            progress=RunProgress(_run_dir(settings), health, resume=settings.resume),
             restarts=RestartPolicy(settings.max_restarts),
             stop=stop,
         ).run()

@@ -27,11 +27,15 @@ def leashed(program: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Replace this process by the program, with no signal blocked: a mask is inherited, and some parents block some."""
+    """Replace this process by the program, with no signal blocked and SIGHUP as it is by default.
+
+    Both are inherited: some parents block signals, and nohup ignores SIGHUP, by which a launcher ends ranks.
+    """
     parent, *command = arguments
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # survives execve
     if os.getppid() != int(parent):
         sys.exit(128 + signal.SIGTERM)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.execv(command[0], command)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mega_rl.checkpoint.folders import complete, step_of
+from mega_rl.checkpoint.folders import complete, is_step_folder, step_of
 from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.errors import UserError
 from mega_rl.launcher.health import RankHealth
@@ -13,11 +13,13 @@ from mega_rl.launcher.health import RankHealth
 class RunProgress:
     """Steps that are done, and those of them that are saved."""
 
-    def __init__(self, run_dir: Path | None, health: RankHealth) -> None:
-        """run_dir: of the run, None for a program that has none."""
+    def __init__(self, run_dir: Path | None, health: RankHealth, *, resume: str = "auto") -> None:
+        """run_dir: of the run, None for a program that has none. resume: its checkpoint.resume."""
         self._root = None if run_dir is None else run_dir / CHECKPOINTS
         self._health = health
         self._earlier = self._newest()
+        name = {"auto": self._earlier.partition("@")[0], "never": ""}.get(resume, Path(resume).name)
+        self._first = step_of(Path(name)) if is_step_folder(Path(name)) else 0  # where the ranks begin
 
     @property
     def saved(self) -> str:
@@ -35,9 +37,7 @@ class RunProgress:
     @property
     def is_made(self) -> bool:
         """Return whether this launch has done a step, as far as known."""
-        earlier = self._earlier.partition("@")[0]
-        recorded = self._health.step()
-        return bool(self.saved) or (recorded or 0) > (step_of(Path(earlier)) if earlier else 0)
+        return bool(self.saved) or (self._health.step() or 0) > self._first
 
     def _newest(self) -> str:
         """Return name and time of the newest complete checkpoint: one of the same step may replace it."""

@@ -81,7 +81,7 @@ class Supervisor:
                 next_look = self._clock() + OVERDUE_EVERY_S
                 if (cause := self._health.overdue()) is not None:
                     watch.fail(cause)
-            self._carry_out(watch.due())
+            self._carry_out(watch)
             self._fleet.welcome()
             time.sleep(POLL_S)
         self._fleet.local.close_store()
@@ -99,12 +99,14 @@ class Supervisor:
                 generation.lost[node.number] = news.lost
                 generation.watch.lose(range(place * self._nproc, (place + 1) * self._nproc), news.lost)
 
-    def _carry_out(self, due: Due) -> None:
+    def _carry_out(self, watch: GenerationWatch) -> None:
+        due, failure = watch.due(), watch.failure
+        may_go_on = failure is not None and failure.may_go_on and not self._stopped_by
         for node in self._fleet.nodes:
             if due is Due.KILL:
                 node.kill()
             elif due is Due.END:
-                node.end(collect=not self._stopped_by)
+                node.end(collect=may_go_on)
 
     def _hand_on(self, watch: GenerationWatch | None) -> bool:
         """Hand signals of the user on to the ranks, if they run; return whether any signal has come so far."""
@@ -144,8 +146,11 @@ class Supervisor:
 
     def _change_nodes(self, generation: Generation, failure: RunFailure) -> str | None:
         """Replace nodes that are lost or fail again; return why the run cannot go on, None if it can."""
-        if not self._restarts.is_allowed:
-            return ""
+        if generation.watch.left:
+            ranks = ", ".join(map(str, generation.watch.left))
+            return f"rank {ranks} does not end though it was killed, which is the kernel's to do; look at that node"
+        if not self._restarts.left:
+            return None  # for the policy to say
         for number, cause in generation.lost.items():
             if not self._fleet.replace(number, cause):
                 return "no spare is there to take its place"

@@ -1,6 +1,7 @@
 """Launcher of a verification's ranks on this machine; it ends them in every case.
 
-Unlike torchrun it has a store on the loopback interface only, keeps the ranks' output in files, and has a deadline.
+It shares the ranks' environment and leash with `mega_rl.launcher`; but it keeps their output in files, has a deadline,
+and starts nothing again.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,8 +20,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from mega_rl.accelerator.gpus import HIDDEN
 from mega_rl.errors import RunError
+from mega_rl.launcher.leash import leashed
+from mega_rl.launcher.ranks import Assignment, environment
+from mega_rl.launcher.store import LOOPBACK, listen
 
-HOST = "127.0.0.1"
 GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
 POLL_S = 0.05
 
@@ -70,7 +72,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], *, log: Path)
     """Start a Python module with its arguments, its output in `log`."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", *command],
+            leashed([sys.executable, "-m", *command]),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -82,28 +84,16 @@ def _start(command: Sequence[str], environment: Mapping[str, str], *, log: Path)
 @contextmanager
 def _store() -> Iterator[int]:
     """Yield the port of a store that this process keeps, listening on the loopback interface only."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((HOST, 0))
-    listener.listen()
+    listener = listen(LOOPBACK)
     port = listener.getsockname()[1]
-    store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     yield store.port
 
 
 def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping[str, str]:
-    """Return the environment of a rank, with the variables that torchrun would set."""
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        **({} if use_gpus else HIDDEN),
-    }
+    """Return the environment of a rank: on one node, and with a thread of its own unless the user says otherwise."""
+    base = {"OMP_NUM_THREADS": "1", **os.environ, **({} if use_gpus else HIDDEN)}
+    return environment(Assignment(0, 0, 1, ranks, LOOPBACK, port), rank, base)
 
 
 def _wait(

@@ -154,7 +154,8 @@ def test_a_signal_before_the_ranks_have_started_starts_none(tmp_path: Path) -> N
 def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        started = start(tmp_path, "reached('up'); wait_for('go', 0)")
+        program = "reached('up'); wait_for('go', 0); sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_DFL)"
+        started = start(tmp_path, program)
     finally:
         signal.signal(signal.SIGHUP, previous)
     up(started)
@@ -162,10 +163,12 @@ def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     time.sleep(0.2)
     assert started.process.poll() is None
     (tmp_path / "go.0.0").write_text("")
-    assert started.end()[0] == 0
+    assert started.end()[0] == 0, "ranks are ended by SIGHUP"
 
 
-def test_ranks_of_a_killed_launcher_are_asked_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("warden_lives", [True, False])
+def test_ranks_of_a_killed_launcher_are_asked_to_end(tmp_path: Path, warden_lives: bool) -> None:
+    """By the kernel; and by the warden, should it be there."""
     program = """
         def stop(number, frame): reached("saved"); sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
@@ -177,6 +180,8 @@ def test_ranks_of_a_killed_launcher_are_asked_to_end(tmp_path: Path) -> None:
     started = start(tmp_path, program)
     pids = up(started)
     below = psutil.Process(started.process.pid).children(recursive=True)
+    if not warden_lives:
+        next(process for process in below if "mega_rl.launcher.warden" in process.cmdline()).kill()
     started.process.kill()
     wait_until(lambda: all(map(is_gone, pids)))
     assert all((tmp_path / f"saved.{rank}.0").exists() for rank in range(2))
