@@ -32,6 +32,10 @@ class StalledError(PeerError):
     """A run that stands still because of a rank that makes no progress; raised on the ranks that wait for it."""
 
 
+class HungError(RunError):
+    """Work of this rank that was interrupted because it made no progress for too long."""
+
+
 class NonFiniteGradientError(RunError):
     """A gradient norm that is NaN or infinite; weights, moments and step counts are unchanged."""
 

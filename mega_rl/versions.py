@@ -45,6 +45,7 @@ PACKAGES = (
     Package("math-verify", ">=0.9,<1", "0.9.0", "0.9.0"),
     Package("packaging", ">=26.3", "26.3", "26.3"),
     Package("psutil", ">=7.2.2", "7.2.2", "7.2.2"),
+    Package("py-spy", ">=0.4.3", "0.4.3", "0.4.3"),
     Package("einops", ">=0.8,<1", "0.8.2", "0.8.2"),
 )
 # Of the extra `gpu`, and no dependency. Megatron-Core imports it wherever it is installed; 0.16.1 asks for >=2.9,<2.12.

@@ -51,7 +51,7 @@ def name_cause(evidence: Evidence, *, memory_ran_out: bool = False) -> tuple[str
     """
     if not evidence.records:
         return None
-    return _death(evidence, memory_ran_out) or _failure(evidence) or _hang(evidence)
+    return _death(evidence, memory_ran_out) or _interrupted(evidence) or _failure(evidence) or _hang(evidence)
 
 
 def _death(evidence: Evidence, memory_ran_out: bool) -> tuple[str, int] | None:
@@ -73,6 +73,14 @@ def _death(evidence: Evidence, memory_ran_out: bool) -> tuple[str, int] | None:
             return f"{_named(evidence, rank)} has died without a word{_last_seen(record)}{memory}", rank
         if code not in (*USUAL, *STOPPED_CODES):
             return f"{_named(evidence, rank)} ended with exit code {code}{_last_seen(record)}", rank
+    return None
+
+
+def _interrupted(evidence: Evidence) -> tuple[str, int] | None:
+    """Return the rank whose own work made no progress and was interrupted."""
+    for rank, record in evidence.records.items():
+        if record.ended is not None and record.ended.kind == "hung":
+            return f"{_named(evidence, rank)} hung {_doing(record)}: {record.ended.message}", rank
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_rl.errors import StalledError
+from mega_rl.errors import HungError, StalledError
 
 # gloo's and NCCL's own words, and those of torch's store, which ranks meet at before they have groups.
 LOST_PEER = (
@@ -34,11 +34,11 @@ BACKENDS = ("gloo", "NCCL", "nccl", "TCPStore", "store", "c10d", "rendezvous", "
 
 
 def kind_of(error: BaseException) -> str:
-    """Return "lost peer" or "timeout" of an error that another rank has caused, "stopped" of a signal, else "error"."""
+    """Return "lost peer" or "timeout" of an error that another rank has caused, "hung", "stopped", or "error"."""
     if not isinstance(error, Exception):
         return "stopped"
-    if isinstance(error, StalledError):
-        return "timeout"
+    if isinstance(error, StalledError | HungError):
+        return "timeout" if isinstance(error, StalledError) else "hung"
     # torch.distributed's errors are RuntimeErrors; one of a user's code is his own.
     if not isinstance(error, RuntimeError | TimeoutError):
         return "error"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from mega_rl.errors import PeerError, StalledError
+from mega_rl.errors import PeerError, RunError, StalledError, UserError
 from mega_rl.health.diagnosis import diagnose
 from mega_rl.health.endings import kind_of
 from mega_rl.health.evidence import INNOCENT, in_phase
@@ -27,7 +27,7 @@ class Guard:
     """Context manager that writes the last words of a rank that fails inside.
 
     An error that another rank has caused leaves it as a PeerError of one line: phase, step and collective, or the
-    cause, where no launcher looks for it.
+    cause, where no launcher looks for it; a HungError as a RunError.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -44,12 +44,16 @@ class Guard:
         if error is None or heartbeat.ended is not None:  # said by a guard further inside
             return
         words = heartbeat.end(kind_of(error), str(error) or type(error).__name__, error=error)
-        if words.kind not in INNOCENT:
+        if isinstance(error, UserError) and words.step is None:
+            heartbeat.withdraw()
+        if words.kind not in (*INNOCENT, "hung"):
             return
         own = "".join(traceback.format_exception(error))
         write_stacks(facts.run_dir, facts.rank, os.getpid(), process_state(os.getpid()), own)
-        line = str(error) if isinstance(error, StalledError) else innocent_line(words, facts.timeout_s)
         cause = None if facts.launched else investigate(facts)
+        if words.kind == "hung":
+            raise RunError(cause or str(error)) from error
+        line = str(error) if isinstance(error, StalledError) else innocent_line(words, facts.timeout_s)
         raise PeerError(cause or line) from error
 
 

@@ -27,6 +27,7 @@ from mega_rl.health.records import (
     PhaseRecord,
     RankRecord,
     health_folder,
+    record_path,
     write_record,
 )
 
@@ -88,6 +89,8 @@ class Heartbeat:
         self._writing = threading.Lock()
         self._collectives: tuple[Collective, ...] = ()
         self._beats = 0
+        self._made_folder = not facts.run_dir.exists()
+        self._withdrawn = False
         self._last: RankRecord | None = None
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -109,6 +112,8 @@ class Heartbeat:
         self._end.set()
         self._thread.join(2 * LONGEST_INTERVAL_S)  # a file system that hangs does not hold the rank's end
         logging.getLogger().removeHandler(self._tail)
+        if self._withdrawn:
+            self._remove()
 
     def end(self, kind: str, message: str, *, error: BaseException | None = None) -> LastWords:
         """Write the last words, kind being one of `records.ENDS`; the first ones stay. error: that ended the rank."""
@@ -122,6 +127,20 @@ class Heartbeat:
         self.beat()
         assert ended is not None
         return ended
+
+    def withdraw(self) -> None:
+        """Let `stop` remove what this rank has written, and folders that it has made: of a run that never began."""
+        self._withdrawn = True
+
+    def _remove(self) -> None:
+        folder, rank = health_folder(self.facts.run_dir), self.facts.rank
+        for path in (record_path(self.facts.run_dir, rank), dump_path(self.facts.run_dir, rank)):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):  # other ranks' files may still be there, or the run's own
+            folder.rmdir()
+            if self._made_folder:
+                folder.parent.rmdir()
 
     def beat(self) -> None:
         """Write the record now."""

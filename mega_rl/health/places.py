@@ -7,9 +7,11 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from types import CodeType, FrameType
 
 import mega_rl
+from mega_rl.errors import HungError
 from mega_rl.health.records import Place
 
 MAX_FRAMES = 200
@@ -61,10 +63,10 @@ def place_of(frame: FrameType, *, seconds: float = 0.0) -> Place:
 
 def place_of_error(error: BaseException) -> Place | None:
     """Return the line where an error was raised; None of one that was not."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return None if trace is None else place_of(trace.tb_frame)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if len(frames) > 1 and isinstance(error, HungError):
+        frames.pop()  # the handler of the interrupt
+    return place_of(frames[-1]) if frames else None
 
 
 def is_users(file: str) -> bool:

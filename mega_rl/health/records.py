@@ -38,7 +38,7 @@ TRIES = 3  # of a file that was read while it was written
 PAUSE_S = 0.02
 
 RANK_NAME = re.compile(r"rank_([0-9]{5})\.json")
-ENDS = ("done", "stopped", "error", "timeout", "lost peer")
+ENDS = ("done", "stopped", "error", "timeout", "lost peer", "hung")
 
 
 @dataclass(frozen=True)

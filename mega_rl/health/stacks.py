@@ -58,9 +58,10 @@ class Stacks:
         In py-spy's words, "DecodingLoop.run (mega_rl/rollout/embedded/decoding.py:91)".
         """
         lines = self.text.splitlines()
-        main = next((i for i, line in enumerate(lines) if line.startswith("Thread ") and '"MainThread"' in line), None)
-        if main is None:
+        threads = [i for i, line in enumerate(lines) if line.startswith("Thread ")]
+        if not threads:
             return ""
+        main = next((i for i in threads if '"MainThread"' in lines[i]), threads[0])
         stack = [line.strip()[:200] for line in takewhile(lambda line: line.startswith(" "), lines[main + 1 :])]
         return next((line for line in stack if "(mega_rl/" in line), next(iter(stack), ""))
 

@@ -14,15 +14,15 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from mega_rl.errors import RunError, StalledError, UserError
+from mega_rl.errors import HungError, RunError, StalledError, UserError
 from mega_rl.protocols import Ranks
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-INTERRUPT = signal.SIGURG  # ignored by default, so one that comes late does no harm
+INTERRUPT = signal.SIGRTMIN + 5  # of a main thread that hangs; users' code and libraries use the alarms
 LAST_GRACE_S = 30.0  # for hung work to end once it has been interrupted
+
+Result = TypeVar("Result")
 
 
 def broadcast_json(value: Any, ranks: Ranks, *, source: int = 0) -> Any:
@@ -63,26 +63,6 @@ def all_failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[dict[
         sent = torch.tensor(list(own) if rank == ranks.rank else [0] * int(sizes[rank]), dtype=torch.uint8)
         messages[rank] = bytes(ranks.broadcast(sent, source=rank).tolist()).decode(errors="replace")
     return messages, len(failing)
-
-
-def failure_of(work: Callable[[], None], ranks: Ranks) -> str | None:
-    """Call `work` on every rank; return the message of the lowest that fails, None without one; collective.
-
-    A failure is a RunError or UserError. `work` itself does no collective.
-    """
-    message = None
-    try:
-        work()
-    except (RunError, UserError) as error:
-        message = str(error)
-    return first_failure(message, ranks)
-
-
-def all_succeed(work: Callable[[], None], ranks: Ranks) -> None:
-    """Call `work` on every rank, as `failure_of`; raise the failure as RunError on all ranks; collective."""
-    message = failure_of(work, ranks)
-    if message is not None:
-        raise RunError(message)
 
 
 def raise_together(failure: Exception | None, ranks: Ranks, *, error: type[RunError]) -> None:
@@ -171,44 +151,28 @@ def run_on_all(
     return cast(Result, running.result)
 
 
-class InterruptedWorkError(BaseException):
-    """Raised in the main thread, in the middle of work that counts as hung; no Exception, which the work may catch."""
-
-
 def run_beside_meetings(
-    work: Callable[[], Result],
-    ranks: Ranks,
-    *,
-    stalled: Callable[[], str | None],
-    beat_s: float = 5.0,
-    grace_s: float = 5.0,
+    work: Callable[[], Result], ranks: Ranks, *, stalled: Callable[[], str | None], beat_s: float = 5.0
 ) -> Result:
     """Call `work` on every rank's own thread and return this rank's result when that of all has ended; collective.
 
     Unlike `run_on_all`, which it is for otherwise, it suits work that sets signals, which only the main thread can: the
     meetings are on another. stalled: called there; says in words that this rank's work counts as hung, and of what.
 
-    When some rank's work is stalled, work of a main thread that goes on is interrupted after `grace_s` seconds by an
-    exception. Work that does not end by that, as in compiled code, ends the process, with the code of a RunError.
+    Stalled work of a main thread is interrupted by an exception. Where that does not end it, as in compiled code, this
+    process ends, with the code of a RunError.
 
     Raises:
-        RunError: when some rank's work is stalled, on all ranks, with its message.
+        StalledError: on the ranks whose work has ended, when some rank's is stalled, with its message.
+        HungError: on the stalled rank, at the line that it is at, unless that is in C code.
     """
     ended = threading.Event()
-
-    def meet() -> None:
-        try:
-            _meet_until_ended(ended, ranks, stalled, beat_s)
-        except RunError:
-            _end_work(ended, interrupt, grace_s)
-            raise
-
-    with _interruptible(ended) as interrupt:
-        meetings = _Running(meet, name="run_beside_meetings")
+    with _interruptible() as interrupt:
+        meetings = _Running(
+            lambda: _meet_until_ended(ended, ranks, stalled, beat_s, interrupt), name="run_beside_meetings"
+        )
         try:
             result = work()
-        except InterruptedWorkError:
-            log.error("the work of this rank has been interrupted")
         finally:
             ended.set()
     while meetings.wait(beat_s):  # the others' work; each of their waits has its deadline
@@ -218,7 +182,13 @@ def run_beside_meetings(
     return result
 
 
-def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[], str | None], beat_s: float) -> None:
+def _meet_until_ended(
+    ended: threading.Event,
+    ranks: Ranks,
+    stalled: Callable[[], str | None],
+    beat_s: float,
+    interrupt: Callable[[str], None] | None,
+) -> None:
     """Meet every `beat_s` seconds until all ranks' work has ended. Raises StalledError on all when one's is stalled."""
     while True:
         running = not ended.wait(beat_s)
@@ -227,47 +197,46 @@ def _meet_until_ended(ended: threading.Event, ranks: Ranks, stalled: Callable[[]
         if state[1]:
             message = first_failure(reason, ranks)
             if reason is not None:
-                log.error("%s", reason)  # this rank cannot raise: its main thread works
+                log.error("%s", reason)  # in case that the interrupt does not reach the work
+                _end_work(ended, reason, interrupt)
             raise StalledError(message)
         if not state[0]:
             return
 
 
-@contextmanager
-def _interruptible(ended: threading.Event) -> Iterator[Callable[[], None] | None]:
-    """Yield a function that raises InterruptedWorkError in the main thread's block, from another one, until `ended`.
-
-    None in another thread, which nothing can interrupt.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield None
+def _end_work(ended: threading.Event, reason: str, interrupt: Callable[[str], None] | None) -> None:
+    """Interrupt work that hangs, and end the process if that does not help."""
+    if interrupt is None:
         return
-    thread, hung = threading.get_ident(), threading.Event()
-
-    def raise_error(number: int, frame: FrameType | None) -> None:
-        if hung.is_set() and not ended.is_set():
-            raise InterruptedWorkError
-
-    def interrupt() -> None:
-        hung.set()
-        signal.pthread_kill(thread, INTERRUPT)
-
-    previous = signal.signal(INTERRUPT, raise_error)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(INTERRUPT, previous)
-
-
-def _end_work(ended: threading.Event, interrupt: Callable[[], None] | None, grace_s: float) -> None:
-    """Interrupt work that does not end within `grace_s` seconds, and end the process if that does not help."""
-    if ended.wait(grace_s) or interrupt is None:
-        return
-    interrupt()
+    interrupt(reason)
     if not ended.wait(LAST_GRACE_S):
         log.error("the work goes on %g s after it was interrupted: this process ends", LAST_GRACE_S)
         logging.shutdown()
         os._exit(RunError.exit_code)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[str], None] | None]:
+    """Yield a function that makes the block, on the main thread, raise a HungError; None in another thread."""
+    main, reasons = threading.main_thread(), list[str]()
+    if threading.current_thread() is not main or main.ident is None:
+        yield None
+        return
+    ident = main.ident
+
+    def raise_hung(number: int, frame: FrameType | None) -> None:
+        if reasons:  # else it is a signal of somebody else
+            raise HungError(reasons[0])
+
+    def interrupt(reason: str) -> None:
+        reasons.append(reason)
+        signal.pthread_kill(ident, INTERRUPT)
+
+    previous = signal.signal(INTERRUPT, raise_hung)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(INTERRUPT, previous)
 
 
 class _Running(Generic[Result]):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mega_rl.data.columns import RewardColumns
+from mega_rl.errors import HungError
 
 if TYPE_CHECKING:
     from mega_rl.types import Prompt  # which imports torch
@@ -85,6 +86,8 @@ def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> Score:
         return as_score(call(arguments))
     except NotAScoreError as error:
         raise NoScoreError(f"the reward function returned {error}") from None
+    except HungError:  # of the interrupt of a function that does not return
+        raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = traceback.TracebackException(type(error), error, None)  # of any exception, also one without a text

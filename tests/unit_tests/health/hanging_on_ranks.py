@@ -11,7 +11,7 @@ import torch
 
 from mega_rl import progress
 from mega_rl.accelerator import prepare
-from mega_rl.errors import PeerError
+from mega_rl.errors import PeerError, RunError
 from mega_rl.health.flight_recorder import FlightRecorder
 from mega_rl.health.guard import Guard
 from mega_rl.health.heartbeat import RankFacts, beating
@@ -80,7 +80,8 @@ def hang(rank: int, run_dir: str, fault: str) -> None:
                 for number in range(STEPS_BEFORE + 1):
                     step(rank, fault if number == STEPS_BEFORE else "", groups)
                     steps.advance()
-    except PeerError as error:
-        (folder / f"line_{rank}.txt").write_text(str(error))
-    if rank == 0:
+    except RunError as error:
+        name = f"line_{rank}.txt" if isinstance(error, PeerError) else "hung.txt"
+        (folder / name).write_text(str(error))
+    if rank == 0 and fault != "loop":
         os.kill(read_records(folder)[FAULTY].pid, signal.SIGKILL)

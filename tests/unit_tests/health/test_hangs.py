@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ WITHIN_S = TIMEOUT_S + 10.0 + 60.0  # a busy machine starts ranks slowly
 
 def report_of(tmp_path: Path, fault: str) -> tuple[str, str, dict[int, str]]:
     """(last line of the report, the report, what each rank said) after a fault of rank 2."""
-    with pytest.raises(RanksFailed):
+    with pytest.raises(RanksFailed) if fault != "loop" else nullcontext():
         run_ranks(WORLD_SIZE, hang, str(tmp_path), fault, timeout_s=WITHIN_S)
     report = newest_report(tmp_path)
     assert report is not None, [path.name for path in (tmp_path / "health").iterdir()]
@@ -64,8 +65,11 @@ def test_a_rank_that_skips_a_collective_has_diverged(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_never_returns_is_named_with_its_line(tmp_path: Path) -> None:
+    """The rank is interrupted there, and ends by itself."""
     cause, _, said = report_of(tmp_path, "loop")
+    assert (tmp_path / "hung.txt").read_text().startswith("rank 2")
     assert re.match(
-        r"rank 2 \(pid \d+, \S+\) is in reward function spin at \S+hanging_on_ranks.py:\d+ in 'reward' of step 3", cause
+        r"rank 2 \(pid \d+, \S+\) hung in reward function spin at \S+hanging_on_ranks.py:\d+ in 'reward' of step 3",
+        cause,
     ), cause
     assert said[0].startswith(cause)

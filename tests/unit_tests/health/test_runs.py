@@ -99,7 +99,7 @@ def named(errors: str) -> str:
 
 STOPPED = r"error: rank 2 \(pid \d+, \S+\) is stopped \(state T\) at .* while ranks? .* waits? for it in [\w-]+ \w+ \d+"
 KILLED = r"error: rank 2 \(pid \d+, \S+\) was killed by SIGKILL, last seen"
-LOOPS = r"error: rank 2 \(pid \d+, \S+\) is in reward function score at \S*rewards\.py:\d+ in 'reward' of step \d+"
+LOOPS = r"error: rank 2 \(pid \d+, \S+\) hung in reward function score at \S*rewards\.py:\d+ in 'reward' of step \d+"
 TP, DP, PP = ("engine.megatron.tp=2",), (), ("engine.megatron.pp=2",)
 LOOP = ("reward.function=rewards.py:score", "reward.pool.workers=0")
 

@@ -1,0 +1,64 @@
+"""Runs that stand still without an end, seen from outside; and kinds of ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mega_rl.errors import HungError, RunError, StalledError, UserError
+from mega_rl.health.endings import kind_of
+from mega_rl.health.records import LastWords, PhaseRecord, write_record
+from mega_rl.health.watch import overdue
+from tests.unit_tests.health.examples import NOW, call, record
+
+LATE = call("dp", 3, 0, 1, age_s=700.0)
+
+
+def test_a_run_at_work_is_not_overdue(tmp_path: Path) -> None:
+    assert overdue(tmp_path, now=NOW) is None
+    write_record(tmp_path, record(0, waiting=call("dp", 3, 0, 1, age_s=603.0)))
+    write_record(tmp_path, record(1, beat=NOW - 5000.0))  # silent, but rank 0 is not
+    assert overdue(tmp_path, now=NOW) is None
+
+
+def test_a_wait_past_its_deadline_is_overdue_until_a_rank_has_ended(tmp_path: Path) -> None:
+    write_record(tmp_path, record(0, waiting=LATE))
+    assert overdue(tmp_path, now=NOW) == "rank 0 waits in dp all_reduce 3 for 700 s, longer than it may"
+    write_record(tmp_path, record(1, ended=LastWords("done", "", 3, "")))
+    assert overdue(tmp_path, now=NOW) is None
+
+
+def test_a_phase_far_past_its_deadline_is_overdue(tmp_path: Path) -> None:
+    write_record(tmp_path, record(0, phases=(PhaseRecord("starting servers", 300.0, 100.0),)))
+    assert overdue(tmp_path, now=NOW) == "rank 0 is in 'starting servers' for 300 s, longer than it may"
+
+
+def test_silence_of_all_ranks_is_overdue(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_record(tmp_path, record(rank, beat=NOW - 5000.0))
+    assert overdue(tmp_path, now=NOW) == "ranks 0 and 1 have given no sign of life for 5000 s"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), "lost peer"),
+        (RuntimeError("[/gloo/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"), "timeout"),
+        (dist.DistBackendError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), "timeout"),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), "lost peer"),
+        (dist.DistStoreError("wait timeout after 8000ms, keys: /a"), "timeout"),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), "lost peer"),
+        (StalledError("rank 1 has scored no response"), "timeout"),
+        (HungError("rank 1 has scored no response"), "hung"),
+        (RunError("reward: timed out after 3 s"), "error"),
+        (RuntimeError("my service: Timed out waiting"), "error"),
+        (UserError("data: no such file"), "error"),
+        (ValueError("gloo: Connection reset by peer"), "error"),
+        (KeyboardInterrupt(), "stopped"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_kinds_of_ends(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
