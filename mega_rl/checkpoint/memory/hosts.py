@@ -84,3 +84,12 @@ class Hosts:
             return rank
         others = self.ranks_on(host)
         return others[rank % len(others)]
+
+
+class MemoryPlace(NamedTuple):
+    """Place of a run's history in memory: the same on all ranks but for the host's folder."""
+
+    run_dir: str  # real path, as rank 0 has it
+    history: str
+    hosts: Hosts
+    folder: Path  # on this host

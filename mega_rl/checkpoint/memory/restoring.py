@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.format.untrusted import RESUME_HINT
 from mega_rl.checkpoint.identity import differences
 from mega_rl.checkpoint.memory import place
-from mega_rl.checkpoint.memory.hosts import Hosts
+from mega_rl.checkpoint.memory.hosts import MemoryPlace
 from mega_rl.checkpoint.memory.recovery import VIEW, Remnant, View, candidates, read_candidate, survey
 from mega_rl.checkpoint.resume import DamagedError, report_changes, restore_from
 from mega_rl.checkpoint.run_state import RunState
@@ -23,11 +22,12 @@ from mega_rl.storage import disk
 log = logging.getLogger(__name__)
 
 
-def restore_newest(folder: Path, hosts: Hosts, run: RunState, *, newer_than: int, run_dir: str) -> Manifest | None:
+def restore_newest(here: MemoryPlace, run: RunState, *, newer_than: int) -> Manifest | None:
     """Fill engines and rank states from the newest whole checkpoint of a later step than `newer_than`; collective.
 
-    folder: the run's on this host. Logs a line for everything that is ignored. None leaves the engines as they are.
+    Logs a line for everything that is ignored. None leaves the engines as they are.
     """
+    folder, hosts = here.folder, here.hosts
     fault = place.unusable(folder)
     nothing = {"steps": [], "faults": [fault] if fault and hosts.is_first else []}
     report = run_on_all(lambda: nothing if fault else survey(folder, hosts, newer_than=newer_than), run.ranks)
@@ -36,13 +36,13 @@ def restore_newest(folder: Path, hosts: Hosts, run: RunState, *, newer_than: int
         for line in each["faults"]:
             _ignore(line, run.ranks)
     for candidate in candidates(reports, hosts):
-        manifest = _tried(folder, hosts, run, candidate, run_dir)
+        manifest = _tried(here, run, candidate)
         if manifest is not None:
             return manifest
     return None
 
 
-def _tried(folder: Path, hosts: Hosts, run: RunState, candidate: Remnant, run_dir: str) -> Manifest | None:
+def _tried(here: MemoryPlace, run: RunState, candidate: Remnant) -> Manifest | None:
     """Restore a candidate; None, with a line, where it cannot be."""
     where = f"the checkpoint of step {candidate.step} in memory"
     if candidate.missing:
@@ -51,14 +51,14 @@ def _tried(folder: Path, hosts: Hosts, run: RunState, candidate: Remnant, run_di
     for fault in candidate.faults:
         _ignore(f"{fault}; its copy on another host is taken", run.ranks)
     try:
-        text, manifest = read_candidate(folder, candidate, hosts, run.ranks)
+        text, manifest = read_candidate(here.folder, candidate, here.hosts, run.ranks)
         if why := _of_another_run(manifest, run):
             _ignore(f"{where} is of another run ({why})", run.ranks)
             return None
-        if hosts.count == 1:
-            manifest = restore_from(folders.final(folder, candidate.step), run)
+        if here.hosts.count == 1:
+            manifest = restore_from(folders.final(here.folder, candidate.step), run)
         else:
-            manifest = _restore_through_view(folder, hosts, run, candidate, (text, manifest, run_dir))
+            manifest = _restore_through_view(here, run, candidate, text, manifest)
     except (DamagedError, RunError, UserError) as error:
         first, *_ = str(error).split("\n")
         _ignore(f"{where}: {first}", run.ranks)
@@ -70,18 +70,18 @@ def _tried(folder: Path, hosts: Hosts, run: RunState, candidate: Remnant, run_di
 
 
 def _restore_through_view(
-    folder: Path, hosts: Hosts, run: RunState, candidate: Remnant, of: tuple[str, Manifest, str]
+    here: MemoryPlace, run: RunState, candidate: Remnant, text: str, manifest: Manifest
 ) -> Manifest:
-    """Restore a candidate over several hosts. of: its manifest as text and parsed, the run folder.
+    """Restore a candidate over several hosts. text: of the manifest.
 
     Raises RunError or UserError on all ranks alike.
     """
-    text, manifest, run_dir = of
+    folder, hosts = here.folder, here.hosts
     assert isinstance(run.ranks, GroupRanks), "several hosts have several ranks"
 
     def make_folder() -> None:
         if hosts.is_first:
-            place.make(folder, run_dir)
+            place.make(folder, here.run_dir)
 
     def remove_view() -> None:
         if hosts.is_first:

@@ -7,11 +7,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.memory import place
-from mega_rl.checkpoint.memory.hosts import Host, Hosts, this_host
+from mega_rl.checkpoint.memory.hosts import Host, Hosts, MemoryPlace, this_host
 from mega_rl.checkpoint.memory.restoring import restore_newest
 from mega_rl.checkpoint.memory.writing import MemoryWriter, keep_only
 from mega_rl.checkpoint.run_state import RunState
@@ -22,15 +22,6 @@ from mega_rl.storage.disk import SaveError
 from mega_rl.types import JsonObject, Metrics
 
 log = logging.getLogger(__name__)
-
-
-class _Place(NamedTuple):
-    """Place of a run in memory: the same on all ranks but for the host's folder."""
-
-    run_dir: str  # real path, as rank 0 has it
-    history: str
-    hosts: Hosts
-    folder: Path  # on this host
 
 
 class MemoryCheckpoints:
@@ -49,7 +40,7 @@ class MemoryCheckpoints:
         self._ranks = run.ranks
         self._on_error = settings.on_error
         self._is_on = settings.memory.interval > 0
-        self._place: _Place | None = None
+        self._place: MemoryPlace | None = None
         self._writer: MemoryWriter | None = None
         self._held: int | None = None  # step of the newest complete one
 
@@ -62,7 +53,7 @@ class MemoryCheckpoints:
         here = self._place = self._locate()
         if not here.history:
             return None
-        manifest = restore_newest(here.folder, here.hosts, self._run, newer_than=newer_than, run_dir=here.run_dir)
+        manifest = restore_newest(here, self._run, newer_than=newer_than)
         self._held = None if manifest is None else manifest.step
         return manifest
 
@@ -131,13 +122,13 @@ class MemoryCheckpoints:
     def _shm(self) -> Path:
         return type(self).host().shm
 
-    def _locate(self) -> _Place:
+    def _locate(self) -> MemoryPlace:
         """Return the place of the history that the run folder names; collective."""
         is_first = self._ranks.rank == 0
         names = [os.path.realpath(self._root.parent), place.read_history(self._root)] if is_first else []
         run_dir, history = broadcast_json(names, self._ranks)
         hosts = Hosts.gather(type(self).host(), self._ranks)
-        return _Place(run_dir, history, hosts, place.folder_of(self._shm, run_dir, history))
+        return MemoryPlace(run_dir, history, hosts, place.folder_of(self._shm, run_dir, history))
 
     def _give_up(self, text: str) -> None:
         """Go on without checkpoints in memory, and free it; raises RunError with `on_error=stop`."""

@@ -258,7 +258,12 @@ def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStac
     assert used(run.devices) == [SERVER["idle"]] * RANKS
     run.connect(resources)
     trained = ("actor", "critic")
-    store = SimpleNamespace(save=lambda *_, **__: [run.in_turn(name).state() for name in trained])
+
+    def collect(*_: Any, **__: Any) -> None:
+        for name in trained:
+            run.in_turn(name).state()
+
+    store = SimpleNamespace(save=collect, save_in_memory=collect)
     checkpoints = ColocatedCheckpoints(cast(Any, store), run.rollouts.devices)
     seen: list[Any] = []
     for engine in run.models.engines.values():
@@ -283,11 +288,13 @@ def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStac
     assert metrics["memory/training_bytes"] == sum(ACTOR.values())  # the largest turn's
     seen.clear()
     with_weights = used(run.devices)
-    checkpoints.save(2, {})
-    for (event, held), name in zip(seen, trained, strict=True):
-        assert event == f"{name} lists its state"
-        assert set(held) == {f"{name} parameters", f"{name} optimizer", "server 0 weights", "server 0 idle"}
-    assert used(run.devices) == with_weights  # the servers have their weights and cache again, the trainer nothing
+    for save in (checkpoints.save, checkpoints.save_in_memory):
+        seen.clear()
+        save(2, {})
+        for (event, held), name in zip(seen, trained, strict=True):
+            assert event == f"{name} lists its state"
+            assert set(held) == {f"{name} parameters", f"{name} optimizer", "server 0 weights", "server 0 idle"}
+        assert used(run.devices) == with_weights  # the servers have their weights and cache again, the trainer nothing
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
