@@ -11,6 +11,7 @@ SGLANG_STAMP := $(VENV)/.installed-sglang
 TE_STAMP := $(VENV)/.installed-te
 PEERS_STAMP := $(VENV)/.installed-peers
 KUBERNETES_STAMP := $(VENV)/.installed-kubernetes
+SHELLCHECK_STAMP := $(VENV)/.installed-shellcheck
 RAY_STAMP := $(VENV)/.installed-ray
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -35,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: kubernetes ray test-ray wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: kubernetes ray test-ray shellcheck test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -96,6 +97,15 @@ $(KUBERNETES_STAMP): tests/clusters/requirements-kubernetes.txt | $(STAMP)
 	@$(call INSTALL_APART,$<,$(VENV)/kubernetes)
 	@touch $@
 
+shellcheck: $(SHELLCHECK_STAMP)
+	@:
+
+# The checker of shell scripts, 5 MB, into a folder that only its tests see.
+$(SHELLCHECK_STAMP): tests/clusters/requirements-shellcheck.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/shellcheck
+	@$(call INSTALL_APART,$<,$(VENV)/shellcheck)
+	@touch $@
+
 ray: $(RAY_STAMP)
 	@:
 
@@ -117,16 +127,20 @@ test-fast: setup
 WORKERS ?= 3
 PYTEST_WORKERS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup sglang te peers kubernetes
+test: setup sglang te peers kubernetes shellcheck
 	@$(PYTEST_WORKERS)
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
-test-full: setup sglang te peers kubernetes
+test-full: setup sglang te peers kubernetes shellcheck
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
 
 # Runs on a real Ray of this machine, three minutes.
 test-ray: setup ray
 	@PYTHONPATH=$(VENV)/ray:$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/ray
+
+# Runs on a real Slurm of this machine, ten minutes; docs/slurm.md says what to install.
+test-slurm: setup
+	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/slurm
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup

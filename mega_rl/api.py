@@ -16,6 +16,7 @@ from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.preflight import check_run
+from mega_rl.schedulers.slurm.tasks import become_rank
 
 if TYPE_CHECKING:
     from mega_rl.trainer import PPOTrainer
@@ -62,7 +63,8 @@ class Outcome:
 class Trainer:
     """A run with all its parts, from the process groups to the rollout servers. A context manager; `close` ends it.
 
-    Under torchrun every rank builds one; without a launcher the run has a single rank. A process has one at a time.
+    Under torchrun, or as tasks of srun, every rank builds one; without a launcher the run has a single rank. A process
+    has one at a time.
     """
 
     _open: Trainer | None = None
@@ -79,6 +81,7 @@ class Trainer:
             raise UserError("another mega_rl.Trainer is open in this process; close it, or use it in a with block")
         if reward is not None:
             config = _with_reward(config, reward)
+        become_rank()
         config = check_run(config, reward_given=reward is not None)
         from mega_rl.accelerator import prepare
 

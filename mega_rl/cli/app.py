@@ -41,6 +41,7 @@ from mega_rl.errors import PeerError, RunError, UserError, UserErrors
 from mega_rl.health.overview import overview
 from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.peers import has_launcher, innocence
+from mega_rl.schedulers.slurm.tasks import become_rank
 from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130
@@ -96,6 +97,8 @@ def train(
 ) -> None:
     """Train a policy with the settings of a recipe and of the command line."""
     settings = overrides or []
+    if launch.nproc_per_node is None:
+        become_rank()
     progress.show_progress()
     if print_config:
         from mega_rl.config import loader, render
@@ -109,7 +112,7 @@ def train(
     with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
         from mega_rl.preflight import preflight
 
-        resolved = preflight(config, settings, world_size=launch.world_size)
+        resolved = preflight(config, settings, world_size=launch.world_size, launchers=launch.nnodes + launch.spares)
     if launch.needs_launcher:
         recipe = [] if config is None else ["--config", str(config)]
         program = ["mega_rl.cli", "train", *recipe, *settings, *pinned_overrides(resolved)]

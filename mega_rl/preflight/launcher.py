@@ -27,13 +27,13 @@ def gpus_are_hidden() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
 
 
-def refuse_tasks_of_srun(environment: Mapping[str, str] | None = None) -> None:
-    """Raise UserError in one of several tasks of a Slurm step in which no launcher has made ranks.
+def refuse_tasks_of_srun(environment: Mapping[str, str] | None = None, *, launchers: int = 1) -> None:
+    """Raise UserError in one of several tasks of a Slurm step that are no ranks.
 
-    srun starts the same program in each task and nothing reads its variables: N tasks would be N runs, all in one
-    run folder. A batch script has the variables of a task too, those of task 0, but no step.
+    srun starts the same program in each task: N tasks that each start ranks would be N runs, all in one run folder.
+    A batch script has the variables of a task too, those of task 0, but no step.
 
-    `environment`: default: that of the process.
+    environment: default: that of the process. launchers: of the run; each may be a task.
     """
     variables = os.environ if environment is None else environment
     if "RANK" in variables or "SLURM_PROCID" not in variables:
@@ -41,10 +41,10 @@ def refuse_tasks_of_srun(environment: Mapping[str, str] | None = None) -> None:
     if "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables:
         return  # the batch script itself
     tasks = variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", "1"))
-    if tasks.isascii() and tasks.isdigit() and int(tasks) > 1:
+    if tasks.isascii() and tasks.isdigit() and int(tasks) not in (1, launchers):
         raise UserError(
-            f"srun started {tasks} tasks, which would be {tasks} separate runs, not ranks of one; start one task for "
-            "each node, and its ranks by torchrun: 'srun --ntasks-per-node=1 torchrun --nnodes N --nproc-per-node GPUS "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:29500 -m mega_rl.cli train ...', or on one node "
-            "'srun --ntasks=1 mega-rl train --nproc-per-node GPUS ...'"
+            f"srun started {tasks} tasks, which would be {tasks} separate runs, not ranks of one; leave out "
+            "--nproc-per-node to train with each task as a rank ('srun --ntasks-per-node=GPUS mega-rl train ...'), "
+            "start one task ('srun --ntasks=1 mega-rl train --nproc-per-node GPUS ...'), or a launcher on each node "
+            "('mega-rl launch slurm', or --nnodes)"
         )

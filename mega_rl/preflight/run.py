@@ -31,26 +31,32 @@ from mega_rl.preflight.tokenizers import check_tokenizers
 
 
 def preflight(
-    recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = (), *, world_size: int | None = None
+    recipe: str | Path | None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    world_size: int | None = None,
+    launchers: int = 1,
 ) -> Config:
     """Return the Config of a run that can start; arguments as of `mega_rl.config.loader.load` and `check_run`.
 
     Raises UserErrors with every mistake found, one line each.
     """
-    return check_run(load(recipe, overrides), world_size=world_size)
+    return check_run(load(recipe, overrides), world_size=world_size, launchers=launchers)
 
 
-def check_run(config: Config, *, world_size: int | None = None, reward_given: bool = False) -> Config:
+def check_run(
+    config: Config, *, world_size: int | None = None, reward_given: bool = False, launchers: int = 1
+) -> Config:
     """Check a config against the rules between settings, the files that the run reads, and this machine.
 
     Return the config to run with: what it names on the Hub has been downloaded.
 
     world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
-    responses, so the one that the config names is not looked up.
+    responses, so the one that the config names is not looked up. launchers: of the run, on as many nodes.
 
     Raises UserErrors with every mistake found, one line each.
     """
-    refuse_tasks_of_srun()
+    refuse_tasks_of_srun(launchers=launchers)
     world_size = launched_world_size() if world_size is None else world_size
     if names := hub_names(config):
         config = _downloaded(config, names, world_size)

@@ -77,6 +77,7 @@ READ_THE_ENVIRONMENT = [
     "rollout/sglang/server/private_files.py",
     "schedulers/ray/node.py",
     "schedulers/ray/placement.py",
+    "schedulers/slurm/tasks.py",
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",

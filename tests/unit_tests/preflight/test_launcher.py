@@ -1,9 +1,10 @@
-"""Tasks of srun are no ranks, and are not taken for runs of one rank."""
+"""Tasks of srun that start ranks themselves are not taken for runs of their own."""
 
 from __future__ import annotations
 
 import pytest
 
+from mega_rl.api import Trainer, load_config
 from mega_rl.cli import app as cli
 from mega_rl.errors import UserError
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
@@ -23,7 +24,7 @@ STEP = {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS"
     ],
 )
 def test_one_of_several_tasks_is_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=r"srun started [28] tasks, .* torchrun"):
+    with pytest.raises(UserError, match=r"srun started [28] tasks, .* as a rank"):
         refuse_tasks_of_srun(environment)
 
 
@@ -45,7 +46,9 @@ def test_everything_else_may_go_on(environment: dict[str, str]) -> None:
     refuse_tasks_of_srun(environment)
 
 
-@pytest.mark.parametrize("command", [["train", "--nproc-per-node", "2"], ["train"], ["quickstart"]])
+@pytest.mark.parametrize(
+    "command", [["train", "--nproc-per-node", "2"], ["train", "--nproc-per-node", "1"], ["quickstart"]]
+)
 def test_commands_that_train_say_so_in_one_line(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +56,21 @@ def test_commands_that_train_say_so_in_one_line(
         monkeypatch.setenv(name, value)
     assert cli.main(command) == 2
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "error: " in line)
-    assert line.startswith(
-        "error: srun started 8 tasks, which would be 8 separate runs, not ranks of one; start one task"
-    )
+    assert line.startswith("error: srun started 8 tasks, which would be 8 separate runs, not ranks of one; leave out ")
+
+
+def test_tasks_without_ranks_of_their_own_are_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", "--config", "quickstart"]) == 2
+    assert "error: srun has started this task without SLURM_STEP_NUM_NODES" in capfd.readouterr().err
+    with pytest.raises(UserError, match="srun has started this task without SLURM_STEP_NUM_NODES"):
+        Trainer(load_config("quickstart"))
+
+
+def test_a_launcher_on_each_node_may_be_a_task() -> None:
+    refuse_tasks_of_srun(STEP, launchers=8)
+    with pytest.raises(UserError, match="srun started 8 tasks"):
+        refuse_tasks_of_srun(STEP, launchers=4)
