@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mega_rl.accelerator.threads import own_cores
 from mega_rl.assemble.roles import Roles
 from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.schema import Config, RewardConfig
+from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError

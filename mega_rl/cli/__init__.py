@@ -1,1 +1,1 @@
-"""The `mega-rl` command, one module per command: `app` joins them, `torchrun` starts ranks."""
+"""The `mega-rl` command, one module per command: `app` joins them."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import atexit
+import contextlib
 import logging
 import os
 import re
@@ -30,19 +31,22 @@ from mega_rl.cli import (
     verify_rl,
 )
 from mega_rl.cli.help import Commands
-from mega_rl.cli.launch import app as launch
+from mega_rl.cli.launch import app as launch_app
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.launcher.launch import Launch
+from mega_rl.launcher.outcome import LOST_PEER
+from mega_rl.launcher.peers import has_launcher, innocence
+from mega_rl.launcher.restarts import DEFAULT_RESTARTS
+from mega_rl.launcher.signals import SIGNALS
 from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
 # this found something of its own.
 OTHER_RANKS_WAIT_S = 5.0
-# How gloo ends the collective of a rank whose peer has died.
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
 
 app = Commands(name="mega-rl", help="PPO and GRPO on Megatron-Core.", completion=True)
@@ -55,7 +59,7 @@ checkpoint.app.command("export")(run_export.export)
 app.add_typer(checkpoint.app)
 app.add_typer(data.app)
 app.add_typer(bench.app)
-app.add_typer(launch)
+app.add_typer(launch_app)
 
 
 def _show_version(asked: bool) -> None:
@@ -83,8 +87,14 @@ def train(
         Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
     ] = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, help="Start this many ranks on this machine with torchrun.")
+        int | None, typer.Option("--nproc-per-node", min=1, help="Start this many ranks on this machine.")
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts", min=0, help="Restarts of the ranks, from the newest checkpoint, after one died or stuck."
+        ),
+    ] = DEFAULT_RESTARTS,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
     ] = False,
@@ -107,7 +117,15 @@ def train(
 
         resolved = preflight(config, settings, world_size=nproc_per_node)
     if nproc_per_node is not None and nproc_per_node > 1:
-        _become_torchrun(nproc_per_node, config, [*settings, *pinned_overrides(resolved)])
+        recipe = [] if config is None else ["--config", str(config)]
+        _become_launcher(
+            Launch(
+                program=("mega_rl.cli", "train", *recipe, *settings, *pinned_overrides(resolved)),
+                nproc_per_node=nproc_per_node,
+                max_restarts=max_restarts,
+                run_dir=resolved.trainer.run_dir,
+            )
+        )
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
@@ -134,14 +152,13 @@ app.command()(plan.plan)
 app.command()(plot.plot)
 
 
-def _become_torchrun(nproc: int, config: Path | None, overrides: Sequence[str]) -> None:
-    """Replace this process by torchrun, which then gets the signals and gives the exit code itself."""
-    launcher = ["-m", "mega_rl.cli.torchrun", str(nproc), "mega_rl.cli"]
-    recipe = [] if config is None else ["--config", str(config)]
+def _become_launcher(launch: Launch) -> None:
+    """Replace this process by a launcher, which then gets the signals and gives the exit code itself."""
     progress.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *launcher, "train", *recipe, *overrides], os.environ)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes now waits until the launcher takes it
+    os.execve(sys.executable, [sys.executable, *launch.arguments], os.environ)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,7 +185,9 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except Exception as error:
-        if (problem := _in_one_line(error)) is None:
+        if (code := innocence(error)) is not None and has_launcher():
+            return code  # the launcher says which rank it was
+        if (problem := LOST_CONNECTION if code == LOST_PEER else _in_one_line(error)) is None:
             raise
         return _report([problem], code=RunError.exit_code)
     finally:
@@ -186,8 +205,6 @@ def _in_words(error: typer.TyperException) -> str:
 
 def _in_one_line(error: Exception) -> str | None:
     """Return what ended a run whose cause lies outside this package, None for an error that needs its traceback."""
-    if isinstance(error, RuntimeError) and "gloo" in str(error) and any(words in str(error) for words in PEER_IS_GONE):
-        return LOST_CONNECTION
     place = place_in_users_code(error)
     return None if place is None else f"your own code raised {type(error).__name__}: {error} (at {place})"
 
@@ -208,8 +225,29 @@ def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
 
 def entry_point(arguments: Sequence[str] | None = None) -> None:
     """Run the command line as a program, which ends with its exit code."""
-    code = main(arguments)
-    # The interpreter's last collections would walk half a million objects of PyTorch and Megatron-Core, a silent two
-    # seconds after the last line.
-    gc.freeze()
-    sys.exit(code)
+    end = _End()
+    atexit.register(end)  # the first to be registered is the last to be called
+    try:
+        end.exit_code = main(arguments)
+    except SystemExit as error:  # of a user's code
+        end.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    sys.exit(end.exit_code)
+
+
+class _End:
+    """End of the program after its threads and exit handlers, without the interpreter's teardown.
+
+    That would walk half a million objects of PyTorch and Megatron-Core, a silent two seconds after the last line, and
+    destroy groups, streams and extension modules in an order that their libraries do not always survive.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code = 1  # of an error with a traceback
+
+    def __call__(self) -> None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a reader that has gone, a closed stream
+                stream.flush()
+        os._exit(self.exit_code)

@@ -253,16 +253,17 @@ class _Log:
             self._display.close()
 
 
-def show_progress(*, live: bool = True) -> None:
+def show_progress(*, live: bool = True, beside_ranks: bool = False) -> None:
     """Log to standard error and, on rank 0, show phases there, until `progress.close`.
 
     Information comes from rank 0 alone, warnings of this package from every rank. Other packages' warnings, Python's
-    among them, are the same on all ranks and come from rank 0. live: whether a terminal gets a live line.
+    among them, are the same on all ranks and come from rank 0. live: whether a terminal gets a live line. beside_ranks:
+    this is their launcher, on whose terminal rank 0 draws that line.
     """
     rank = os.environ.get("RANK", "0")
     close()
     display = Display(live=live) if rank == "0" else None
-    handler = _Handler(_write_beside_rank_0 if display is None else display.write)
+    handler = _Handler(_write_beside_rank_0 if display is None or beside_ranks else display.write)
     handler.setFormatter(_Formatter(rank))
     listen(_Log(handler, display))
     root = logging.getLogger()

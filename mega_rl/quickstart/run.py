@@ -6,8 +6,6 @@ import json
 import logging
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,8 @@ from mega_rl import progress
 from mega_rl.config.loader import load
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
+from mega_rl.launcher.launch import Launch
+from mega_rl.launcher.launch import launch as start_ranks
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
 from mega_rl.progress.terminal import show_progress
@@ -146,13 +146,9 @@ def launch(command: list[str]) -> None:
     Raises:
         RunError: it failed.
     """
-    arguments = [sys.executable, "-m", "mega_rl.cli.torchrun", str(NUM_RANKS), "--or-cpu", PROGRAM, *command]
-    # Ctrl-C reaches the launcher, too, which lets its ranks save; it is waited for.
-    previous = signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        code = subprocess.Popen(arguments).wait()
-    finally:
-        signal.signal(signal.SIGINT, previous)
+    from mega_rl.accelerator.gpus import environment_of_ranks
+
+    code = start_ranks(Launch((PROGRAM, *command), NUM_RANKS), variables=environment_of_ranks(NUM_RANKS))
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import yaml
 
 from mega_rl.errors import UserError
+from mega_rl.launcher.ranks import KEY
 
 JOB = "node"  # of the JobSet; pods are NAME-node-0-0, NAME-node-0-1, ...
 RECIPE_FOLDER, RECIPE_FILE = "/etc/mega_rl", "recipe.yaml"
-KEY, KEY_FIELD = "MEGA_RL_LAUNCH_KEY", "launch-key"
+KEY_FIELD = "launch-key"
 HOME = "/cache"  # of caches and whatever else programs write beside their data
 LABEL = "jobset.sigs.k8s.io/jobset-name"  # set by the JobSet's controller on every pod
 USER_MISTAKE, TOLD_TO_STOP = 2, 143

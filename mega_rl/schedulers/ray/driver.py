@@ -9,18 +9,17 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
 from typing import Protocol
 
 from mega_rl.errors import RunError, UserError
+from mega_rl.launcher.ranks import KEY
+from mega_rl.launcher.signals import STOPPED, StopSignals
 from mega_rl.schedulers.ray.node import NodeOutput
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOPPED = tuple(128 + number for number in SIGNALS)
-KEY = "MEGA_RL_LAUNCH_KEY"
 # After the first node has ended badly: seconds until the others are told to end, and until they are killed. Launchers
 # end one another; these are for those that cannot. Without a lost node's ranks nothing can be saved.
 AFTER_A_LOSS = (0.0, 30.0)
@@ -85,34 +84,6 @@ class End:
     reason: str = ""
 
 
-class StopSignals:
-    """Signals to this process, in their order, while it is a context manager's body."""
-
-    def __init__(self) -> None:
-        self.first = 0
-        self._pending: list[int] = []
-        self._previous: dict[int, signal._HANDLER] = {}
-
-    def __enter__(self) -> StopSignals:
-        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def take(self) -> list[int]:
-        """Return the signals that have come since the last call."""
-        taken, self._pending = self._pending, []
-        return taken
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.first = self.first or number
-        self._pending.append(number)
-
-
 def drive(
     run: NodesRun,
     place: Callable[[StopSignals], NodesPlacement | None],
@@ -127,7 +98,7 @@ def drive(
     Raises RunError when a node is lost and no restarts are left.
     """
     earlier: Sequence[str] | None = None  # checkpoints that were there before the run
-    with StopSignals() as stop:
+    with StopSignals(SIGNALS) as stop:
         for restarts in range(run.node_restarts + 1):
             placement = place(stop)
             if placement is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,10 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from mega_rl.checkpoint.folders import complete
 from mega_rl.checkpoint.lock import LOCK_FILE
 from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.errors import UserError
+from mega_rl.launcher.leash import leashed
 from mega_rl.storage.lock import lock_file
 
 TRAIN = (sys.executable, "-m", "mega_rl.cli", "train")
@@ -73,8 +77,7 @@ class NodeLauncher:
         environment: added to the actor's. wait_for_lock_of: run folder whose checkpoints the ranks of a lost node may
         still be writing; the launcher starts when they have ended.
         """
-        command = [sys.executable, "-m", "mega_rl.schedulers.ray.leash", str(os.getpid())]
-        command += [*self._program, *arguments]
+        command = leashed([*self._program, *arguments])
         variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED} | {**environment}
 
         # The kernel's signal at the parent's end comes from the thread that started the process: one that outlives it.
@@ -92,7 +95,7 @@ class NodeLauncher:
             if process is None:
                 self._stop = number
             elif process.poll() is None and number == signal.SIGKILL:
-                os.killpg(process.pid, number)
+                _kill_tree(process.pid)
             elif process.poll() is None:
                 process.send_signal(number)
 
@@ -146,6 +149,15 @@ class NodeLauncher:
     def _end(self, exit_code: int) -> None:
         self._exit_code = exit_code
         self._changed.notify_all()
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a launcher, which leads its process group, and its ranks, each of which leads one of its own."""
+    descendants = psutil.Process(pid).children(recursive=True)
+    os.killpg(pid, signal.SIGKILL)
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _wait_for_lock(path: Path, stopped: Callable[[], bool]) -> None:

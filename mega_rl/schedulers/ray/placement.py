@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Protocol
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.schedulers.ray.driver import NodeLost, StopSignals
+from mega_rl.launcher.signals import StopSignals
+from mega_rl.schedulers.ray.driver import NodeLost
 from mega_rl.schedulers.ray.node import TRAIN, NodeLauncher, NodeOutput
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch.distributed import HashStore
 
 from mega_rl.accelerator import cuda, gpus
-from mega_rl.cli import torchrun
 from mega_rl.errors import UserError
 
 SECOND = timedelta(seconds=1)
@@ -76,15 +74,3 @@ def test_ranks_without_a_gpu_for_each_see_none(
     visible: pytest.MonkeyPatch, ranks: int, variables: dict[str, str]
 ) -> None:
     assert gpus.environment_of_ranks(ranks) == variables
-
-
-@pytest.mark.parametrize(("option", "shown"), [([torchrun.OR_CPU], ""), ([], None)])
-def test_the_launcher_hides_too_few_gpus_where_asked(
-    visible: pytest.MonkeyPatch, option: list[str], shown: str | None
-) -> None:
-    """The quickstart asks, on whose two ranks a single GPU would be an error; `mega-rl train` does not."""
-    seen: list[str | None] = []
-    visible.setattr("torch.distributed.run.run", lambda arguments: seen.append(os.environ.get(gpus.VISIBLE)))
-    visible.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "1"})
-    assert torchrun.main(["2", *option, "mega_rl.cli", "train"]) == 0
-    assert seen == [shown]

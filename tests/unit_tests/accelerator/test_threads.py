@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from mega_rl import cores
 from mega_rl.accelerator import threads
 
 
@@ -17,7 +18,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A host of 16 cores with 32 processors; the folder stands for its control groups."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(32)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 32 if logical else 16)
-    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    monkeypatch.setattr(cores, "CGROUP", tmp_path)
     return tmp_path
 
 
@@ -36,12 +37,12 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_share_of_a_rank(host: Path, limit: str | None, ranks: int, share: int) -> None:
     if limit is not None:
         (host / "cpu.max").write_text(limit + "\n")
-    assert threads.threads_per_rank(ranks) == share
+    assert cores.threads_per_rank(ranks) == share
 
 
 def test_affinity_limits_the_share(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4})
-    assert threads.threads_per_rank(1) == 2
+    assert cores.threads_per_rank(1) == 2
 
 
 def test_torch_gets_the_share_unless_the_user_says_otherwise(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:

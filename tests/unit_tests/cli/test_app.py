@@ -19,6 +19,8 @@ from mega_rl.cli import doctor
 from mega_rl.config import checkout, packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
+from mega_rl.launcher.launch import Launch
+from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.rollout.sglang.server.installation import Installation
 from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
@@ -242,7 +244,7 @@ def test_train_runs_the_config(runs: list[Config]) -> None:
     assert (config.trainer.steps, config.trainer.seed, config.model.path) == (3, 5, "m")
 
 
-def test_more_ranks_become_torchrun(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_become_a_launcher(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, list[str], dict[str, str]]] = []
 
     def execve(path: str, arguments: list[str], environment: dict[str, str]) -> None:
@@ -251,24 +253,32 @@ def test_more_ranks_become_torchrun(runs: list[Config], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "execve", execve)
     Path("r.yaml").write_text("trainer:\n  steps: 3\n")
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--config", "r.yaml", "--nproc-per-node", "2", *GOOD, "engine.megatron.tp=2"])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        with pytest.raises(SystemExit):
+            cli.main(["train", "--config", "r.yaml", "--nproc-per-node", "2", *GOOD, "engine.megatron.tp=2"])
+    finally:
+        blocked = signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert signal.SIGTERM in blocked, "a signal waits until the launcher takes it"
     ((path, arguments, _),) = started
     assert path == sys.executable
-    assert arguments[1:] == [
-        *("-m", "mega_rl.cli.torchrun", "2", "mega_rl.cli"),
-        *("train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
-    ]
+    assert arguments[1:3] == ["-m", "mega_rl.launcher"]
+    assert Launch.parse(arguments[3]) == Launch(
+        program=("mega_rl.cli", "train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
+        nproc_per_node=2,
+        max_restarts=DEFAULT_RESTARTS,
+        run_dir="runs/default",
+    )
     assert not runs
 
 
-def test_mistakes_are_found_before_torchrun_starts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_found_before_ranks_start(capfd: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["train", "--nproc-per-node", "3", *GOOD, "engine.megatron.tp=2"])
     assert code == 2
     assert "error: world size 3 is not a multiple" in capfd.readouterr().err
 
 
-def test_torchrun_inside_a_launcher_is_refused(
+def test_a_launcher_inside_a_launcher_is_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from mega_rl.accelerator import gpus
 from mega_rl.cli import app as cli
 from mega_rl.config.loader import load
 from mega_rl.config.packaged import file_of
 from mega_rl.errors import UserError
+from mega_rl.launcher.launch import Launch
 from mega_rl.quickstart import run
 
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands that were started, each ending at once with code 0, in a working directory without a source tree."""
+    """Programs of ranks, each ending at once with code 0, in a working directory without a source tree."""
     commands: list[list[str]] = []
 
-    def run_process(arguments: list[str], **_: Any) -> SimpleNamespace:
-        commands.append(arguments)
-        return SimpleNamespace(wait=lambda: 0)
+    def start(settings: Launch, *, variables: Mapping[str, str]) -> int:
+        assert (settings.nproc_per_node, settings.max_restarts) == (2, 0)
+        assert variables == gpus.environment_of_ranks(2), "a single GPU would be an error on two ranks"
+        commands.append(list(settings.program))
+        return 0
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run.subprocess, "Popen", run_process)
+    monkeypatch.setattr(run, "start_ranks", start)
     monkeypatch.setattr("mega_rl.quickstart.task.write_checkpoint", lambda folder, seed: folder.mkdir())
     monkeypatch.setattr("mega_rl.quickstart.report.summarize", lambda run_dir, **_: (None, run_dir))
     monkeypatch.setattr("mega_rl.quickstart.report.print_table", lambda summary, plot: None)
@@ -38,9 +40,8 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
     engine: str, started: list[list[str]]
 ) -> None:
     assert cli.main(["quickstart", "--engine", engine, "--seed", "3", "--run-dir", "a, b"]) == 0
-    launcher = [sys.executable, "-m", "mega_rl.cli.torchrun", "2", "--or-cpu", "mega_rl.cli"]
-    assert [command[:6] for command in started] == [launcher, launcher]
-    warm_start, train = (command[6:] for command in started)
+    assert [command[0] for command in started] == ["mega_rl.cli", "mega_rl.cli"]
+    warm_start, train = (command[1:] for command in started)
     assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3"]
     assert train[:3] == ["train", "--config", "quickstart"]
     config = load(Path("quickstart"), train[3:])
@@ -56,7 +57,7 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
 def test_the_folders_of_the_recipe_are_those_that_the_quickstart_writes(started: list[list[str]]) -> None:
     """So that `mega-rl train --config quickstart` works after it, in the same directory."""
     assert cli.main(["quickstart"]) == 0
-    assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][9:])
+    assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][4:])
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart_sglang"])
@@ -79,7 +80,7 @@ def test_an_earlier_quickstart_gives_up_its_inputs_and_keeps_its_runs(started: l
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     assert checkpoint.is_file()
     assert not weights.exists()
-    assert load(Path("quickstart"), started[-1][9:]).checkpoint.resume == "never", "training moves it aside"
+    assert load(Path("quickstart"), started[-1][4:]).checkpoint.resume == "never", "training moves it aside"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "data/mine.jsonl"])
@@ -115,7 +116,7 @@ def test_a_wrong_engine_is_said_before_anything_is_written(
 def test_a_training_that_fails_ends_the_quickstart(
     started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: SimpleNamespace(wait=lambda: 2))
+    monkeypatch.setattr(run, "start_ranks", lambda *_, **__: 2)
     assert cli.main(["quickstart"]) == 1
     line = "mega-rl quickstart-warm-start ended with exit code 2; its messages stand above"
     assert capfd.readouterr().err.endswith(f"error: {line}\n")

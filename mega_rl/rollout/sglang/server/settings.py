@@ -18,11 +18,11 @@ from mega_rl.rollout.sglang.server import kept, launcher
 from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 
 _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
-# What torchrun tells the trainer's ranks. A server that heard it would take itself for one of them.
+# What a launcher tells the trainer's ranks. A server that heard it would take itself for one of them.
 _OF_A_RANK = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-    kept.VARIABLE,
+    "MEGA_RL_GENERATION", kept.VARIABLE,
 )  # fmt: skip
 _PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "PET_", "MEGA_RL_SGLANG_")
 

@@ -79,7 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, str]:
         "optim.lr=3e-3",
         "optim.warmup_steps=0",
     ]
-    command = [sys.executable, "-m", "mega_rl.cli.torchrun", "2", "mega_rl.cli", "train"]
+    command = [sys.executable, "-m", "mega_rl.cli", "train", "--nproc-per-node", "2"]
     command += ["--config", "quickstart_sglang", *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     watch = Watch(folder / "tmp")

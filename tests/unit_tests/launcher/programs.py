@@ -1,0 +1,91 @@
+"""Programs that stand for ranks: small, without torch, started and ended in hundredths of a second."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_rl.launcher.launch import Launch
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 60.0  # for what takes a tenth of a second on an idle machine
+# In front of every rank's program: its place, and a file that says that it has come to a point.
+PREAMBLE = """
+import os, signal, sys, time
+from pathlib import Path
+rank, generation = int(os.environ["RANK"]), int(os.environ["MEGA_RL_GENERATION"])
+def reached(point): Path(f"{point}.{rank}.{generation}").write_text(str(os.getpid()))
+def wait_for(point, other):
+    while not Path(f"{point}.{other}.{generation}").exists(): time.sleep(0.005)
+def save(step):
+    # A complete checkpoint, as far as a launcher looks at one.
+    from mega_rl.checkpoint.format.manifest import commit_text
+    folder = Path(f"run/checkpoints/step_{step:06d}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_bytes(b"{}")
+    (folder / "COMMIT").write_text(commit_text(b"{}"))
+"""
+
+
+@dataclass
+class Started:
+    """A launcher that runs, its folder and its ranks' files."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def reached(self, point: str, rank: int, generation: int = 0) -> int:
+        """Wait until a rank has come to a point; return its process."""
+        file = self.folder / f"{point}.{rank}.{generation}"
+        wait_until(lambda: file.exists() and file.read_text() != "", self)
+        return int(file.read_text())
+
+    def end(self) -> tuple[int, str]:
+        """Return exit code and standard error."""
+        _, errors = self.process.communicate(timeout=WAIT_S)
+        return self.process.returncode, errors
+
+
+def write_program(folder: Path, program: str) -> None:
+    """Write the program of every rank."""
+    (folder / "rank_program.py").write_text(PREAMBLE + textwrap.dedent(program))
+
+
+def start(folder: Path, program: str, *, ranks: int = 2, max_restarts: int = 0, run_dir: str = "") -> Started:
+    """Start a launcher of ranks that run `program`, in `folder`."""
+    write_program(folder, program)
+    settings = Launch(("rank_program",), ranks, max_restarts=max_restarts, run_dir=run_dir)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    process = subprocess.Popen(
+        [sys.executable, *settings.arguments],
+        cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return Started(process, folder)
+
+
+def run(folder: Path, program: str, *, ranks: int = 2, max_restarts: int = 0, run_dir: str = "") -> tuple[int, str]:
+    """Run a launcher to its end; return exit code and standard error."""
+    return start(folder, program, ranks=ranks, max_restarts=max_restarts, run_dir=run_dir).end()
+
+
+def wait_until(condition: Callable[[], bool], started: Started | None = None) -> None:
+    """Wait until a condition holds, WAIT_S at most, and no longer than the launcher lives."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert started is None or started.process.poll() is None, started.end()
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.005)
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
