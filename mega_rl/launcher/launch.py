@@ -18,6 +18,7 @@ from mega_rl.launcher.signals import StopSignals
 from mega_rl.launcher.store import LOOPBACK
 from mega_rl.launcher.supervisor import Conclusion, SavedRuns, Supervisor
 from mega_rl.progress.terminal import ERASE_LINE
+from mega_rl.rollout.sglang.server.kept import keeping_servers
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def launch(settings: Launch, *, variables: Mapping[str, str] | None = None) -> i
     variables: of the ranks, besides this process's. 0 when all have ended well; 128 + signal when a signal, to a rank
     or to this process, which hands it on, ended them.
     """
-    with StopSignals() as stop:
+    with StopSignals() as stop, keeping_servers(possible=settings.max_restarts > 0) as kept:
         with progress.phase(f"starting {settings.nproc_per_node} ranks", announce=True):
-            ranks = NodeRanks(settings.program, variables={**os.environ, **(variables or {})})
+            ranks = NodeRanks(settings.program, variables={**os.environ, **kept, **(variables or {})})
         try:
             conclusion = _run(settings, ranks, stop)
         finally:

@@ -2,9 +2,9 @@
 
     python -m tests.helpers.scripted_server HOW SGLANG_ARGUMENTS
 
-HOW is "well", "never starts", or a path whose requests are answered 503. The file that the environment names as
-SCRIPTED_HOW holds such a word for later. While generation is paused, /generate waits. Every path that is asked for goes
-to the log.
+HOW is "well" or "never starts". The file that the environment names as SCRIPTED_HOW may hold a path and the process
+that answers 503 to it from then on. While generation is paused, /generate waits. Every path that is asked for goes to
+the log.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def main(how: str, arguments: list[str]) -> None:
             self._answer({"output_ids": [7], "success": True})
 
         def _answer(self, body: dict[str, Any]) -> None:
-            fails = later.read_text("utf-8") if later.exists() else how
+            fails = later.exists() and later.read_text("utf-8") == f"{self.path} {os.getpid()}"
             content = json.dumps(body).encode()
-            self.send_response(503 if self.path == fails else 200)
+            self.send_response(503 if fails else 200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

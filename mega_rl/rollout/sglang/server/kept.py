@@ -20,6 +20,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -162,6 +163,20 @@ class ServerLife:
         os.close(self._read)
         os.close(self._records)
         self._write = -1
+
+
+@contextmanager
+def keeping_servers(*, possible: bool) -> Iterator[dict[str, str]]:
+    """Yield the environment of ranks whose servers are kept from one start of theirs to the next, if that is possible.
+
+    Else none is, and not by a launcher further up: this one's ranks have no right to that one's servers. SGLang needs
+    Linux, as memfd_create(2) does.
+    """
+    if possible and sys.platform == "linux":
+        with ServerLife() as life:
+            yield life.variables
+    else:
+        yield {VARIABLE: ""}
 
 
 class KeptServers:

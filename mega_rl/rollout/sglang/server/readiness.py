@@ -79,10 +79,9 @@ def recover(endpoint: Endpoint, exit_code: Callable[[], int | None]) -> str | No
     """
     deadline = time.monotonic() + _ADOPT_S
     check = Readiness(endpoint, exit_code, _ADOPT_S)
-    if (problem := check.wait_for_health(deadline)) is not None:
-        return problem
-    control = Control(endpoint, timeout_s=max(1.0, deadline - time.monotonic()))
+    control = Control(endpoint, timeout_s=_ADOPT_S / 2)
     try:
+        control.generation.resume()  # requests that wait for the end of a pause are aborted by none
         control.generation.pause("abort")
         control.generation.resume()
         control.weights.forget_version()
@@ -91,4 +90,5 @@ def recover(endpoint: Endpoint, exit_code: Callable[[], int | None]) -> str | No
         return str(error)
     finally:
         control.close()
-    return check.first_token(deadline)
+    # Not before: SGLang's /health generates a token, and so waits while generation is paused.
+    return check.wait_for_health(deadline) or check.first_token(deadline)

@@ -31,6 +31,7 @@ from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings,
 from mega_rl.rollout.sglang.weights.transport import RanksLost
 from tests.helpers.kept_rank import SETTINGS, scripted
 from tests.helpers.sglang import assert_gone, private_folder, wait_until
+from tests.unit_tests.launcher.programs import run
 
 Rank = Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]]
 ROOT = Path(__file__).parents[4]
@@ -97,11 +98,12 @@ def test_a_server_whose_rank_is_killed_is_adopted_by_the_next_and_that_ends_it(
     assert (adopted.pid, endpoint.url, adopted.alive) == (own["pid"], own["url"], True)
     assert "SGLang server 0 is kept after" in caplog.text
     assert asked(tmp_path)[before:] == [
-        "/health",
+        "/continue_generation",
         "/pause_generation",
         "/continue_generation",
         "/update_weight_version",
         "/flush_cache",
+        "/health",
         "/generate",
     ]
     assert kept.owner_of(folder) == ProcessIdentity.of(os.getpid())
@@ -128,8 +130,8 @@ def killed(own: dict[str, Any], tmp_path: Path) -> ServerSettings:
     return SETTINGS
 
 
-def without_pauses(own: dict[str, Any], tmp_path: Path) -> ServerSettings:
-    (tmp_path / "how").write_text("/pause_generation")
+def unhealthy(own: dict[str, Any], tmp_path: Path) -> ServerSettings:
+    (tmp_path / "how").write_text(f"/health {own['pid']}")
     return SETTINGS
 
 
@@ -145,9 +147,9 @@ def of_another_run(own: dict[str, Any], tmp_path: Path) -> ServerSettings:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (stopped, "/health did not answer 200 within 1 s"),
+        (stopped, "/continue_generation: "),
         (killed, "its process has ended"),
-        (without_pauses, "/pause_generation: HTTP 503"),
+        (unhealthy, "/health did not answer 200 within 1 s"),
         (without_keys, "cannot be read as a file of keys"),
         (of_another_run, "it runs with other settings"),
     ],
@@ -234,7 +236,7 @@ def test_a_server_ends_when_launcher_and_rank_were_killed_and_not_before(
     try:
         (kills if first == "launcher" else kills[::-1])[0]()
         with pytest.raises(AssertionError, match="not within"):
-            assert_gone(own["pid"], set(), timeout_s=1.2)
+            assert_gone(own["pid"], set(), timeout_s=0.8)  # it looks every half second
     finally:
         for kill in kills:
             with suppress(ProcessLookupError):
@@ -300,6 +302,27 @@ def test_the_number_of_a_process_is_not_the_process() -> None:
     child = subprocess.Popen(["true"])
     wait_until("zombie", lambda: ProcessIdentity.of(child.pid) is None, timeout_s=10.0)
     child.wait()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_launcher_keeps_servers_where_it_may_start_ranks_again(
+    life: ServerLife, tmp_path: Path, max_restarts: int
+) -> None:
+    """Else its ranks may not leave theirs to those of a launcher further up, which is this process here."""
+    program = """
+        from tests.helpers.kept_rank import scripted
+        with scripted(Path(".")) as server:
+            server.wait_ready()
+            Path(f"server.{generation}").write_text(str(server.pid))
+            if generation == 0:
+                save(1)
+                os.kill(os.getpid(), signal.SIGKILL)
+    """
+    code, errors = run(tmp_path, program, ranks=1, max_restarts=max_restarts, run_dir="run")
+    pids = [int(file.read_text()) for file in sorted(tmp_path.glob("server.*"))]
+    assert (code, len(pids), len(set(pids))) == ((0, 2, 1) if max_restarts else (137, 1, 1)), errors
+    assert_gone(pids[0], set(), timeout_s=10.0)
+    assert not cast(KeptServers, KeptServers.of_launcher()).records()
 
 
 @pytest.mark.parametrize(
