@@ -108,7 +108,7 @@ class ServerRecord:
         index, pid, ticks = numbers
         return cls(index, ProcessIdentity(pid, ticks), url, Path(scratch), settings)
 
-    def adoptable(self, settings: ServerSettings) -> Left:
+    def adoptable(self, settings: ServerSettings) -> LeftServer:
         """Return the server as it may be adopted. Raises UserError with the reason why it may not be."""
         if not self.main.runs:
             raise UserError("its process has ended")
@@ -116,7 +116,7 @@ class ServerRecord:
             raise UserError("it was not ready")
         if self.settings != fingerprint(settings):
             raise UserError("it runs with other settings")
-        return Left(self.main, self.scratch, Endpoint(self.index, self.url, Keys.read(self.scratch / KEYS_FILE)))
+        return LeftServer(self.main, self.scratch, Endpoint(self.index, self.url, Keys.read(self.scratch / KEYS_FILE)))
 
     def end(self) -> list[int]:
         """End what is left of the server; returns processes that are still there after SIGKILL."""
@@ -126,7 +126,7 @@ class ServerRecord:
 
 
 @dataclass(frozen=True)
-class Left:
+class LeftServer:
     """Server that earlier ranks have left."""
 
     main: ProcessIdentity
@@ -237,7 +237,7 @@ class KeptServers:
         new.write_text(json.dumps(asdict(me)), "utf-8")
         new.replace(scratch / _OWNER_FILE)
 
-    def candidate(self, index: int, settings: ServerSettings, name: str) -> Left | None:
+    def candidate(self, index: int, settings: ServerSettings, name: str) -> LeftServer | None:
         """Return the server that an earlier rank has left, if it may be adopted.
 
         One that may not be is ended, and the log says why.

@@ -248,9 +248,13 @@ def test_a_server_ends_when_launcher_and_rank_were_killed_and_not_before(
 
 def test_a_program_with_the_environment_of_a_rank_leaves_that_ranks_server_alone(rank: Rank, tmp_path: Path) -> None:
     first, own = rank()
-    with scripted(tmp_path) as process:
-        process.wait_ready()
-        assert process.pid != own["pid"]
+    process = scripted(tmp_path)
+    process.start()
+    process.wait_ready()
+    pid = cast(int, process.pid)
+    assert pid != own["pid"]
+    process.leave()
+    assert not group.members(pid), "it is not kept, and so ends with whoever has started it"
     assert first.poll() is None
     (record,) = cast(KeptServers, KeptServers.of_launcher()).records().values()
     assert record.main.pid == own["pid"]
