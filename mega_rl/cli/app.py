@@ -32,15 +32,14 @@ from mega_rl.cli import (
 )
 from mega_rl.cli.help import Commands
 from mega_rl.cli.launch import app as launch_app
+from mega_rl.cli.launch_options import LaunchOptions, become
+from mega_rl.cli.layout_options import with_options
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError, UserErrors
-from mega_rl.launcher.launch import Launch
 from mega_rl.launcher.outcome import LOST_PEER
 from mega_rl.launcher.peers import has_launcher, innocence
-from mega_rl.launcher.restarts import DEFAULT_RESTARTS
-from mega_rl.launcher.signals import SIGNALS
 from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130
@@ -78,7 +77,9 @@ def _commands(
 
 
 @app.command()
+@with_options
 def train(
+    launch: LaunchOptions,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
@@ -86,15 +87,6 @@ def train(
     config: Annotated[
         Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
     ] = None,
-    nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, help="Start this many ranks on this machine.")
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts", min=0, help="Restarts of the ranks, from the newest checkpoint, after one died or stuck."
-        ),
-    ] = DEFAULT_RESTARTS,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved config, marking what differs from the defaults.")
     ] = False,
@@ -108,24 +100,17 @@ def train(
         render.print_config(loader.load(config, settings))
         return
 
-    if nproc_per_node not in (None, 1):
+    if launch.nproc_per_node not in (None, 1):
         logging.getLogger("mega_rl.config").setLevel(logging.WARNING)  # the ranks read the settings again
-    if nproc_per_node is not None and "RANK" in os.environ:
-        raise UserError(f"--nproc-per-node={nproc_per_node} under a launcher that already started ranks; leave it out")
+    launch.check(os.environ)
     with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
         from mega_rl.preflight import preflight
 
-        resolved = preflight(config, settings, world_size=nproc_per_node)
-    if nproc_per_node is not None and nproc_per_node > 1:
+        resolved = preflight(config, settings, world_size=launch.world_size)
+    if launch.needs_launcher:
         recipe = [] if config is None else ["--config", str(config)]
-        _become_launcher(
-            Launch(
-                program=("mega_rl.cli", "train", *recipe, *settings, *pinned_overrides(resolved)),
-                nproc_per_node=nproc_per_node,
-                max_restarts=max_restarts,
-                run_dir=resolved.trainer.run_dir,
-            )
-        )
+        program = ["mega_rl.cli", "train", *recipe, *settings, *pinned_overrides(resolved)]
+        become(launch.launch(program, run_dir=resolved.trainer.run_dir, resume=resolved.checkpoint.resume))
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
@@ -150,15 +135,6 @@ def doctor() -> None:
 
 app.command()(plan.plan)
 app.command()(plot.plot)
-
-
-def _become_launcher(launch: Launch) -> None:
-    """Replace this process by a launcher, which then gets the signals and gives the exit code itself."""
-    progress.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes now waits until the launcher takes it
-    os.execve(sys.executable, [sys.executable, *launch.arguments], os.environ)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

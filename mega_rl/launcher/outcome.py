@@ -17,6 +17,14 @@ INNOCENT = (LOST_PEER, WAITED_IN_VAIN)
 
 
 @dataclass(frozen=True)
+class Conclusion:
+    """End of a launch: its exit code, and the line that says why, empty where all is said or well."""
+
+    code: int
+    line: str = ""
+
+
+@dataclass(frozen=True)
 class RunFailure:
     """Cause of a run's failure in one line; `said`: the rank has said it on standard error, in its own words.
 

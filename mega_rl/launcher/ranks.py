@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from mega_rl.cores import threads_per_rank
+from mega_rl.errors import RunError
 from mega_rl.launcher.leash import leashed
 from mega_rl.launcher.signals import STOPPED
 from mega_rl.launcher.warden import Warden
@@ -23,6 +27,7 @@ THREADS = "OMP_NUM_THREADS"
 # gets to run. SIGTERM would have them finish a step that cannot be finished, and say that they do.
 END_NOW = signal.SIGHUP
 END_GRACE_S = 5.0  # from END_NOW to SIGKILL
+CLOSE_S = 10.0  # from SIGKILL to the end
 
 
 @dataclass(frozen=True)
@@ -101,18 +106,24 @@ class NodeRanks:
         return {rank: process.pid for rank, process in self._running.items()}
 
     def start(self, assignment: Assignment, *, lifeline: int | None = None) -> None:
-        """Start the ranks; none of an earlier generation may be running. lifeline: see `RankStore`."""
+        """Start the ranks; none of an earlier generation may be running. lifeline: see `RankStore`.
+
+        Raises RunError when the machine allows no further process.
+        """
         assert not self._running, "ranks of an earlier generation still run"
         self._kill_at = float("inf")
         resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []
         command = leashed([sys.executable, "-m", *self._program, *resume])
         for local_rank, rank in enumerate(assignment.ranks):
-            self._running[rank] = process = subprocess.Popen(
-                command,
-                env=environment(assignment, local_rank, self._variables, interface=self._interface),
-                pass_fds=[] if lifeline is None else [lifeline],
-                start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
-            )
+            try:
+                self._running[rank] = process = subprocess.Popen(
+                    command,
+                    env=environment(assignment, local_rank, self._variables, interface=self._interface),
+                    pass_fds=[] if lifeline is None else [lifeline],
+                    start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
+                )
+            except OSError as error:
+                raise RunError(f"{socket.gethostname()}: rank {rank} cannot be started: {error.strerror}") from None
             self._warden.watch(process.pid)
 
     def poll(self) -> list[RankEnd]:
@@ -152,9 +163,21 @@ class NodeRanks:
         """Kill what still runs, and end the warden."""
         self.kill()
         for process in self._running.values():
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in a file system that does not answer
+                process.wait(CLOSE_S)
         self._running.clear()
         self._warden.close()
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface of this machine that has an address; empty where none does."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(
+            one.family in (socket.AF_INET, socket.AF_INET6) and one.address.partition("%")[0] == address
+            for one in addresses
+        ):
+            return str(name)
+    return ""
 
 
 def _peek(pid: int) -> int:

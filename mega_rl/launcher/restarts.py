@@ -20,18 +20,23 @@ class RestartPolicy:
     restarts: int = 0
     _last_step: int | None = None  # steps done at the fault before
 
+    @property
+    def left(self) -> int:
+        """Return the number of further restarts that the user allows."""
+        return self.max_restarts - self.restarts
+
     def refusal(self, failure: RunFailure, *, step: int, progressed: bool) -> str | None:
         """Return why the run is not started again, in words that follow its cause, or None: it is, and that counts.
 
         step: steps done when it failed, as far as known. progressed: this launch has done some.
         """
-        if not failure.may_go_on or self.max_restarts == 0:
+        if not failure.may_go_on or not self.max_restarts:
             return ""
         if failure.said and not progressed:
             return ""  # a program that says why it cannot begin would say so again
         if self._last_step == step:
             return f"again after step {step}, where it failed before the restart: given up"
-        if self.restarts == self.max_restarts:
+        if not self.left:
             return f"after step {step}: --max-restarts={self.max_restarts} are used up"
         self._last_step = step
         self.restarts += 1

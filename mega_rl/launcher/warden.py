@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from mega_rl.launcher.signals import blocked
 
 SAVE_S = 300.0  # to end the step and save: the time that a launcher gives its ranks as well
+CLOSE_S = 10.0
 _MAX_BYTES = 32  # of a message: a process's number
 
 
@@ -50,7 +51,8 @@ class Warden:
     def close(self) -> None:
         """End the warden's process; the ranks have ended."""
         self._socket.close()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a rank that not even SIGKILL ends is left to the warden
+            self._process.wait(CLOSE_S)
 
 
 def main(arguments: Sequence[str]) -> None:

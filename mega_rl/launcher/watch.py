@@ -15,6 +15,7 @@ from mega_rl.launcher.warden import SAVE_S
 SETTLE_S = 0.5  # after a first failure: others that end in it may explain it
 # After a rank that only lost another: that one may still be closing its files, or letting rank 0 speak first.
 INNOCENT_S = 10.0
+KILL_S = 60.0  # after the order to end, which nodes enforce by themselves, some time after they have written stacks
 GIVE_UP_S = 60.0  # after the kill: a process that the kernel does not end, say in a file system that does not answer
 
 
@@ -47,6 +48,11 @@ class GenerationWatch:
     def over(self) -> bool:
         """Return whether every rank has ended, or will not though it was killed."""
         return len(self._gone) == self._world_size or self._clock() >= self._give_up_at
+
+    @property
+    def left(self) -> Sequence[int]:
+        """Return the ranks that have not ended."""
+        return sorted({*range(self._world_size)} - self._gone)
 
     @property
     def running(self) -> bool:
@@ -90,19 +96,15 @@ class GenerationWatch:
     def due(self) -> Due:
         """Return the order that is due now, each once."""
         now = self._clock()
-        if now >= self._kill_at:
-            self._order()
+        due = Due.KILL if now >= self._kill_at else Due.END if now >= self._end_at else Due.NOTHING
+        if due is not Due.NOTHING and self._counted is None:
+            self._counted = len(self._ends)
+        if due is Due.KILL:
             self._kill_at, self._give_up_at = math.inf, now + GIVE_UP_S
-            return Due.KILL
-        if now >= self._end_at:
-            self._order()
-            self._end_at, self._kill_at = math.inf, now + SAVE_S  # nodes kill sooner, by themselves
-            return Due.END
-        return Due.NOTHING
+        elif due is Due.END:
+            self._end_at, self._kill_at = math.inf, now + KILL_S
+        return due
 
     def _end_within(self, seconds: float) -> None:
         if self._counted is None:
             self._end_at = min(self._end_at, self._clock() + seconds)
-
-    def _order(self) -> None:
-        self._counted = len(self._ends) if self._counted is None else self._counted

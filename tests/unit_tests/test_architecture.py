@@ -55,6 +55,7 @@ READ_THE_ENVIRONMENT = [
     "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launch/ray.py",
+    "cli/launch_options.py",
     "cli/text/convert.py",
     "cli/verify.py",
     "converters/live/copying.py",

@@ -15,6 +15,7 @@ from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check as broken_rules
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.schedulers.kubernetes import JobSetRun, Mount, check, render
 
 
@@ -54,7 +55,7 @@ class PodOptions:
     ] = False
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="Restarts of dead or stuck ranks in their pods, as of train.")
-    ] = 0
+    ] = DEFAULT_RESTARTS
     node_restarts: Annotated[
         int, typer.Option("--node-restarts", min=0, help="Restarts of all pods after a failure of one.")
     ] = 3

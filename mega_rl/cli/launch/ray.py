@@ -17,6 +17,7 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.schedulers.ray.driver import NodesRun, drive
 from mega_rl.schedulers.ray.placement import RayCluster
 
@@ -41,7 +42,7 @@ class RayOptions:
     wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Longest wait for free nodes, in seconds.")] = 600.0
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="Restarts of dead or stuck ranks on the nodes, as of train.")
-    ] = 0
+    ] = DEFAULT_RESTARTS
     node_restarts: Annotated[
         int, typer.Option("--node-restarts", min=0, help="New placements of the run after a lost node.")
     ] = 3

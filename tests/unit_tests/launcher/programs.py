@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mega_rl.launcher.launch import Launch
+from mega_rl.launcher.ranks import KEY
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0  # for what takes a tenth of a second on an idle machine
@@ -57,21 +59,28 @@ def write_program(folder: Path, program: str) -> None:
     (folder / "rank_program.py").write_text(PREAMBLE + textwrap.dedent(program))
 
 
-def start(folder: Path, program: str, *, ranks: int = 2, max_restarts: int = 0, run_dir: str = "") -> Started:
-    """Start a launcher of ranks that run `program`, in `folder`."""
+def start(folder: Path, program: str, *, key: str = "", **settings: object) -> Started:
+    """Start a launcher of two ranks, unless `settings` say otherwise, that run `program` in `folder`."""
     write_program(folder, program)
-    settings = Launch(("rank_program",), ranks, max_restarts=max_restarts, run_dir=run_dir)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    launch = replace(Launch(("rank_program",), 2), **settings)  # type: ignore[arg-type]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **({KEY: key} if key else {})}
     process = subprocess.Popen(
-        [sys.executable, *settings.arguments],
+        [sys.executable, *launch.arguments],
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     return Started(process, folder)
 
 
-def run(folder: Path, program: str, *, ranks: int = 2, max_restarts: int = 0, run_dir: str = "") -> tuple[int, str]:
+def run(folder: Path, program: str, **settings: object) -> tuple[int, str]:
     """Run a launcher to its end; return exit code and standard error."""
-    return start(folder, program, ranks=ranks, max_restarts=max_restarts, run_dir=run_dir).end()
+    return start(folder, program, **settings).end()  # type: ignore[arg-type]
+
+
+def free_port() -> int:
+    """Return a port of this machine at which no program listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], started: Started | None = None) -> None:

@@ -48,7 +48,7 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     program = "Path(f'env{rank}').write_text(os.environ['GLOO_SOCKET_IFNAME'] + os.environ['OMP_NUM_THREADS'])"
-    assert run(tmp_path, program, ranks=1)[0] == 0
+    assert run(tmp_path, program, nproc_per_node=1)[0] == 0
     assert (tmp_path / "env0").read_text() == "eth73"
 
 
@@ -241,14 +241,14 @@ def test_what_was_there_before_is_not_resumed(tmp_path: Path) -> None:
     """
     folder.mkdir(parents=True)
     write_complete(folder)
-    code, _ = run(tmp_path, program, ranks=1, max_restarts=1, run_dir="run")
+    code, _ = run(tmp_path, program, nproc_per_node=1, max_restarts=1, run_dir="run")
     assert code == 0
     assert (tmp_path / "arguments.0.1").read_text() == ""
 
 
 def test_a_fault_that_comes_back_at_the_same_step_is_given_up(tmp_path: Path) -> None:
     program = "save(4) if generation == 0 else None; os.kill(os.getpid(), 11)"
-    code, errors = run(tmp_path, program, ranks=1, max_restarts=9, run_dir="run")
+    code, errors = run(tmp_path, program, nproc_per_node=1, max_restarts=9, run_dir="run")
     assert code == 139
     assert errors.count("restart 1 of at most 9") == 1
     assert errors.splitlines()[-1].endswith(

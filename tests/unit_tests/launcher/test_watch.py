@@ -7,7 +7,7 @@ import pytest
 from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.ranks import RankEnd
 from mega_rl.launcher.warden import SAVE_S
-from mega_rl.launcher.watch import GIVE_UP_S, INNOCENT_S, SETTLE_S, Due, GenerationWatch
+from mega_rl.launcher.watch import GIVE_UP_S, INNOCENT_S, KILL_S, SETTLE_S, Due, GenerationWatch
 
 
 class Clock:
@@ -145,3 +145,14 @@ def test_a_node_that_leaves_when_its_ranks_have_ended_is_no_loss(watch: Generati
         watch.add(end(rank, 0))
     watch.lose([1, 2], "node 1 is gone")
     assert watch.failure is None
+
+
+def test_ranks_that_not_even_a_kill_ends_are_given_up(watch: GenerationWatch, clock: Clock) -> None:
+    watch.add(end(0, -9))
+    assert due_after(watch, clock, SETTLE_S) is Due.END
+    watch.add(end(1, -1))
+    assert due_after(watch, clock, KILL_S) is Due.KILL
+    assert not watch.over
+    clock.now += GIVE_UP_S
+    assert watch.over
+    assert watch.left == [2]

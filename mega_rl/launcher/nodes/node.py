@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,7 @@ class RunNode(Protocol):
     """A launcher and its ranks. Calls return at once; what comes of them is in `poll`."""
 
     number: int  # its --node-rank
+    host: str
 
     def start(self, assignment: Assignment) -> None:
         """Start ranks."""
@@ -53,6 +55,7 @@ class LocalNode:
     number = 0
 
     def __init__(self, ranks: NodeRanks, health: RankHealth) -> None:
+        self.host = socket.gethostname()
         self._ranks, self._health = ranks, health
         self._store: RankStore | None = None
 
