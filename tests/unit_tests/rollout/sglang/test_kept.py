@@ -322,7 +322,7 @@ def test_a_launcher_keeps_servers_where_it_may_start_ranks_again(
                 save(1)
                 os.kill(os.getpid(), signal.SIGKILL)
     """
-    code, errors = run(tmp_path, program, ranks=1, max_restarts=max_restarts, run_dir="run")
+    code, errors = run(tmp_path, program, nproc_per_node=1, max_restarts=max_restarts, run_dir="run")
     pids = [int(file.read_text()) for file in sorted(tmp_path.glob("server.*"))]
     assert (code, len(pids), len(set(pids))) == ((0, 2, 1) if max_restarts else (137, 1, 1)), errors
     assert_gone(pids[0], set(), timeout_s=10.0)
