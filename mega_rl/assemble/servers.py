@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from math import prod
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -18,7 +20,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
@@ -28,6 +30,7 @@ from mega_rl.rollout.sglang.server.memory import release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers, ranks_on_this_host
 from mega_rl.rollout.sglang.server.process import ServerProcess
 from mega_rl.rollout.sglang.server.settings import ServerSettings, address_of
+from mega_rl.rollout.sglang.weights.transport import RanksLost
 from mega_rl.workers.colocation import TAGS
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,9 @@ def start_servers(
     process: Callable[[ServerSettings, int, Path], ServerProcess] = ServerProcess,
 ) -> ServerPool | None:
     """Return the servers of a run over SGLang, which `resources` ends; None with the embedded engine; collective.
+
+    Where the launcher keeps servers, those that are healthy are adopted from the ranks before these, and left to the
+    ranks after these by an error that they have no part in.
 
     Servers with devices of their own are on their way up, and `wait_ready` waits for them. Those that share the
     trainer's devices are ready and have released their memory: a server sizes its KV cache by what is free when it
@@ -85,11 +91,26 @@ def start_servers(
         folder=Path(config.trainer.run_dir) / "sglang",
         process=process,
     )
-    resources.callback(pool.close)
+    resources.push(partial(_close, pool))
     if colocated:
         pool.wait_ready()
         release_at_start(pool, world, tuple(reversed(TAGS)), timeout_s=sglang.sync.timeout_s)
     return pool
+
+
+def _close(
+    pool: ServerPool, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Leave or end the servers.
+
+    A failure that the run found by itself ends them: they may have a part in it. After a user's mistake, or when the
+    run was stopped, nobody comes for them.
+    """
+    is_theirs = isinstance(error, (RunError, UserError)) and not isinstance(error, RanksLost)
+    if isinstance(error, Exception) and not is_theirs:
+        pool.leave()
+    else:
+        pool.close()
 
 
 def check_hosts(config: Config, *, hosts: int) -> None:

@@ -29,6 +29,7 @@ from mega_rl.launcher.steps import RunProgress
 from mega_rl.launcher.store import LOOPBACK, listen
 from mega_rl.launcher.supervisor import Supervisor
 from mega_rl.progress.terminal import ERASE_LINE
+from mega_rl.rollout.sglang.server.kept import keeping_servers
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +99,11 @@ def launch(settings: Launch, *, variables: Mapping[str, str] | None = None) -> i
     variables: of the ranks, besides this process's. 0 when all have ended well; 128 + signal when a signal, to a rank
     or to this process, which hands it on, ended them.
     """
-    with StopSignals() as stop:
+    # Node 0 decides for all nodes.
+    restarts = settings.max_restarts > 0 or settings.node_rank > 0
+    with StopSignals() as stop, keeping_servers(possible=restarts) as kept:
         try:
-            conclusion = _run(settings, {**os.environ, **(variables or {})}, stop)
+            conclusion = _run(settings, {**os.environ, **kept, **(variables or {})}, stop)
         except (UserError, RunError) as error:
             conclusion = Conclusion(error.exit_code, str(error))
     if conclusion.line:

@@ -72,6 +72,7 @@ READ_THE_ENVIRONMENT = [
     "preflight/launcher.py",
     "progress/terminal.py",
     "rollout/sglang/server/cpu_stand_ins.py",
+    "rollout/sglang/server/kept.py",
     "rollout/sglang/server/launcher.py",
     "rollout/sglang/server/pool.py",
     "rollout/sglang/server/private_files.py",

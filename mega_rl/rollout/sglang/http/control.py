@@ -188,6 +188,10 @@ class WeightControl:
             raise ServerError(self.endpoint, "/model_info", f"no weight_version in the answer: {version!r}")
         return version
 
+    def forget_version(self) -> None:
+        """Stamp weights of no known version with "default", as before the first update."""
+        self._api.succeed("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+
     def checksums(self) -> list[dict[str, Any]] | None:
         """Return for each of its ranks "checksums" (parameter name: hash), "per_gpu_checksum" and "parallelism_info".
 

@@ -5,7 +5,8 @@ SGLang's own server with five things around it:
 - Keys come in a file that only its owner can read (`MEGA_RL_SGLANG_KEYS` names it) and never reach SGLang's settings,
   which it logs and answers on /server_info. Every endpoint wants a key; see `keys.KeyCheck`.
 - Standard input is the line of life: at its end, which comes with any end of the trainer, all processes of the server
-  are killed. They are as well when this one, the leader of their process group, ends.
+  are killed; of a server that is kept for other ranks it is the launcher's, see `kept`. They are as well when this one,
+  the leader of their process group, ends.
 - A server on several hosts has such a process on each of them, and they end together; see `nodes`.
 - What SGLang shares by public names or open ports goes to a private folder (`MEGA_RL_SGLANG_SCRATCH`), which is
   removed at the end; see `private_files`.
@@ -35,13 +36,12 @@ from typing import cast
 import psutil
 
 from mega_rl.rollout.sglang.http.keys import KeyCheck, Keys, Receive, Scope, Send
-from mega_rl.rollout.sglang.server import cpu_stand_ins, group, nodes, private_files
+from mega_rl.rollout.sglang.server import cpu_stand_ins, group, kept, nodes, private_files
 
 KEYS_VARIABLE = "MEGA_RL_SGLANG_KEYS"
 DEVICE_VARIABLE = "MEGA_RL_SGLANG_DEVICE"
 SCRATCH_VARIABLE = "MEGA_RL_SGLANG_SCRATCH"
 TRAINER_VARIABLE = "MEGA_RL_SGLANG_TRAINER"
-KEYS_FILE = "keys.json"
 
 _POLL_S = 0.5
 _KILL_S = 10.0
@@ -58,7 +58,7 @@ def prepare(*, leads: bool) -> None:
         # SGLang's imports make a million objects, and the collector would go through them again and again: a fifth of
         # the processor time of a start, for 15 MB of garbage. `collect_again` ends that.
         gc.disable()
-    scratch = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.mkdtemp(prefix="mega-rl-sglang-"))
+    scratch = Path(os.environ.get(SCRATCH_VARIABLE) or tempfile.mkdtemp(prefix=kept.SCRATCH_PREFIX))
     os.environ[SCRATCH_VARIABLE] = os.environ["TMPDIR"] = str(scratch)
     _watch(_until_the_trainer_ends if leads else _until_the_leader_ends, scratch)
     os.register_at_fork(after_in_child=lambda: _watch(_until_the_leader_ends, scratch))
@@ -120,11 +120,22 @@ def _watch(until: Callable[[], None], scratch: Path) -> None:
 
 
 def _until_the_trainer_ends() -> None:
-    """Return at the end of standard input, which a forked child of the trainer may hold open, or with a new parent."""
+    """Return at the end of standard input, which a forked child of the trainer may hold open, or with a new parent.
+
+    A server that is kept may get a new parent, and stays until neither the launcher, at the other end of standard
+    input, nor the rank that owns it runs. Until it is kept it ends with its parent as any other.
+    """
     trainer = int(os.environ.get(TRAINER_VARIABLE) or os.getppid())
-    while os.getppid() == trainer:
-        if select.select([0], [], [], _POLL_S)[0] and not os.read(0, 4096):
+    scratch = Path(os.environ[SCRATCH_VARIABLE])
+    is_open = True
+    while True:
+        owner = kept.owner_of(scratch)
+        if not (is_open and os.getppid() == trainer if owner is None else is_open or owner.runs):
             return
+        if not is_open:
+            time.sleep(_POLL_S)
+        elif select.select([0], [], [], _POLL_S)[0] and not os.read(0, 4096):
+            is_open = False
 
 
 def _until_the_leader_ends() -> None:

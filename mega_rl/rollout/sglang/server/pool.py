@@ -19,6 +19,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.server.kept import KeptServers
 from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
@@ -58,6 +59,10 @@ class ServerPool(Protocol):
 
     def stop(self, servers: Sequence[int]) -> None:
         """End those of these servers that this rank started, until `bring_back`; no collective."""
+        ...
+
+    def leave(self) -> None:
+        """Leave the servers that are kept to the ranks that come after these; end the others that this rank started."""
         ...
 
     def close(self) -> None:
@@ -100,9 +105,9 @@ class StartedServers:
         for place, own in enumerate(settings if ranks.rank in leaders else ()):
             index = host // nodes * len(settings) + place
             self._own[index] = process(replace(own, node=host % nodes), index, folder)
+        if self._own and (kept := KeptServers.of_launcher()) is not None:
+            kept.end_others(set(self._own))
         self._start(range(len(self._nodes)))
-        for server in self._own.values():
-            log.info("starting SGLang server %d, log in %s", server.index, server.log_file)
 
     def owner(self, index: int) -> int | None:
         return self._nodes[index][0]
@@ -170,6 +175,10 @@ class StartedServers:
     def stop(self, servers: Sequence[int]) -> None:
         for index in self._own.keys() & set(servers):
             self._own[index].stop()
+
+    def leave(self) -> None:
+        for server in self._own.values():
+            server.leave()
 
     def close(self) -> None:
         self.stop(list(self._own))
@@ -243,6 +252,9 @@ class JoinedServers:
 
     def stop(self, servers: Sequence[int]) -> None:
         """Leave joined servers running: they share no device with the trainer."""
+
+    def leave(self) -> None:
+        """Leave joined servers running."""
 
     def close(self) -> None:
         """Leave joined servers running."""

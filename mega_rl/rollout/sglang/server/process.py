@@ -1,4 +1,4 @@
-"""One SGLang server, or a node's part of one, as a process of the trainer's: started, proved ready, stopped."""
+"""One SGLang server, or a node's part of one, as a process of the trainer's: started or adopted, ready, stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -19,10 +19,12 @@ import psutil
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server import group, launcher
+from mega_rl.rollout.sglang.server import launcher
 from mega_rl.rollout.sglang.server.installation import require_sglang
+from mega_rl.rollout.sglang.server.kept import KEYS_FILE, SCRATCH_PREFIX, KeptServers, owner_of
+from mega_rl.rollout.sglang.server.main_process import AdoptedProcess, ChildProcess
 from mega_rl.rollout.sglang.server.nodes import MeetingPlace, Node, end_reason
-from mega_rl.rollout.sglang.server.readiness import Readiness
+from mega_rl.rollout.sglang.server.readiness import Readiness, recover
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments, environment
 
 __all__ = ["ServerProcess", "ServerSettings", "ServerStartError", "ServerStopError"]
@@ -48,6 +50,11 @@ class ServerStopError(RunError):
 class ServerProcess:
     """A server that this process starts; it ends when this process does, in whatever way.
 
+    Where the launcher keeps servers (`kept`), a server that is ready outlives this process, and the first `start` of
+    the same server in another process adopts it. Not kept are parts of a server on several nodes, which would have to
+    be adopted all or none, and servers that share the trainer's devices: next to one that holds its memory the trainer
+    could not load its models.
+
     Of a server on several nodes each has such a process: the first one reserves their meeting, and all start with it.
 
     Its output goes to `<folder>/server-<index>.log`, of a further node to `server-<index>-node-<number>.log`. Use as a
@@ -59,13 +66,16 @@ class ServerProcess:
         self.index = index
         part = f"-node-{settings.node}" if settings.node else ""
         self.log_file = folder / f"server-{index}{part}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        kept = None if settings.nodes > 1 or settings.memory_saver else KeptServers.of_launcher()
+        self._kept = None if kept is None or kept.is_taken(index) else kept
+        self._may_adopt = self._kept is not None
+        self._process: ChildProcess | AdoptedProcess | None = None
         self._exit_code: int | None = None  # of the last process, once it was stopped
         self._scratch: Path | None = None
-        self._keys = Keys.random()
+        self._endpoint: Endpoint | None = None
         self._reserved: list[socket.socket] = []
         self._meeting: MeetingPlace | None = None
-        self._port = 0
+        self._is_aborted = False
         self._started = 0.0
         self._log_start = 0
 
@@ -95,37 +105,31 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the main process's exit code, negative for a signal; None while it runs and before the first start.
-
-        `waitid` does not reap the process: until `stop` its id, and so its group's, is not reused.
-        """
-        process = self._process
-        if process is None:
-            return self._exit_code
-        try:
-            state = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # this program ignores SIGCHLD, so the kernel has reaped it
-            return process.poll()
-        if state is None:
-            return None
-        return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+        """Return the main process's exit code; None while it runs and before the first start. See `main_process`."""
+        return self._exit_code if self._process is None else self._process.exit_code
 
     def reserve_meeting(self) -> MeetingPlace:
         """Return a meeting of the server's nodes at this one, the first; its ports are held until it is ready."""
-        self._release_ports()
+        _close_all(self._reserved)
         self._reserved = [reserve_port(self.settings.host) for _ in range(2)]
         store, life = (one.getsockname()[1] for one in self._reserved)
         return MeetingPlace(self.settings.host, store, life)
 
     def start(self, meeting: MeetingPlace | None = None) -> None:
-        """Start the process and return at once. Raises UserError where SGLang is missing.
+        """Start the process, or adopt one, and return at once. Raises UserError where SGLang is missing.
 
         meeting: of a server on several nodes, the same on all of them.
         """
         assert self._process is None, f"{self.name} runs already"
         assert (meeting is not None) == (self.settings.nodes > 1), f"{self.name}: meeting {meeting}"
-        self._started, self._meeting = time.monotonic(), meeting
-        self._spawn()
+        self._started, self._meeting, self._is_aborted = time.monotonic(), meeting, False
+        left = self._kept.candidate(self.index, self.settings, self.name) if self._kept and self._may_adopt else None
+        self._may_adopt = False  # a server that is started again is a new one
+        if left is None:
+            log.info("starting SGLang server %d, log in %s", self.index, self.log_file)
+            self._spawn()
+        else:
+            self._process, self._scratch, self._endpoint = AdoptedProcess(left.main), left.scratch, left.endpoint
 
     def wait_ready(self) -> Endpoint:
         """Wait until the server generates, or a further node has loaded its part.
@@ -133,29 +137,30 @@ class ServerProcess:
         Raises ServerStartError, after which nothing of the server is left here.
         """
         assert self._process is not None, f"{self.name} was not started"
-        deadline = self._started + self.settings.start_timeout_s
-        for attempt in range(1, PORT_TRIES + 1):
-            problem = self._problem(deadline)
-            if problem is None:
-                break
-            clash = not self.alive and "address already in use" in log_since(self.log_file, self._log_start).lower()
-            lines = telling_lines(self.log_file, self._log_start)
+        assert self._endpoint is not None
+        is_kept = isinstance(self._process, AdoptedProcess)
+        if is_kept and (problem := recover(self._endpoint, lambda: self.exit_code)) is not None:
             self.stop()
-            if not clash or attempt == PORT_TRIES or self._meeting is not None:  # a meeting is for one start
-                raise ServerStartError(
-                    "\n  ".join([f"{self.name} did not start: {problem}; log: {self.log_file}, last lines:", *lines])
-                )
-            log.warning("%s: another program took port %d meanwhile; trying another port", self.name, self._port)
+            if self._is_aborted:
+                raise ServerStartError(f"{self.name} is not kept: {problem}")
+            log.warning("%s is not kept: %s; starting another one", self.name, problem)
+            self._started, is_kept = time.monotonic(), False
             self._spawn()
-        self._release_ports()
-        log.info("%s is ready after %.1f s", self.name, time.monotonic() - self._started)
-        return Endpoint(self.index, f"http://{_in_url(self.settings.http_host)}:{self._port}", self._keys)
+        if not is_kept:
+            self._wait_for_start()
+        _close_all(self._reserved)
+        if self._kept is not None:
+            assert self._scratch is not None
+            self._kept.keep(self._process.pid, self._endpoint, self._scratch, self.settings)
+        log.info("%s is %s after %.1f s", self.name, "kept" if is_kept else "ready", time.monotonic() - self._started)
+        return self._endpoint
 
     def abort(self) -> None:
         """Kill the server's processes without waiting for their end; `wait_ready` in another thread then raises."""
+        self._is_aborted = True
         process = self._process
         if process is not None:
-            group.kill(process.pid)
+            process.kill()
 
     def end_reason(self) -> str:
         """Return which other node's end has ended this part, empty where none has."""
@@ -169,47 +174,71 @@ class ServerProcess:
         process = self._process
         if process is None:
             return
-        self._release_ports()
-        left = group.end(process.pid, deadline_s=_STOP_S)
+        _close_all(self._reserved)
+        left = process.end(deadline_s=_STOP_S)
         if left:
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
-        self._exit_code = process.wait()
-        assert process.stdin is not None
-        process.stdin.close()
+        self._exit_code = process.close()
         assert self._scratch is not None
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._process = None
 
+    def leave(self) -> None:
+        """Leave a server that is kept to the ranks that may come after this process; end any other, as `stop` does."""
+        if self._scratch is None or owner_of(self._scratch) is None:
+            self.stop()
+        self._process = None
+
     def _spawn(self) -> None:
         packages = require_sglang(device=self.settings.device).folder
-        self._keys = Keys.random()
-        self._reserved.append(reserve_port(self.settings.http_host))
-        self._port = self._reserved[-1].getsockname()[1]
-        self._scratch = scratch = Path(tempfile.mkdtemp(prefix="mega-rl-sglang-"))  # 0700
-        self._keys.write(scratch / launcher.KEYS_FILE)
+        keys, host = Keys.random(), self.settings.http_host
+        self._reserved.append(reserve_port(host))
+        port = self._reserved[-1].getsockname()[1]
+        self._endpoint = Endpoint(self.index, f"http://{_in_url(host)}:{port}", keys)
+        self._scratch = scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))  # 0700
+        keys.write(scratch / KEYS_FILE)
         if self._meeting is not None:
             Node(self.settings.node, self._meeting).write(scratch)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("ab") as output:
+        line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
+        with self.log_file.open("ab") as output, line_of_life as life:
             self._log_start = output.tell()
-            self._process = subprocess.Popen(
-                [*PROGRAM, *arguments(self.settings, self._port, self._meeting)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(self.settings, scratch=scratch, packages=packages),
-                start_new_session=True,
+            self._process = ChildProcess(
+                subprocess.Popen(
+                    [*PROGRAM, *arguments(self.settings, port, self._meeting)],
+                    stdin=life,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment(self.settings, scratch=scratch, packages=packages),
+                    start_new_session=True,
+                )
             )
 
-    def _release_ports(self) -> None:
-        while self._reserved:
-            self._reserved.pop().close()
-
-    def _problem(self, deadline: float) -> str | None:
-        """Wait until the server is ready; return None then, else the problem."""
+    def _wait_for_start(self) -> None:
+        """Wait until the process that was started is ready, on another port if need be. Raises ServerStartError."""
         own = self.settings
-        check = Readiness(own.http_host, self._port, self._keys, lambda: self.exit_code, own.start_timeout_s)
-        return check.wait_for_health(deadline) or (None if own.node else check.first_token(deadline))
+        deadline = self._started + own.start_timeout_s
+        for attempt in range(1, PORT_TRIES + 1):
+            assert self._endpoint is not None
+            check = Readiness(self._endpoint, lambda: self.exit_code, own.start_timeout_s)
+            problem = check.wait_for_health(deadline) or (None if own.node else check.first_token(deadline))
+            if problem is None:
+                return
+            clash = not self.alive and "address already in use" in log_since(self.log_file, self._log_start).lower()
+            lines = telling_lines(self.log_file, self._log_start)
+            self.stop()
+            if not clash or attempt == PORT_TRIES or self._meeting is not None:  # a meeting is for one start
+                raise ServerStartError(
+                    "\n  ".join([f"{self.name} did not start: {problem}; log: {self.log_file}, last lines:", *lines])
+                )
+            url = self._endpoint.url
+            log.warning("%s: another program took %s meanwhile; trying another port", self.name, url)
+            self._spawn()
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    while sockets:
+        sockets.pop().close()
 
 
 def log_since(log_file: Path, start: int) -> str:

@@ -14,7 +14,7 @@ import psutil
 import mega_rl
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.server import launcher
+from mega_rl.rollout.sglang.server import kept, launcher
 from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 
 _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
@@ -22,7 +22,7 @@ _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's 
 _OF_A_RANK = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-    "MEGA_RL_GENERATION",
+    "MEGA_RL_GENERATION", kept.VARIABLE,
 )  # fmt: skip
 _PREFIXES_OF_A_RANK = ("TORCHELASTIC_", "PET_", "MEGA_RL_SGLANG_")
 
@@ -154,7 +154,7 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
     paths = [str(Path(mega_rl.__file__).parents[1]), *([str(packages)] if packages else [])]
     clean["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [clean.get("PYTHONPATH")])])
     clean[launcher.SCRATCH_VARIABLE] = str(scratch)
-    clean[launcher.KEYS_VARIABLE] = str(scratch / launcher.KEYS_FILE)
+    clean[launcher.KEYS_VARIABLE] = str(scratch / kept.KEYS_FILE)
     clean[launcher.TRAINER_VARIABLE] = str(os.getpid())
     clean[launcher.DEVICE_VARIABLE] = settings.device
     if settings.device == "cpu":

@@ -27,8 +27,9 @@ import torch
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import GENERATION, Keys
-from mega_rl.rollout.sglang.server import group, installation, launcher
+from mega_rl.rollout.sglang.server import group, installation
 from mega_rl.rollout.sglang.server import process as server
+from mega_rl.rollout.sglang.server.kept import KEYS_FILE
 from mega_rl.rollout.sglang.server.process import (
     ServerProcess,
     ServerSettings,
@@ -468,7 +469,7 @@ def test_a_server_whose_main_process_is_killed_leaves_nothing(both: Any) -> None
 def test_a_server_whose_trainer_is_killed_leaves_nothing(both: Any) -> None:
     own, _, _, program = both
     folder = private_folder(own.group)
-    assert (folder / launcher.KEYS_FILE).stat().st_mode & 0o777 == 0o600
+    assert (folder / KEYS_FILE).stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
     files = shared_files(own.group)
     program.kill()
