@@ -44,6 +44,11 @@ SWITCHED_OFF = {
     "engine.megatron.tp=1": ("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
     "engine.megatron.pp=1": ("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
     "reward.source=http reward.http.url=http://localhost:1/": ("reward.function=math_verify",),
+    "reward.source=none algorithm.advantage=distillation model.ref_path=t": (
+        "reward.function=r.py:parts", "reward.weights={format: 0.2}", "reward.overlong.buffer_tokens=16",
+        "reward.skip_special_tokens=false", "algorithm.advantage=grpo", "rollout.n=2",
+        "rollout.dynamic_sampling.max_generations=4",
+    ),
     "algorithm.advantage=grpo rollout.n=2": (
         "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
     ),
