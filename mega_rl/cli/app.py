@@ -122,10 +122,21 @@ def train(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    require: Annotated[
+        str | None,
+        typer.Option(
+            "--require", metavar="NAME,...", help="Instead fail with a line for each of these that is missing: te,cuda."
+        ),
+    ] = None,
+) -> None:
     """List versions, devices and optional packages, and what is used where one is missing."""
-    from mega_rl.cli.doctor import report
+    from mega_rl.cli.doctor import missing, report
 
+    if require is not None:
+        lines = list(missing([name for name in require.replace(" ", "").split(",") if name]))
+        typer.echo("\n".join(lines) or f"all there: {require}")
+        raise typer.Exit(1 if lines else 0)
     for line in report():
         typer.echo(line)
 
