@@ -12,6 +12,7 @@ TE_STAMP := $(VENV)/.installed-te
 PEERS_STAMP := $(VENV)/.installed-peers
 KUBERNETES_STAMP := $(VENV)/.installed-kubernetes
 RAY_STAMP := $(VENV)/.installed-ray
+LINT_STAMP := $(VENV)/.installed-lint
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -35,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: kubernetes ray test-ray wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: image-lint image-cpu test-image kubernetes ray test-ray wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -105,6 +106,25 @@ $(RAY_STAMP): tests/clusters/ray/requirements.txt | $(STAMP)
 	@$(call INSTALL_APART,$<,$(VENV)/ray)
 	@touch $@
 
+# hadolint and shellcheck, 17 MB, and what they say of docker/.
+image-lint: $(LINT_STAMP)
+	@$(BIN)/python -m pytest tests/unit_tests/test_images.py
+
+$(LINT_STAMP): tests/release/requirements-lint.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/lint
+	@$(call INSTALL_APART,$<,$(VENV)/lint)
+	@touch $@
+
+# The image of docker/Dockerfile.cpu, on a base that debootstrap makes, into build/images; IMAGE has options of
+# tests/release/cpu_image.py. As root, with buildah and debootstrap: four minutes, 12 GB.
+IMAGE ?=
+image-cpu: setup
+	@$(BIN)/python -m tests.release.cpu_image build $(IMAGE)
+
+# The image in use: doctor, the check at the start, the quickstart.
+test-image: setup
+	@$(BIN)/python -m tests.release.cpu_image use $(IMAGE)
+
 quickstart: setup
 	@$(BIN)/mega-rl quickstart --engine $(ENGINE)
 
@@ -117,11 +137,11 @@ test-fast: setup
 WORKERS ?= 3
 PYTEST_WORKERS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup sglang te peers kubernetes
+test: setup sglang te peers kubernetes $(LINT_STAMP)
 	@$(PYTEST_WORKERS)
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
-test-full: setup sglang te peers kubernetes
+test-full: setup sglang te peers kubernetes $(LINT_STAMP)
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
 
 # Runs on a real Ray of this machine, three minutes.
