@@ -47,6 +47,9 @@ def launch(program: Sequence[str], *, nproc_per_node: int, or_cpu: bool = False)
         os.environ.update(gpus.environment_of_ranks(nproc_per_node))
     options = ["--standalone", f"--nproc-per-node={nproc_per_node}", f"--signals-to-handle={SIGNALS}"]
     options.append(f"--shutdown-timeout={SHUTDOWN_TIMEOUT_S}")
+    # Ranks of one machine meet here. By the machine's name, torchrun's default, they wait for 300 s where nothing
+    # resolves it, as in some containers.
+    options.append("--local-addr=127.0.0.1")
     try:
         run.run(run.parse_args([*options, "-m", *program]))
     except ChildFailedError as error:

@@ -24,6 +24,14 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(
     assert seen == [used]
 
 
+def test_ranks_of_one_machine_need_no_name_that_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's name often does not, and torchrun would wait for it for five minutes."""
+    seen: list[str] = []
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: seen.append(arguments.local_addr))
+    assert launch.launch(["module"], nproc_per_node=2) == 0
+    assert seen == ["127.0.0.1"]
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
