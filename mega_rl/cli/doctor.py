@@ -1,4 +1,7 @@
-"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages and their replacements."""
+"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages and their replacements.
+
+With `--require` it is a smoke test instead: of an image when it is built, of a container when it starts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import importlib.util
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mega_rl
@@ -15,6 +18,7 @@ from mega_rl import versions
 from mega_rl.accelerator import megatron_core
 from mega_rl.accelerator.patches import patches
 from mega_rl.config.checkout import made_by_make
+from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install
 from mega_rl.versions import installed_version
 
@@ -28,6 +32,8 @@ CORE = (
     "math-verify",
     "psutil",
 )
+# An import of a package that is not there, was built against another torch, or misses a library of the system.
+DOES_NOT_LOAD = (ImportError, OSError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def is_importable(module: str) -> bool:
     """Return whether a module could be imported; imports its parent packages to look inside."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, OSError, RuntimeError, AttributeError):
+    except DOES_NOT_LOAD:
         return False  # a parent is missing, or does not load here
 
 
@@ -140,3 +146,76 @@ def _patches() -> Iterator[str]:
     for patch in patches(release):
         yield f"  {patch.name:<26} {patch.symbol}"
         yield f"  {'':<26} {patch.reason}"
+
+
+def missing(names: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each of the `names` that is not there or does not load, with the reason.
+
+    Raises UserError for no name and for names that are not among REQUIREMENTS, before anything is looked for.
+    """
+    unknown = sorted(set(names) - REQUIREMENTS.keys())
+    if unknown or not names:
+        given = f"{', '.join(unknown)}: no such requirement" if unknown else "names nothing"
+        raise UserError(f"--require: {given}; names, with commas between them: {', '.join(REQUIREMENTS)}")
+    for name in dict.fromkeys(names):
+        reason = REQUIREMENTS[name]()
+        if reason is not None:
+            yield f"{name:<20} MISSING: {reason}"
+
+
+def _no_core() -> str | None:
+    absent = [name for name in CORE if installed_version(name) is None]
+    problems = [f"{name} is not installed; run {how_to_install_package(name)}" for name in absent]
+    return "; ".join([*problems, *versions.problems()]) or None
+
+
+def _no_cuda() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    if not torch.cuda.is_available():
+        return "no device is visible; a container gets them from its runtime (docker run --gpus all) and the driver"
+    return None
+
+
+def _no_transformer_engine() -> str | None:
+    remark = versions.remark("transformer-engine")
+    return remark if remark.startswith("NOT") else _does_not_load("transformer_engine.pytorch")
+
+
+def _no_sglang() -> str | None:
+    installation = find_sglang()
+    if installation is None:
+        return f"not installed; {how_to_install()}"
+    if installation.version != SGLANG_VERSION:
+        return f"{installation.version} is installed; mega_rl works with {SGLANG_VERSION} only"
+    return None
+
+
+def _does_not_load(module: str) -> str | None:
+    """Return why a module cannot be imported, in one line; None if it can. Imports torch before it."""
+    try:
+        importlib.import_module("torch")  # brings the libraries that extensions of it are linked with
+        importlib.import_module(module)
+    except DOES_NOT_LOAD as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
+
+# Name of `--require` -> check that returns the reason why it is missing. Unlike the report, which answers fast, a check
+# imports what it can: a compiled package that is installed may still not load.
+REQUIREMENTS: Mapping[str, Callable[[], str | None]] = {
+    "core": _no_core,
+    "torch": lambda: _does_not_load("torch"),
+    "cuda": _no_cuda,
+    "megatron": megatron_core.problem,
+    "te": _no_transformer_engine,
+    "apex": lambda: _does_not_load("fused_weight_gradient_mlp_cuda"),  # all of it that is used
+    "flash-attn": lambda: _does_not_load("flash_attn"),
+    "sglang": _no_sglang,
+    "ray": lambda: _does_not_load("ray"),
+    "wandb": lambda: _does_not_load("wandb"),
+    "mlflow": lambda: _does_not_load("mlflow"),
+    "swanlab": lambda: _does_not_load("swanlab"),
+}

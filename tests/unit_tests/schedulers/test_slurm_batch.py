@@ -19,7 +19,7 @@ from mega_rl.schedulers.slurm.batch import ContainerMount, SbatchRun, check, dir
 from mega_rl.schedulers.slurm.submit import submit
 
 ROOT = Path(__file__).parents[3]
-SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((str(ROOT / ".venv/shellcheck/bin"), os.environ["PATH"])))
+SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((str(ROOT / ".venv/lint/bin"), os.environ["PATH"])))
 RUN = SbatchRun(
     recipe="quickstart",
     overrides=["model.path=/models/$(id) it's"],
@@ -107,7 +107,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not there: make shellcheck")
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not there: make linters")
 @pytest.mark.parametrize(
     "run", [RUN, EVERYTHING, replace(RUN, requeue=False)], ids=["plain", "everything", "no requeue"]
 )

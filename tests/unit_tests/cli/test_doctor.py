@@ -1,0 +1,105 @@
+"""`mega-rl doctor --require`: a line and exit code 1 for what is missing, 2 for a name that it does not know."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mega_rl.cli import app as cli
+from mega_rl.cli import doctor
+from mega_rl.rollout.sglang.server.installation import Installation
+
+NO_SUCH = "no_such_extension_of_torch"
+
+
+def require(names: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str], str]:
+    code = cli.main(["doctor", "--require", names])
+    out, err = capfd.readouterr()
+    return code, out.splitlines(), err
+
+
+def test_what_is_there_is_one_line_and_no_report(capfd: pytest.CaptureFixture[str]) -> None:
+    assert require("core, torch,megatron", capfd) == (0, ["all there: core, torch,megatron"], "")
+
+
+def test_each_missing_name_is_a_line_in_the_given_order(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(doctor.REQUIREMENTS, "ray", lambda: "not installed")  # type: ignore[misc]
+    monkeypatch.setitem(doctor.REQUIREMENTS, "cuda", lambda: "no device")  # type: ignore[misc]
+    code, lines, err = require("ray,torch,cuda,ray", capfd)
+    assert code == 1
+    assert [line.split() for line in lines] == [
+        ["ray", "MISSING:", "not", "installed"], ["cuda", "MISSING:", "no", "device"],
+    ]  # fmt: skip
+    assert err == ""
+
+
+@pytest.mark.parametrize("names", ["cuda,tee", "", ","])
+def test_an_unknown_name_or_none_is_a_mistake_before_anything_is_looked_for(
+    names: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(doctor.REQUIREMENTS, "cuda", lambda: pytest.fail("looked"))  # type: ignore[misc]
+    code, lines, err = require(names, capfd)
+    assert (code, lines) == (2, [])
+    assert err.count("\n") == 1
+    assert "cuda, megatron, te, apex" in err
+    assert ("tee: no such requirement" in err) == ("tee" in names)
+
+
+def test_a_package_that_is_installed_and_does_not_load_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(doctor.REQUIREMENTS, "apex", lambda: doctor._does_not_load(NO_SUCH))  # type: ignore[misc]
+    (absent,) = doctor.missing(["apex"])
+    assert absent.endswith(f"MISSING: ModuleNotFoundError: No module named '{NO_SUCH}'")
+
+    (tmp_path / f"{NO_SUCH}.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\nin a library')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor.is_importable(NO_SUCH), "the report's look from outside"
+    (broken,) = doctor.missing(["apex"])
+    assert broken.endswith("MISSING: ImportError: undefined symbol: _ZN3c10 in a library")
+
+    (tmp_path / f"{NO_SUCH}.py").write_text("")
+    monkeypatch.delitem(sys.modules, NO_SUCH, raising=False)
+    assert list(doctor.missing(["apex"])) == []
+    monkeypatch.delitem(sys.modules, NO_SUCH)
+
+
+def test_other_releases_count_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_sglang", lambda: Installation("0.5.9", None))
+    (sglang,) = doctor.missing(["sglang"])
+    assert "MISSING: 0.5.9 is installed; mega_rl works with 0.5.20 only" in sglang
+    monkeypatch.setattr(doctor, "find_sglang", lambda: None)
+    (sglang,) = doctor.missing(["sglang"])
+    assert "MISSING: not installed; " in sglang
+    monkeypatch.setattr(doctor, "find_sglang", lambda: Installation("0.5.20", None))
+    assert list(doctor.missing(["sglang"])) == []
+
+    monkeypatch.setattr("mega_rl.versions.installed_version", lambda name: "2.20.2")
+    (engine,) = doctor.missing(["te"])
+    assert engine.endswith("MISSING: NOT SUPPORTED: needs transformer-engine==2.11.*")
+
+
+def test_core_is_every_package_in_a_release_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(doctor.missing(["core"])) == []
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == "psutil" else "1")
+    monkeypatch.setattr("mega_rl.versions.installed_version", lambda name: "9.0" if name == "torch" else None)
+    (core,) = doctor.missing(["core"])
+    assert "psutil is not installed; run " in core
+    assert "torch 9.0 is installed, which mega_rl does not run on" in core
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"), [(None, "is a build without CUDA"), ("13.0", "no device is visible; a container gets them")]
+)
+def test_cuda_tells_a_build_from_a_machine(build: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", build)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (line,) = doctor.missing(["cuda"])
+    assert reason in line
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert list(doctor.missing(["cuda"])) == []
