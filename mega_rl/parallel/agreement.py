@@ -65,6 +65,26 @@ def all_failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[dict[
     return messages, len(failing)
 
 
+def failure_of(work: Callable[[], None], ranks: Ranks) -> str | None:
+    """Call `work` on every rank; return the message of the lowest that fails, None without one; collective.
+
+    A failure is a RunError or UserError. `work` itself does no collective.
+    """
+    message = None
+    try:
+        work()
+    except (RunError, UserError) as error:
+        message = str(error)
+    return first_failure(message, ranks)
+
+
+def all_succeed(work: Callable[[], None], ranks: Ranks) -> None:
+    """Call `work` on every rank, as `failure_of`; raise the failure as RunError on all ranks; collective."""
+    message = failure_of(work, ranks)
+    if message is not None:
+        raise RunError(message)
+
+
 def raise_together(failure: Exception | None, ranks: Ranks, *, error: type[RunError]) -> None:
     """Raise on every rank if any rank has failed, else return; collective.
 
