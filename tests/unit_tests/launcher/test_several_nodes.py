@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mega_rl.launcher.nodes.channel import MAGIC
@@ -142,6 +144,8 @@ def test_a_spare_takes_the_place_of_a_lost_node(node: Start, tmp_path: Path) -> 
     del os.environ["NODE"]
     for rank in range(3):
         launchers[0].reached("up", rank)
+    wait_until(lambda: has_called(launchers[3]))
+    time.sleep(1.0)  # in which it is let in
     launchers[1].process.kill()
     code, errors = launchers[0].end()
     assert code == 0, errors
@@ -154,6 +158,7 @@ def test_a_node_whose_ranks_fail_twice_is_replaced(node: Start, tmp_path: Path) 
     program = """
         Path(f"node.{rank}.{generation}").write_text(os.environ["NODE"])
         reached("up")
+        while not Path("go").exists(): time.sleep(0.01)
         if os.environ["NODE"] == "1": save(generation + 1); os.kill(os.getpid(), 11)
         if generation < 2: time.sleep(600)
     """
@@ -162,6 +167,9 @@ def test_a_node_whose_ranks_fail_twice_is_replaced(node: Start, tmp_path: Path) 
         os.environ["NODE"] = str(number)
         launchers.append(node(number, program, spares=1, max_restarts=3))
     del os.environ["NODE"]
+    wait_until(lambda: has_called(launchers[2]))
+    time.sleep(1.0)
+    (tmp_path / "go").write_text("")
     code, errors = launchers[0].end()
     assert code == 0, errors
     line = f"the ranks of node 1 ({socket.gethostname()}) have failed 2 times: node 2 "
@@ -235,6 +243,12 @@ def test_the_key_is_in_no_command_line(node: Start) -> None:
     assert all(KEY.encode() not in Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
     first.process.send_signal(signal.SIGTERM)
     assert second.end()[0] == 143
+
+
+def has_called(launcher: Started) -> bool:
+    """Return whether a launcher is connected to that of node 0."""
+    connections = psutil.Process(launcher.process.pid).net_connections(kind="tcp")
+    return any(one.status == psutil.CONN_ESTABLISHED for one in connections)
 
 
 def can_connect(port: int) -> bool:
