@@ -190,6 +190,6 @@ if __name__ == "__main__":  # seconds from the end of a rank to that of the next
     with tempfile.TemporaryDirectory() as name:
         root = write_inputs(Path(name))
         for server_too in (False, True):
-            seconds = train(root, root / str(server_too), {2: 1}, server_too=server_too).seconds
+            seconds = train(root, root / str(server_too), {2: 1, 4: 0}, server_too=server_too).seconds
             sys.stdout.write(f"server {'new' if server_too else 'kept'}: {seconds}\n")
             sys.stdout.flush()
