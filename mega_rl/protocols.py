@@ -378,7 +378,7 @@ class CheckpointStore(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait for the save in progress; raises like `poll`, and where the last save has failed."""
+        """Wait for the save in progress, within its deadline; raises like `poll`."""
         ...
 
 

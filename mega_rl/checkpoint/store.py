@@ -94,9 +94,14 @@ class RunCheckpoints:
         """Close the store, without waiting for a pending save after a second Ctrl-C.
 
         What is in memory goes at the end of a run that has saved what it should.
+
+        Raises RunError, on all ranks, at a right end of a run whose last save has failed with `on_error` continue:
+        there is no training left that could go on, and the run's end is in no checkpoint on disk.
         """
         self._memory.end(keep=kind is not None or self._current is not None or bool(self._lost))
         self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
+        if kind is None and self._lost and self._settings.on_error == "continue":
+            raise RunError(f"{self._lost}; it was the run's last one: the same command goes on from the one before it")
 
     def add_engine(self, name: str, engine: StatefulModel) -> None:
         """Add an engine before `restore` and `save`; the lock is taken before engines exist."""
@@ -128,7 +133,7 @@ class RunCheckpoints:
             RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
         """
         begin = time.monotonic()
-        self._settle()
+        self.finish()
         pieces, numbers = self._run.collect()
         sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
         sizes[self._ranks.rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
@@ -149,7 +154,7 @@ class RunCheckpoints:
         if failure is not None:
             self._fail(failure)
         elif not self._settings.async_save:
-            self._settle()
+            self.finish()
         self._metrics["checkpoint/stall_s"] = time.monotonic() - begin
 
     def save_in_memory(self, step: int, state: JsonObject) -> None:
@@ -171,16 +176,6 @@ class RunCheckpoints:
         return metrics
 
     def finish(self) -> None:
-        """Wait for a pending save, within its deadline, at the end of a run; collective.
-
-        Raises RunError like `save`, and with `on_error` continue where the last save has failed: there is no training
-        left that could go on, and the run's end would not be in any checkpoint.
-        """
-        self._settle()
-        if self._lost:
-            raise RunError(f"{self._lost}; it was the run's last one: the same command goes on from the one before it")
-
-    def _settle(self) -> None:
         """Wait for a pending save, within its deadline; collective. Raises RunError like `save`."""
         while self._current is not None:
             self._report_written(self._current)

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,25 @@ class Twice(RunState):
     def collect(self) -> Any:
         pieces, numbers = super().collect()
         return [*pieces, pieces[0]], numbers
+
+
+def saves(root: Path, monkeypatch: pytest.MonkeyPatch, fails: Sequence[bool]) -> None:
+    """Save after steps 1, 2, ... in a run that ends well, on a disk that is full for some of them."""
+    with store(root, on_error="continue", actor=1) as saving:
+        for step, is_full in enumerate(fails, 1):
+            with monkeypatch.context() as patched:
+                if is_full:
+                    patched.setattr(disk, "os", FailingDisk(6, errno.ENOSPC))
+                saving.save(step, {})
+
+
+def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though `on_error` is continue: a failed save before the last one costs itself alone."""
+    with pytest.raises(RunError, match=r"the checkpoint of step 3 failed: .*it was the run's last one"):
+        saves(tmp_path / "last", monkeypatch, [False, True, True])
+    assert steps(tmp_path / "last") == [1]
+    saves(tmp_path / "earlier", monkeypatch, [True, False])
+    assert steps(tmp_path / "earlier") == [2]
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
