@@ -32,7 +32,10 @@ class RankHealth(Protocol):
         """Write the stacks of this node's ranks, given by their processes, in some ten seconds at most."""
 
     def diagnose(self, ends: Sequence[RankEnd], *, world_size: int) -> str | None:
-        """Return the cause of a failure in one line, None where records do not tell it; on node 0."""
+        """Return the cause of a failure in one line; on node 0.
+
+        Empty where a rank has said it on standard error, None where records do not tell it.
+        """
 
 
 class NoRecords:
@@ -82,12 +85,13 @@ class RunRecords:
         collect(self._run_dir, processes)
 
     def diagnose(self, ends: Sequence[RankEnd], *, world_size: int) -> str | None:
-        """Return the rank that lags or died, why, and the report."""
+        """Return the rank that lags or died, why, and the report; see `RankHealth`."""
         # The codes of ranks that say that others brought them down are in their records, with the collective.
         exits = {end.rank: end.code for end in ends if end.code not in INNOCENT}
         diagnosis = diagnose(self._run_dir, exits=exits, world_size=world_size, host_kills=self._kills)
         if diagnosis is None:
-            return None
+            words = [record.ended for record in read_records(self._run_dir).values()]
+            return "" if any(ended is not None and ended.kind == "error" for ended in words) else None
         return diagnosis.cause if diagnosis.report is None else f"{diagnosis.cause} (report: {diagnosis.report})"
 
 

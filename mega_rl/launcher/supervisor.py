@@ -129,12 +129,15 @@ class Supervisor:
         if failure is None:
             return Conclusion(0)
         world_size = len(self._fleet.nodes) * self._nproc
-        cause = self._health.diagnose(watch.ends, world_size=world_size) or failure.cause
+        diagnosis = self._health.diagnose(watch.ends, world_size=world_size)
+        cause = diagnosis or failure.cause
         if not failure.may_go_on:
             return Conclusion(failure.code)
         refusal = self._change_nodes(generation, failure)
         if refusal is None:
             refusal = self._restarts.refusal(failure, step=self._progress.step, progressed=self._progress.is_made)
+        if refusal == "" and diagnosis == "":
+            return Conclusion(failure.code)  # the rank's own line is the last one
         if refusal is not None:
             return Conclusion(failure.code, "; ".join(filter(None, (cause, refusal))))
         log.warning(

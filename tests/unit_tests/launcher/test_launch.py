@@ -17,6 +17,16 @@ from mega_rl.storage.lock import lock_file
 from tests.unit_tests.launcher.programs import Started, is_gone, run, start, wait_until
 
 ENDLESS = "reached('up'); time.sleep(600)"
+# Rank 0 ends as `mega_rl.cli` does with an error: its line on standard error, its last words in its record.
+SAYS_WHY = """
+from mega_rl.health.records import LastWords, write_record
+from tests.unit_tests.health.examples import record
+if rank == 0:
+    words = LastWords("error", "the reward service answers 500", 2, "reward", None)
+    write_record(Path("run"), record(0, world_size=2, pid=os.getpid(), ended=words))
+    sys.exit("error: the reward service answers 500")
+time.sleep(600)
+"""
 
 
 def test_ranks_get_the_variables_of_torchrun_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +60,15 @@ def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program = "Path(f'env{rank}').write_text(os.environ['GLOO_SOCKET_IFNAME'] + os.environ['OMP_NUM_THREADS'])"
     assert run(tmp_path, program, nproc_per_node=1)[0] == 0
     assert (tmp_path / "env0").read_text() == "eth73"
+
+
+@pytest.mark.parametrize(("max_restarts", "last"), [(0, ""), (1, "; again after step 2, where it failed before")])
+def test_a_rank_that_says_why_it_ends_has_the_last_word(tmp_path: Path, max_restarts: int, last: str) -> None:
+    """Unless the launcher has more to say: why it does not start the ranks again."""
+    code, errors = run(tmp_path, SAYS_WHY, run_dir="run", max_restarts=max_restarts)
+    assert code == 1
+    assert errors.splitlines()[-1].startswith("error: rank 0" if last else "error: the reward service answers 500")
+    assert last in errors.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
