@@ -1,7 +1,4 @@
-"""Runs on a real Ray of this machine, two nodes and a head, end with the weights of torchrun's; `make test-ray`.
-
-The nodes' launcher is torchrun here (`torchrun_node`), so that what differs is Ray's part alone.
-"""
+"""Runs on a real Ray of this machine, two nodes and a head, end with the weights of torchrun's; `make test-ray`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ pytestmark = [
 ]
 
 STEPS = 40
-PROGRAM = (sys.executable, "-m", "tests.clusters.ray.torchrun_node")
 BUNDLE = {"CPU": 1.0}
 WAIT_S = 300.0  # for what happens within seconds on an idle machine
 
@@ -126,7 +122,7 @@ def run(
 
     cluster = RayCluster(nodes.cluster.address)
     try:
-        code = drive(job, lambda stop: cluster.place(2, BUNDLE, wait_s=WAIT_S, stop=stop, program=PROGRAM), write=write)
+        code = drive(job, lambda stop: cluster.place(2, BUNDLE, wait_s=WAIT_S, stop=stop), write=write)
     finally:
         cluster.close()
     assert left == [], "the run ended before the fault"
