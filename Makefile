@@ -159,7 +159,7 @@ test-ray: setup ray
 
 # Runs on a real Slurm of this machine, ten minutes; docs/slurm.md says what to install.
 test-slurm: setup
-	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/slurm
+	@MEGA_RL_TESTS=slurm PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/slurm
 
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup

@@ -110,7 +110,7 @@ def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
             )
         try:
             process_groups.seed_model_parallel(config.trainer.seed, groups)
-            seed_python(config.trainer.seed, groups.world.rank())
+            seed_python(config.trainer.seed, groups.host_world.rank())
             yield groups
         finally:
             process_groups.destroy()

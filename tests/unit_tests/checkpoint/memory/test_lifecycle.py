@@ -100,11 +100,15 @@ def test_a_failed_last_save_keeps_the_memory(
 ) -> None:
     from mega_rl.checkpoint import store as module
 
-    with run(tmp_path, 2, on_error="continue") as saving:
-        saving.move_earlier_run(tmp_path / "run")
-        saving.save_in_memory(2, {"of": "memory"})
-        monkeypatch.setattr(module.disk, "free_bytes", lambda path: 0 if path.name == "checkpoints" else 1 << 40)
-        saving.save(2, {"of": "disk"})
+    def save_on_a_full_disk() -> None:
+        with run(tmp_path, 2, on_error="continue") as saving:
+            saving.move_earlier_run(tmp_path / "run")
+            saving.save_in_memory(2, {"of": "memory"})
+            monkeypatch.setattr(module.disk, "free_bytes", lambda path: 0 if path.name == "checkpoints" else 1 << 40)
+            saving.save(2, {"of": "disk"})
+
+    with pytest.raises(RunError, match="it was the run's last one"):
+        save_on_a_full_disk()
     assert held(shm) == ["step_000002"]
     assert "the checkpoint of step 2 stays in memory" in caplog.text
     second = run(tmp_path, 9)
