@@ -119,7 +119,7 @@ def results(request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest
 
 @pytest.fixture(scope="module")
 def transformers_says(root: Path) -> Callable[[str, str], torch.Tensor]:
-    """(checkpoint, role) -> [B, S], what transformers' class computes of each row alone in float64, 0 off the loss mask."""
+    """(checkpoint, role) -> [B, S], what transformers computes of each row alone in float64, 0 off the loss mask."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     batch = random_experience(vocab_size=TOKENS)
