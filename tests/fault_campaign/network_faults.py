@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from tests.fault_campaign.control_groups import kill
@@ -100,7 +100,7 @@ def start_service(folder: Path, port: int) -> int:
     pid = os.fork()
     if not pid:
         try:
-            HTTPServer(("127.0.0.1", port), handler(folder)).serve_forever(0.01)
+            ThreadingHTTPServer(("127.0.0.1", port), handler(folder)).serve_forever(0.01)
         finally:
             os._exit(0)
     deadline = time.monotonic() + 10.0
