@@ -44,7 +44,10 @@ def show_summary(run_dir: Path, *, console: Console | None = None) -> None:
 def summary_rows(run_dir: Path) -> list[tuple[str, str]]:
     """Return (name, text) of what there is to say: steps, time, rewards, validation, files."""
     path = run_dir / METRICS
-    records = list(read_metrics(path)) if path.is_file() else []
+    try:
+        records = list(read_metrics(path)) if path.is_file() else []
+    except (OSError, ValueError) as error:  # a run that has ended well does not fail by what its disk did to a file
+        return [("metrics", f"{path} cannot be read: {error}"), *_files(run_dir)[1:]]
     if not records:
         return []
     seconds = sum(record.metrics.get("time/step_s", 0.0) for record in records)

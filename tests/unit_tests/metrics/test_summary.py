@@ -6,6 +6,7 @@ import io
 import math
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from mega_rl.metrics.sinks import JsonlSink
@@ -40,6 +41,15 @@ def test_a_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
     framed = written(run, terminal=True)
     assert "│ reward             │ 0.2500 -> 0.5000  ▁█" in framed
     assert "run[1]" in framed.replace(" │\n│                    │ ", "")
+
+
+@pytest.mark.parametrize("content", [b"\xb8\xff\x00\n", b"oops\n{}\n"], ids=["bytes", "text"])
+def test_damaged_metrics_do_not_end_a_run_that_is_done(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    text = written(tmp_path, terminal=False)
+    assert "metrics.jsonl cannot be read" in text
+    assert "step_000002" in text
 
 
 def test_a_run_without_metrics_has_no_summary(tmp_path: Path) -> None:
