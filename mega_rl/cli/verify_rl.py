@@ -44,8 +44,8 @@ def rl(
 ) -> None:
     """Follow a real run of a small model in lockstep with an independent trainer, and compare every update.
 
-    The independent trainer, transformers' model under plain torch, gets the sampled tokens, the rewards and the weights
-    at the start, and nothing else. The recipe's algorithm and optimizer count; its model is shrunk.
+    The independent trainer, transformers' model under plain torch, gets the sampled tokens and the weights at the
+    start, and computes the rest, the rewards too. The recipe's algorithm and optimizer count; its model is shrunk.
     """
     progress.show_progress()
     refuse_launcher()

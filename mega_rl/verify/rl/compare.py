@@ -14,7 +14,8 @@ from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings
 from mega_rl.verify.rl.independent.sampling import wrong_groups
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
-from mega_rl.verify.rl.phases import SAMPLING, TOLERANCES, UPDATES, UpdateErrors
+from mega_rl.verify.rl.phases import REWARDS, SAMPLING, TOLERANCES, UPDATES, UpdateErrors
+from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
 from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
 
 # Figures of tokens by phase.
@@ -28,12 +29,14 @@ def follow(
     folder: Path,
     model: Path,
     settings: LockstepSettings,
+    rule: RewardRule,
     formulas: Formulas | None = None,
     *,
     reference: Path | None = None,
 ) -> Iterator[UpdateErrors]:
-    """Train from the weights of `model` on the samples recorded in `folder`; yields the errors of each update.
+    """Train from the weights of `model` on the tokens recorded in `folder`; yields the errors of each update.
 
+    rule: gives the rewards; those of the record are compared with it, and not used.
     reference: the reference's weights; None: those of `model`.
     Raises UserError for a model whose weights transformers keeps under other names than those of its checkpoint.
     """
@@ -42,12 +45,15 @@ def follow(
     start = trainer.weights()
     done: Counter[str] = Counter()
     for step in range(settings.steps):
-        batch = read_batch(folder, step)
-        sampling = {SAMPLING: float(wrong_groups(batch, settings, formulas))} if settings.max_generations else {}
+        recorded = read_batch(folder, step)
+        batch = rescored(recorded, rule)
+        of_step = {} if rule.function is None else {REWARDS: reward_error(recorded, batch)}
+        if settings.max_generations:
+            of_step[SAMPLING] = float(wrong_groups(batch, settings, formulas))
         for own in trainer.step(step, batch):
             real = read_figures(folder, own.role, done[own.role])
             done[own.role] += 1
-            yield _errors(real, own, start[own.role], sampling)
+            yield _errors(real, own, start[own.role], of_step)
     for role, count in num_updates(folder).items():
         if count > done[role]:
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
@@ -65,9 +71,9 @@ def off(
 
 
 def _errors(
-    real: Figures | None, own: Figures, start: Mapping[str, Tensor], sampling: Mapping[str, float]
+    real: Figures | None, own: Figures, start: Mapping[str, Tensor], of_step: Mapping[str, float]
 ) -> UpdateErrors:
-    """Return how far the real figures are from the independent trainer's, with the error of the step's sampling."""
+    """Return how far the real figures are from the independent trainer's, with the errors of the step's own phases."""
     if real is None or (real.step, real.update) != (own.step, own.update):
         return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
     if set(real.gradients) != set(own.gradients):
@@ -79,7 +85,7 @@ def _errors(
     gradient, worst = _gradient_error(real.gradients, own.gradients)
     errors = {
         UPDATES: 0.0,
-        **sampling,
+        **of_step,
         **_token_errors(real, own),
         "loss": _finite(abs(real.loss - own.loss) / max(own.loss_scale, 1e-30)),
         "gradient norm": _finite(abs(real.grad_norm - own.grad_norm) / max(own.grad_norm, 1e-30)),

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.formulas import Formulas, Row
-from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings
+from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings, ScoredSample
+from mega_rl.verify.rl.rewards import RewardRule
 
 # Settings of the runs that faults are looked for in: every one of them has an effect.
 SHARED: dict[str, object] = {
@@ -28,17 +29,23 @@ SHARED: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: other settings or other formulas than the run's."""
+    """A fault: other settings, other formulas or another rule of rewards than the run's."""
 
     name: str
     algorithm: str  # of `reading.ALGORITHMS`: the run in which it is looked for
     phase: str  # that it must be named by
     settings: Callable[[LockstepSettings], LockstepSettings] = replace
     formulas: Callable[[], Formulas] = Formulas
+    rule: Callable[[RewardRule], RewardRule] = replace
 
     def plant(self, settings: LockstepSettings) -> tuple[LockstepSettings, Formulas]:
         """Return settings and formulas with the fault."""
         return self.settings(settings), self.formulas()
+
+
+def _next_samples(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
+    """Return for each sample the one after it."""
+    return [*samples[1:], *samples[:1]]
 
 
 def _population_deviation(values: Sequence[float]) -> float:
@@ -95,6 +102,9 @@ def _untempered_teacher(student: Tensor, teacher: Tensor, temperature: float, be
 
 
 FAULTS = (
+    Fault("rewards of the next sample", "grpo", "rewards", rule=lambda rule: replace(rule, placed=_next_samples)),
+    Fault("stop token in the text", "grpo", "rewards", rule=lambda rule: replace(rule, stop_tokens=frozenset())),
+    Fault("sum of parts without weights", "gdpo", "rewards", rule=lambda rule: replace(rule, weights={})),
     Fault(
         "population instead of sample deviation",
         "grpo",

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from mega_rl.errors import UserError
 
 UPDATES = "updates"
+REWARDS = "rewards"
 SAMPLING = "sampling"
-EXACT = (UPDATES, SAMPLING)  # which have no other tolerance
+EXACT = (UPDATES, REWARDS, SAMPLING)  # which have no other tolerance
 # Of float32 sums of some hundred terms in another order; what is wrong somewhere is off by 1e-3 and more.
 TOLERANCES: Mapping[str, float] = {
     UPDATES: 0.0,  # the same ones were made
+    REWARDS: 0.0,  # of every sample, as float32: one function of the same text, rounded once
     SAMPLING: 0.0,  # of dynamic sampling: groups of the step that are not those to train on
     "log-probs": 1e-4,  # nats; of a critic values; largest of any token
     "advantages": 1e-4,  # and returns; largest of any token

@@ -28,7 +28,7 @@ from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOu
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward_of
-from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, Update, by_sample, write_rows, write_update
+from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, Update, by_sample, drawn, write_rows, write_update
 from mega_rl.workers.metered import MeteredLearner
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss
 
@@ -71,18 +71,17 @@ class Recorder:
     ranks: Ranks  # the data-parallel replicas
     is_writer: bool
     greedy: Rollout | None = field(default=None, init=False)  # greedy responses, which no step trains on
-    _greedy_rewards: dict[str, Tensor] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
     _generations: int = field(default=0, init=False)  # of the step's dynamic sampling
 
     def write_rows(self, rollout: Rollout, rewards: Rewards) -> None:
-        """Write the samples of the next step with their rewards, or keep the rewards of greedy ones; collective."""
+        """Write the samples of the next step with their rewards, or the greedy ones before them; collective."""
         fields = self._gathered(rollout, rewards)
-        if rollout is self.greedy:
-            self._greedy_rewards = {GREEDY: fields["rewards"][fields["prompt_index"].argsort()]}
-            return
+        is_greedy = rollout is self.greedy
         if self.is_writer:
-            write_rows(self.folder, self._steps, {**fields, **self._greedy_rewards})
+            write_rows(self.folder, self._steps, fields, kind=GREEDY if is_greedy else "")
+        if is_greedy:
+            return
         self._steps, self._generations = self._steps + 1, 0
 
     def write_generation(self, rollout: Rollout, rewards: Rewards) -> None:
@@ -91,7 +90,7 @@ class Recorder:
             return
         fields = self._gathered(rollout, rewards)
         if self.is_writer:
-            write_rows(self.folder, self._steps, fields, generation=self._generations)
+            write_rows(self.folder, self._steps, fields, kind=drawn(self._generations))
         self._generations += 1
 
     def _gathered(self, rollout: Rollout, rewards: Rewards) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
 from mega_rl.verify.rl.model import read_architecture, write_inputs
 from mega_rl.verify.rl.phases import TOLERANCES, UpdateErrors
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
+from mega_rl.verify.rl.rewards import reward_rule
 from mega_rl.verify.run import RANK, working_folder
 
 __all__ = ["follow_layouts", "prepare_run", "self_check", "working_folder"]
@@ -94,11 +95,11 @@ def follow_layouts(
 
 def follow_config(config: Config, trace: Path, fault: Fault | None = None) -> Iterator[UpdateErrors]:
     """Follow the trace of a config's run, with a fault in the independent trainer; yields the errors of each update."""
-    settings, formulas = lockstep_settings(config), None
+    settings, rule, formulas = lockstep_settings(config), reward_rule(config), None
     if fault is not None:
-        settings, formulas = fault.plant(settings)
+        (settings, formulas), rule = fault.plant(settings), fault.rule(rule)
     reference = Path(config.model.ref_path) if config.model.ref_path else None
-    yield from follow(trace, Path(config.model.path), settings, formulas, reference=reference)
+    yield from follow(trace, Path(config.model.path), settings, rule, formulas, reference=reference)
 
 
 def record_runs(configs: Sequence[Config], folders: Sequence[Path], *, ranks: int, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBatch
 
 GRADIENT, WEIGHT, TOKENS = "gradient/", "weight/", "tokens/"
-GREEDY = "greedy_rewards"  # by prompt, of steps that ask for greedy responses
+GREEDY = "greedy"  # kind of samples
 PART = "part/"  # before the name of a part of the rewards
 ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
 
@@ -41,14 +41,19 @@ class _Facts:
     norm: float
 
 
-def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, generation: int | None = None) -> None:
-    """Write the samples that a step trains on, or all of a generation of its dynamic sampling.
+def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = "") -> None:
+    """Write the samples that a step trains on, or those of a kind: `GREEDY`, `drawn` by a generation.
 
-    rows: the tensors of `ROWS`, in any order of rows, and perhaps `GREEDY` and, after `PART`, parts of the rewards. A
+    rows: the tensors of `ROWS`, in any order of rows, and perhaps, after `PART`, parts of the rewards. A
     run that has no reward has no "rewards".
     """
-    tensors = {name: rows[name].contiguous() for name in rows if name in (*ROWS, GREEDY) or name.startswith(PART)}
-    save_file(tensors, _rows_path(folder, step, generation))
+    tensors = {name: rows[name].contiguous() for name in rows if name in ROWS or name.startswith(PART)}
+    save_file(tensors, _rows_path(folder, step, kind))
+
+
+def drawn(generation: int) -> str:
+    """Return the kind of all samples of a generation of dynamic sampling, counted from 0 in its step."""
+    return f"drawn{generation}"
 
 
 def write_update(folder: Path, number: int, update: Update) -> None:
@@ -66,16 +71,20 @@ def write_update(folder: Path, number: int, update: Update) -> None:
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
-    """Return the samples of a step, by prompt and sample number, its mini-batches, and generations if there are any."""
+    """Return the samples of a step, by prompt and sample number, its mini-batches, and others if there are any."""
     updates: dict[str, list[list[int]]] = {}
     for facts in _facts(folder):
         if facts.step == step:
             updates.setdefault(facts.role, []).append(facts.prompts)
-    drawn = itertools.takewhile(Path.exists, (_rows_path(folder, step, number) for number in itertools.count()))
+    generations = itertools.takewhile(
+        Path.exists, (_rows_path(folder, step, drawn(number)) for number in itertools.count())
+    )
+    greedy = _rows_path(folder, step, GREEDY)
     return StepBatch(
-        _samples(_rows_path(folder, step, None)),
+        _samples(_rows_path(folder, step)),
         max(updates.values(), key=len, default=[]),
-        generations=[_samples(path) for path in drawn],
+        generations=[_samples(path) for path in generations],
+        greedy=_samples(greedy) if greedy.exists() else (),
     )
 
 
@@ -94,7 +103,6 @@ def _samples(path: Path) -> list[ScoredSample]:
                 reward=float(rows["rewards"][i]) if "rewards" in rows else math.nan,
                 rollout_logprobs=rows["rollout_logprobs"][i, start:end].tolist(),
                 parts={name: column[i] for name, column in parts.items()},
-                greedy_reward=float(rows[GREEDY][rows["prompt_index"][i]]) if GREEDY in rows else math.nan,
             )
         )
     return samples
@@ -133,9 +141,9 @@ def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
     return torch.argsort(prompt_index * (int(sample_index.max()) + 1) + sample_index)
 
 
-def _rows_path(folder: Path, step: int, generation: int | None) -> Path:
-    """Return the file of the samples that a step trains on, or of those of a generation."""
-    return folder / (f"step{step}.safetensors" if generation is None else f"step{step}_drawn{generation}.safetensors")
+def _rows_path(folder: Path, step: int, kind: str = "") -> Path:
+    """Return the file of the samples that a step trains on, or of those of a kind."""
+    return folder / f"step{step}{kind and '_'}{kind}.safetensors"
 
 
 def _update_path(folder: Path, role: str, number: int) -> Path:

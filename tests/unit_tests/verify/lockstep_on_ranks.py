@@ -25,10 +25,11 @@ def faults() -> dict[str, Any]:
     from mega_rl.parallel.divergence import TeacherHead
     from mega_rl.trainer import dynamic_sampling, experience
     from mega_rl.workers.models import LearningWorker
-    from mega_rl.workers.reward import PartRule
+    from mega_rl.workers.reward import PartRule, RewardWorker
 
     built = experience.build_experience
     update, choose, teacher_logits = LearningWorker.update, dynamic_sampling.choose, TeacherHead.logits
+    score = RewardWorker.score
 
     def early(*args: Any, **kwargs: Any) -> Any:
         batch = built(*args, **kwargs)
@@ -46,10 +47,15 @@ def faults() -> dict[str, Any]:
     def cold(self: Any, rows: slice, columns: Any) -> Any:
         return teacher_logits(self, rows, columns).div_(columns.scale)
 
+    def rolled(self: Any, rollout: Any, prompts: Any) -> Any:
+        rewards = score(self, rollout, prompts)
+        return rewards.with_columns(rewards.columns().roll(1, 0))
+
     def last(spread: Any, count: int) -> Any:
         return len(spread) - 1 - choose(spread.flip(0), count).flip(0)
 
     return {
+        "rewards of the row before": patch.object(RewardWorker, "score", rolled),
         "advantages one token early": early_everywhere(),
         "rate of the next step": patch.object(LearningWorker, "update", late),
         "groups of equal rewards kept": patch.object(dynamic_sampling, "has_spread", _all_spread),

@@ -23,7 +23,7 @@ from mega_rl.verify.rl.compare import off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import write_inputs
-from mega_rl.verify.rl.phases import TOLERANCES
+from mega_rl.verify.rl.phases import REWARDS, TOLERANCES
 from mega_rl.verify.rl.reading import ALGORITHMS, FORMULAS, coverage, lockstep_settings
 from mega_rl.verify.rl.run import find, follow_config, problem_of
 from mega_rl.verify.rl.trace import read_batch
@@ -101,15 +101,16 @@ ALL = [*((name, layout) for name in ALGORITHMS for layout in LAYOUTS), *((name, 
 CASES = ALL if FULL else list(FEW)
 FEW_FAULTS = (
     *("population instead of sample deviation", "temperature 1", "no gradient clipping", "no value clip"),
-    *("sums of parts compared", "beta of the other model"),
+    *("sums of parts compared", "beta of the other model", "rewards of the next sample", "stop token in the text"),
 )
 # Fault in the real trainer -> (run, phase).
 FEW_REAL_FAULTS = {"advantages one token early": ("ppo", "advantages")}
 REAL_FAULTS = FEW_REAL_FAULTS | {
+    "rewards of the row before": ("remax", "rewards"),
     "rate of the next step": ("ppo", "weights"),
     "groups of equal rewards kept": ("dapo_sampling", "sampling"),
     "last groups instead of the first": ("dapo_sampling", "sampling"),
-    "weights of parts left out": ("gdpo", "advantages"),
+    "weights of parts left out": ("gdpo", "rewards"),
     "divergence of one temperature": ("teacher_reverse_kl", "loss"),
 }
 
@@ -151,6 +152,7 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
     config, trace = runs[name, layout]
     updates = list(follow_config(config, trace))
     assert problem_of(updates, TOLERANCES) == ""
+    assert all((REWARDS in update.errors) == (config.reward.source != "none") for update in updates)
     assert {update.step for update in updates} == set(range(config.trainer.steps))
     assert max(update.errors["gradient"] for update in updates) > 0.0  # sums in another order: two computations
 

@@ -92,6 +92,7 @@ class StepBatch:
     minibatches: Sequence[Sequence[int]]
     # Of dynamic sampling: all that was sampled, generation by generation, whose prompts count from 0 in each.
     generations: Sequence[Sequence[ScoredSample]] = ()
+    greedy: Sequence[ScoredSample] = ()  # one response to each prompt, where an estimator asks for it
 
 
 @dataclass(frozen=True)
