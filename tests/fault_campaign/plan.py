@@ -19,7 +19,7 @@ from tests.fault_campaign.faults import (
 )
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
 from tests.fault_campaign.network_faults import BadService, LossyLink, Partition
-from tests.fault_campaign.storage_faults import DamagedFile, FailingWrites, FullDisk, LostFolder, ReadOnlyDisk
+from tests.fault_campaign.storage_faults import DamagedFile, FailingWrites, FullDisk, LostFolder
 
 # Each kind: its share of the cases, and how one is drawn.
 KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
@@ -46,7 +46,6 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
     ),
     "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice([90, -3600, 86_400, -86_400, 400 * 86_400]))),
     "full disk": (4, lambda r: FullDisk("full disk", ("space", "disk", "free"), seconds=r.choice([0.0, 0.5]))),
-    "read-only disk": (2, lambda r: ReadOnlyDisk("read-only disk", ("Read-only", "read-only", "checkpoint"))),
     "failing writes": (
         3,
         lambda r: FailingWrites(

@@ -160,8 +160,8 @@ class Run:
 def rank_of(pid: int, folder: Path) -> int | None:
     """Return the rank of a process: a forked one has left a note, one that was executed has a variable."""
     note = folder / "pids" / str(pid)
-    if note.exists():
-        return None if is_zombie(pid) else int(note.read_text())
+    if note.exists() and (text := note.read_text()):  # empty while it is written
+        return None if is_zombie(pid) else int(text)
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         command = Path(f"/proc/{pid}/cmdline").read_bytes()

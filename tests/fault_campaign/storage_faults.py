@@ -46,27 +46,6 @@ class FullDisk(Fault):
 
 
 @dataclass
-class ReadOnlyDisk(Fault):
-    """The run's folder can no longer be written to, as after an error of its disk."""
-
-    def prepare(self, run: Run) -> None:
-        mount(run, "size=64m")
-
-    def fire(self, run: Run) -> str:
-        if not run.steps():
-            return ""
-        done = subprocess.run(
-            ["mount", "-o", "remount,ro", str(run.folder / "run")], check=False, capture_output=True
-        )  # busy while a file is open for writing
-        if done.returncode:
-            run_tool("mount", "-o", "remount,ro", "--bind", str(run.folder / "run"), str(run.folder / "run"))
-        return "the disk is read-only"
-
-    def heal(self, run: Run) -> None:
-        run_tool("mount", "-o", "remount,rw", str(run.folder / "run"))
-
-
-@dataclass
 class FailingWrites(Fault):
     """Writes and syncs below the run's folder fail with EIO while a file exists, by a preloaded library."""
 
