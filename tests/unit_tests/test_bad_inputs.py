@@ -375,5 +375,6 @@ def test_two_ranks_say_it_once(case: str, make: Callable[[], list[str]], code: i
         assert sum("d.jsonl:3: is not JSON" in line for line in lines) == 1
         assert not (folder / "run").exists()
     else:
-        assert sum("the reward function returned nan" in line for line in lines) == 1
-        assert lines[-1].endswith("ended with exit code 1")
+        assert ["the reward function returned nan" in line for line in lines] == [True], (
+            "the rank's own line is the last"
+        )
