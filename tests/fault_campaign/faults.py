@@ -20,7 +20,6 @@ class Fault:
     """A fault: what it needs of a run, how it is injected, and what a run that it ends must say.
 
     causes: words, one of which stands in the last line of a run that stops. settings: of the run with the fault alone.
-    ends_with: exit codes of a run that stops; empty: any but 0 and 2.
     """
 
     kind: str
@@ -28,7 +27,6 @@ class Fault:
     settings: tuple[str, ...] = ()
     reward: tuple[str, ...] = REWARD  # settings of the rewards
     deadline_s: float = 60.0
-    ends_with: tuple[int, ...] = ()
     may_start_late: bool = True  # may be injected before the first step
     nodes: int = 1
     forked: bool = True  # whether ranks may be forked from a process that has the imports

@@ -35,7 +35,7 @@ EVERYTHING = replace(
     recipe="/home/me/recipe.yaml",
     python="",
     image="registry#team/mega_rl:0.1",
-    mounts=[ContainerMount.parse("/home/me:/work"), ContainerMount.parse("/scratch/runs:/runs")],
+    mounts=[ContainerMount.parse("/home/me:/code"), ContainerMount.parse("/scratch/runs:/runs")],
     partition="gpu,long",
     account="team",
     qos="high",
@@ -225,10 +225,10 @@ def test_a_variable_without_a_value_ends_the_job_as_a_mistake(tmp_path: Path) ->
 def test_a_container_sees_recipe_and_run_folder_at_its_own_paths() -> None:
     text = render(EVERYTHING)
     assert check(EVERYTHING, resume="auto") == []
-    assert "--config /work/recipe.yaml" in text
+    assert "--config /code/recipe.yaml" in text
     assert "--container-image=registry#team/mega_rl:0.1" in text
-    assert "--container-mounts=/home/me:/work,/scratch/runs:/runs" in text
-    assert "--container-workdir=/work" in text
+    assert "--container-mounts=/home/me:/code,/scratch/runs:/runs" in text
+    assert "--container-workdir=/code" in text
     assert "--container-env=NCCL_DEBUG,WANDB_API_KEY" in text
     assert "lock=/scratch/runs/a/checkpoints/.lock" in text
     assert "train=(mega-rl train" in text
