@@ -63,7 +63,7 @@ class Supervisor:
             conclusion = self._conclude(generation)
             if conclusion is not None:
                 return conclusion
-            number, resume = number + 1, "auto" if self._progress.saved else ""
+            number, resume = number + 1, "auto" if self._progress.is_saved else ""
 
     def _run_generation(self, number: int, resume: str) -> Generation:
         """Start the ranks and return when all have ended."""
@@ -143,7 +143,7 @@ class Supervisor:
         log.warning(
             "%s; after step %d: restart %d of at most %d, from %s",
             *(cause, self._progress.step, self._restarts.restarts, self._restarts.max_restarts),
-            self._progress.saved or "where it began",
+            self._progress.next_start,
         )
         return None
 
