@@ -130,6 +130,24 @@ def test_without_node_0_the_others_save_and_end(node: Start) -> None:
     wait_until(lambda: all(map(is_gone, pids)))
 
 
+def test_signals_reach_ranks_that_save_without_node_0(node: Start) -> None:
+    """As a second Ctrl-C does, which ends them at once."""
+    program = """
+        signal.signal(signal.SIGTERM, lambda *_: reached("saves"))
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+        reached("up")
+        while True: time.sleep(0.01)
+    """
+    first, second = node(0, program), node(1, program)
+    pids = [first.reached("up", rank) for rank in range(2)]
+    first.process.kill()
+    second.reached("saves", 1)
+    second.process.send_signal(signal.SIGINT)
+    assert second.end()[0] == 130
+    assert is_gone(pids[1])
+    os.kill(pids[0], signal.SIGKILL)
+
+
 def test_a_spare_takes_the_place_of_a_lost_node(node: Start, tmp_path: Path) -> None:
     """Ranks keep the order of the nodes: 0, 2, 3 after the loss of 1."""
     program = """
