@@ -112,12 +112,12 @@ def test_a_lost_node_ends_the_run_with_its_name(node: Start) -> None:
 
 
 def test_a_silent_launcher_is_lost_after_a_deadline(node: Start) -> None:
-    first, second = node(0, WAITS, silent_s=0.5), node(1, WAITS, silent_s=0.5)
+    first, second = node(0, WAITS, silent_s=2.0), node(1, WAITS, silent_s=2.0)
     first.reached("up", 1)
     second.process.send_signal(signal.SIGSTOP)
     code, errors = first.end()
     assert code == 1
-    assert "is lost: nothing was heard of it for 0.5 s" in errors
+    assert "is lost: nothing was heard of it for 2 s" in errors
 
 
 def test_without_node_0_the_others_save_and_end(node: Start) -> None:
