@@ -74,9 +74,11 @@ def main(arguments: Sequence[str]) -> None:
     while _living(ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in _living(ranks):
-        sys.stderr.write(f"error: process {pid} did not end within {save_s} s after its launcher: killed\n")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # the leader lives, so its group is still its own
+        with contextlib.suppress(OSError):  # whoever read standard error may be gone as well
+            sys.stderr.write(f"error: process {pid} did not end within {save_s} s after its launcher: killed\n")
+            sys.stderr.flush()
 
 
 def _ranks_at_the_end(launcher: socket.socket) -> dict[int, int]:

@@ -53,6 +53,15 @@ def test_a_rank_that_outlives_its_launcher_too_long_is_killed() -> None:
     assert errors == f"error: process {rank} did not end within 0.3 s after its launcher: killed\n"
 
 
+def test_ranks_are_killed_though_nobody_reads_standard_error_any_more() -> None:
+    process, rank, _ = start("time.sleep(600)")
+    assert process.stderr is not None
+    process.stderr.close()
+    process.kill()
+    wait_until(lambda: is_gone(rank))
+    process.wait()
+
+
 def test_the_warden_of_a_launcher_that_ends_well_has_nothing_to_do() -> None:
     process, _, warden = start("ranks[0].kill(); ranks[0].wait(); warden.close()")
     _, errors = process.communicate(timeout=60)
