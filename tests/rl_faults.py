@@ -142,6 +142,20 @@ CORRECTIONS = (
 EXPERIENCE = (
     fault(
         "experience",
+        "rows without an advantage leave the others more weight",
+        "left.token_weights = (left.token_weights / share).float()",
+        "left.loss_weights, left.token_weights = left.loss_weights / share, (left.token_weights / share).float()",
+        "trainer/test_zero_advantages.py",
+    ),
+    fault(
+        "experience",
+        "rows of negative advantages are left out, too",
+        "((minibatch.advantages != 0) & minibatch.loss_mask)",
+        "((minibatch.advantages > 0) & minibatch.loss_mask)",
+        "trainer/test_zero_advantages.py",
+    ),
+    fault(
+        "experience",
         "the old policy is the reference",
         "        old_logprobs=old.logprobs,\n",
         "        old_logprobs=old.logprobs if ref.logprobs is None else ref.logprobs,\n",

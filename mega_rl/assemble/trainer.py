@@ -50,6 +50,7 @@ from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
+from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import TextScorer
 from mega_rl.workers.reward_functions import RewardFunction
@@ -215,13 +216,14 @@ def _connect(
     config, roles, rollouts, tokens = parts.plan.config, parts.roles, parts.rollouts, parts.inputs.tokens
     actor = roles.actor_engine
     sampling = _sampling(parts, timer)
+    skips = config.trainer.microbatch.skip_zero_advantages
     return PPOTrainer(
         settings=run_settings(config),
         prompts=sampling.prompts,
         val_prompts=parts.inputs.held_out,
         rollout=sampling.rollout,
         reward=sampling.reward,
-        actor=roles.actor,
+        actor=WithoutZeroAdvantages(roles.actor, actor.data_parallel) if skips else roles.actor,
         critic=roles.critic,
         reference=roles.reference,
         estimator=build_estimator(config),

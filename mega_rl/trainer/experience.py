@@ -80,10 +80,7 @@ class MinibatchPlan:
         for epoch in range(self.epochs):
             for block in minibatch_prompt_blocks(num_prompts, self.minibatch_size, seed_key=(self.seed, step, epoch)):
                 destinations = assign_rows(index, lengths, block=block, dp_size=ranks.size)[own]
-                chosen = (destinations >= 0).nonzero().flatten()
-                minibatch = ranks.exchange_rows(experience[chosen], destinations[chosen])  # type: ignore[index]
-                minibatch.rows = row_numbers(minibatch.loss_mask)
-                yield self._weigh(minibatch, ranks)
+                yield self._weigh(moved_rows(experience, destinations, ranks), ranks)
 
     def _weigh(self, minibatch: Experience, ranks: Ranks) -> Experience:
         """Set the mini-batch's loss and token weights from global counts; returns it."""
@@ -98,6 +95,17 @@ class MinibatchPlan:
         )
         minibatch.token_weights = mask.float() / max(tokens, 1.0)
         return minibatch
+
+
+def moved_rows(experience: Experience, destinations: Tensor, ranks: Ranks) -> Experience:
+    """Send each row to the rank that trains it, and return what this one gets, numbered anew; collective.
+
+    destinations: [B] int64, of this rank's rows; -1 for one that no rank trains.
+    """
+    chosen = (destinations >= 0).nonzero().flatten()
+    moved = ranks.exchange_rows(experience[chosen], destinations[chosen])  # type: ignore[index]
+    moved.rows = row_numbers(moved.loss_mask)
+    return moved
 
 
 def own_rows(count: int, ranks: Ranks) -> tuple[int, int]:

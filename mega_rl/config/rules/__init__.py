@@ -94,6 +94,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     yield from _kl_estimator(algorithm.kl)
     yield from _loss(config)
+    yield from _zero_advantages(config)
     for choice in CHOICES:
         yield from choice.problems(config)
 
@@ -184,6 +185,28 @@ def _loss(config: Config) -> Iterator[str]:
             "policy is still the one before the update; lower trainer.minibatch_size, raise algorithm.epochs, or set "
             "algorithm.old_logprobs=rollout"
         )
+
+
+def _zero_advantages(config: Config) -> Iterator[str]:
+    """Yield what responses without an advantage would still teach, or that there are none."""
+    algorithm, moe = config.algorithm, config.engine.megatron.moe
+    if not config.trainer.microbatch.skip_zero_advantages:
+        return
+    key = "trainer.microbatch.skip_zero_advantages=true"
+    if not (ADVANTAGE.needs(config, "needs_groups") or ADVANTAGE.needs(config, "needs_greedy")):
+        yield (
+            f"{key} has no effect with algorithm.advantage={algorithm.advantage}, which "
+            "does not compare rewards of one prompt; set it to false"
+        )
+    teaching = {
+        f"algorithm.loss={algorithm.loss}": not LOSS.needs(config, "scales_with_advantage"),
+        f"algorithm.entropy_coef={algorithm.entropy_coef:g}": algorithm.entropy_coef > 0.0,
+        "algorithm.kl.placement=loss": algorithm.kl.placement == "loss",
+        f"engine.megatron.moe.aux_loss_coef={moe.aux_loss_coef:g}": moe.aux_loss_coef > 0.0,
+        f"engine.megatron.moe.expert_bias_update_rate={moe.expert_bias_update_rate:g}": moe.expert_bias_update_rate > 0,
+    }
+    for setting in (setting for setting, teaches in teaching.items() if teaches):
+        yield (f"{key} with {setting}: responses whose advantages are 0 would give a gradient still; set it to false")
 
 
 def _kl_estimator(kl: KlConfig) -> Iterator[str]:

@@ -6,7 +6,6 @@ what the choice needs of a run. A user's own class has fields and class variable
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -174,10 +173,15 @@ class LossSettings(Settings):
     needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
     needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
     needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
+    scales_with_advantage: ClassVar[bool] = False  # a multiple of the advantage: where that is 0, so is the gradient
+
+
+class _MultipleOfAdvantage(LossSettings):
+    scales_with_advantage: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class PPOSettings(LossSettings):
+class PPOSettings(_MultipleOfAdvantage):
     """The clipped objective."""
 
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
@@ -194,7 +198,7 @@ class PPOSettings(LossSettings):
 
 
 @dataclass(frozen=True)
-class GSPOSettings(LossSettings):
+class GSPOSettings(_MultipleOfAdvantage):
     """The clipped objective with the ratio of a whole response."""
 
     needs_response_mean: ClassVar[bool] = True
@@ -204,7 +208,7 @@ class GSPOSettings(LossSettings):
 
 
 @dataclass(frozen=True)
-class GMPOSettings(LossSettings):
+class GMPOSettings(_MultipleOfAdvantage):
     """The geometric mean of a response's clipped token ratios."""
 
     needs_response_mean: ClassVar[bool] = True
@@ -215,14 +219,14 @@ class GMPOSettings(LossSettings):
 
 
 @dataclass(frozen=True)
-class CISPOSettings(LossSettings):
+class CISPOSettings(_MultipleOfAdvantage):
     """REINFORCE with a capped ratio as weight: every token keeps a gradient."""
 
     cap: float = setting(5.0, "Largest ratio that weighs a token's gradient.", min=1.0)
 
 
 @dataclass(frozen=True)
-class SAPOSettings(LossSettings):
+class SAPOSettings(_MultipleOfAdvantage):
     """A smooth gate in the place of the clip."""
 
     tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
@@ -232,7 +236,7 @@ class SAPOSettings(LossSettings):
 
 
 @dataclass(frozen=True)
-class DPPOTVSettings(LossSettings):
+class DPPOTVSettings(_MultipleOfAdvantage):
     """A trust region by the change of the sampled token's probability."""
 
     threshold: float = setting(
@@ -242,7 +246,7 @@ class DPPOTVSettings(LossSettings):
 
 
 @dataclass(frozen=True)
-class DPPOKLSettings(LossSettings):
+class DPPOKLSettings(_MultipleOfAdvantage):
     """A trust region by the divergence between the token's old and new probability."""
 
     threshold: float = setting(
@@ -358,11 +362,6 @@ def _dual_clip(bound: float) -> Iterator[str]:
     """Yield what is wrong with a dual clip that cuts off tokens inside the other bounds."""
     if 0 < bound <= 1:
         yield f"dual_clip={bound:g}: legal: 0 (off) or above 1"
-
-
-def defaults(area: type) -> dict[str, object]:
-    """Return the default of every setting of a dataclass."""
-    return {field.name: field.default for field in dataclasses.fields(area)}
 
 
 ADVANTAGES: dict[str, type[AdvantageSettings]] = {

@@ -23,3 +23,8 @@ def setting(
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def defaults(area: type) -> dict[str, object]:
+    """Return the default of every setting of a dataclass."""
+    return {field.name: field.default for field in dataclasses.fields(area)}

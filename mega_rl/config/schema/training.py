@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mega_rl.config.schema.algorithms import GAESettings, PPOSettings, defaults
-from mega_rl.config.schema.setting import ATTENTION, setting
+from mega_rl.config.schema.algorithms import GAESettings, PPOSettings
+from mega_rl.config.schema.setting import ATTENTION, defaults, setting
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,11 @@ class MicrobatchConfig:
     packing: bool = setting(True, "Pack sequences without padding (THD); false pads each micro-batch.")
     max_tokens: int = setting(8192, "Token budget of a packed micro-batch.", unit="tokens", min=1)
     size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
+    skip_zero_advantages: bool = setting(
+        False,
+        "Leave responses whose advantages are all 0, as of a group of equal rewards, out of the policy's updates: the "
+        "gradient is the same, metrics of the update are of the others.",
+    )
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,11 @@ from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.+)\.local_experts\.(\d+)\.(.+)")
 
-# What a training run stores beside the model: optimizer and scheduler state, random-number states.
-FOREIGN_PREFIXES = ("optimizer.", "chained_", "opt_param_scheduler", "lr_scheduler", "rng_state", "rerun_state_machine")
+# What a training run stores beside the model: optimizer and scheduler state, random-number states, and from
+# Megatron-Core 0.19 on what earlier releases write into common.pt.
+FOREIGN_PREFIXES = (
+    "optimizer.", "chained_", "opt_param_scheduler", "lr_scheduler", "rng_state", "rerun_state_machine", "common_state/"
+)  # fmt: skip
 EXTRA_STATE = "._extra_state/"
 
 

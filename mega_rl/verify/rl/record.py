@@ -24,6 +24,7 @@ from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import PPOTrainer
 from mega_rl.trainer.dynamic_sampling import DynamicSampling
 from mega_rl.trainer.experience import gather_column
+from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
@@ -199,7 +200,9 @@ def gather_gradients(engine: ModelEngine) -> None:
 
 
 def _worker_of(learner: Learner) -> LearningWorker:
-    inner = learner.model if isinstance(learner, MeteredLearner) else learner
+    inner = learner
+    while isinstance(inner, MeteredLearner | WithoutZeroAdvantages):
+        inner = inner.model
     assert isinstance(inner, LearningWorker), f"no engine is known behind {type(inner).__name__}"
     return inner
 

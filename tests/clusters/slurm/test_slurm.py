@@ -32,11 +32,15 @@ import time
 
 def score(prompt: str, response: str, answer: str) -> float:
     if pathlib.Path(__file__).with_name("slow").exists():
-        time.sleep(0.1)
+        time.sleep(0.3)
     return sum(map(ord, prompt + response)) % 7 / 7
 """
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 RUN_S = 300.0  # for a run of some twenty seconds
+LIMIT_MINUTES = 60  # of a job
+# A node refuses a start whose credential is no younger, in whole seconds, than the end of the job's last start there;
+# Slurm's own delay of two minutes is for that.
+REQUEUE_DELAY_S = 2
 CLI = (sys.executable, "-m", "mega_rl.cli")
 
 
@@ -116,7 +120,7 @@ class Run:
             "--submit",
             "--nodes=2",
             "--nproc-per-node=2",
-            "--time=60",
+            f"--time={LIMIT_MINUTES}",
         ]
         launch += ["--output", str(folder / "job.out"), "--env=OMP_NUM_THREADS", *options]
         self.output = folder / "job.out"
@@ -142,14 +146,22 @@ class Run:
         return self.state["JobState"]
 
     def wait_for_requeue(self) -> None:
-        """Wait until the job is pending again, and have it start without Slurm's delay of two minutes."""
+        """Wait until the job is pending again, and have it start within seconds, with its first time limit."""
         waiting = ("PENDING", *ENDED)
         self._wait(lambda: self.state["JobState"] in waiting, "requeue")
         assert self.state["JobState"] == "PENDING", self.log()
-        self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        self._update(f"StartTime=now+{REQUEUE_DELAY_S}", f"TimeLimit={LIMIT_MINUTES}")
+
+    def end_within_two_minutes(self) -> None:
+        """Set a time limit of which one to two minutes are left."""
+        elapsed = self.cluster.call("squeue", "--noheader", f"--jobs={self.number}", "--format=%M")
+        self._update(f"TimeLimit={int(elapsed.split(':')[0]) + 2}")
 
     def log(self) -> str:
         return self.output.read_text() if self.output.exists() else ""
+
+    def _update(self, *values: str) -> None:
+        self.cluster.call("scontrol", "update", f"JobId={self.number}", *values)
 
     def _wait(self, condition: object, what: str) -> None:
         try:
@@ -199,12 +211,10 @@ def test_the_warning_before_the_time_limit_saves_and_requeues(
     slow.touch()
     run = Run(cluster, inputs, tmp_path, ["--warning-s=60"])
     run.wait_for_step(3)
-    minutes = str(2 + int(cluster.call("squeue", "--noheader", f"--jobs={run.number}", "--format=%M").split(":")[0]))
-    cluster.call("scontrol", "update", f"JobId={run.number}", f"TimeLimit={minutes}")
+    run.end_within_two_minutes()
     run.wait_for_requeue()
     slow.unlink()
     assert "saved before the time limit (exit code 138)" in run.log()
-    cluster.call("scontrol", "update", f"JobId={run.number}", "TimeLimit=60")
     assert run.end() == "COMPLETED", run.log()
     assert weights(run.run_dir) == reference
 

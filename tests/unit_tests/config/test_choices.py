@@ -22,7 +22,8 @@ from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS,
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import GAESettings, defaults
+from mega_rl.config.schema.algorithms import GAESettings
+from mega_rl.config.schema.setting import defaults
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.setup import models_of

@@ -18,7 +18,7 @@ from mega_rl.config.moved import EARLIER, REMOVED
 from mega_rl.config.moved import SECTIONS as EARLIER_SECTIONS
 from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import defaults
+from mega_rl.config.schema.setting import defaults
 from mega_rl.errors import UserErrors
 from tests.release.sources import ROOT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
     """Names that differ, by what was done: loading offline conversions into live models, and saving those.
 
     `root`/{name} holds for every model its Hugging Face checkpoint `hf`, `dist`, and rank files `ranks`; live models
-    are saved into `saved-{layout}`.
+    are saved into `saved-{layout}`. A rank on a CPU that forks is named, too: see tests/helpers/upstream_writers.py.
     """
     from mega_rl.accelerator import prepare
 
@@ -74,6 +75,8 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
     from tests.helpers.load_ranks import load_ranks
 
     actual: dict[str, list[str]] = {}
+    forks: list[str] = []
+    os.register_at_fork(before=lambda: forks.append("a process forked beside threads of gloo"))
     for layout, sizes in WORLDS[world_size].items():
         built = groups.initialize(ParallelLayout(world_size=world_size, **sizes), accelerator=accelerator, timeout_s=60)
         groups.seed_model_parallel(1, built)
@@ -98,6 +101,7 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
             saved.mkdir(exist_ok=True)
             dist_checkpointing.save(_sharded_state(live.chunks, built.collection.dp_cp), str(saved))
         groups.destroy()
+    actual["forks"] = forks if accelerator.name == "cpu" else []
     return actual
 
 

@@ -80,7 +80,8 @@ def test_megatron_loads_what_is_written_and_writes_what_is_read(world_size: int,
                 continue
             back = converted / name / f"back-{layout}"
             report = export_checkpoint(saved, back, reference=converted / name / "hf")
-            assert [ignored for ignored in report.ignored if "extra states" not in ignored] == []
+            beside = [name for name in report.ignored if "extra states" not in name]
+            assert set(beside) <= {"common_state/shard_0_1"}  # of Megatron-Core from 0.19 on
             with CheckpointReader(converted / name / "hf") as a, CheckpointReader(back) as b:
                 assert compare(a, b, allow_missing=REPEATED).equal, (name, layout)
 
@@ -296,9 +297,10 @@ def test_optimizer_and_random_states_are_left_aside_and_reported(tmp_path: Path)
     key = "decoder.layers.mlp.linear_fc2.weight"
     extra = "optimizer.state.exp_avg." + key
     add_copy(metadata, key, extra)
-    metadata.state_dict_metadata["rng_state/shard_0_1"] = BytesStorageMetadata()
+    objects = {"rng_state/shard_0_1", "common_state/shard_0_1"}
+    metadata.state_dict_metadata |= {name: BytesStorageMetadata() for name in objects}
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     report = export_checkpoint(folder, tmp_path / "back")
-    assert {extra, "rng_state/shard_0_1"} <= set(report.ignored)
+    assert {extra, *objects} <= set(report.ignored)
     with CheckpointReader(tmp_path / "hf") as a, CheckpointReader(tmp_path / "back") as b:
         assert compare(a, b).equal

@@ -73,6 +73,13 @@ VARIANTS: dict[str, dict[str, object]] = {
     "teacher of single tokens": {"algorithm.advantage": "distillation", "reward.source": "none"},
     "teacher of one update": {**ALGORITHMS["teacher_reverse_kl"], "trainer.minibatch_size": 8},
     "filter with a critic": {**ALGORITHMS["ppo"], "reward.overlong.filter": True},
+    "no advantage, no update": {
+        **GROUP_OF_SEQUENCES,
+        "reward.weights": {"correct": 0.0, "format": 1.0},
+        "rollout.n": 2,
+        "trainer.microbatch.skip_zero_advantages": True,
+        "trainer.steps": 3,
+    },
     "copies of the reference": {
         **KL_LOSS,
         "algorithm.kl.reference_interval": 2,

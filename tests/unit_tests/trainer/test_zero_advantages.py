@@ -1,0 +1,126 @@
+"""Without the rows of advantage 0 a mini-batch has the same gradient, over fewer micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.config.schema.algorithms import LOSSES
+from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.zero_advantages import LEFT_OUT, WithoutZeroAdvantages
+from mega_rl.types import Experience
+from tests.helpers.distributed import run_ranks
+from tests.helpers.fakes import FakeRanks
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.distributed.test_engine_parity import worst_difference
+from tests.unit_tests.trainer.zero_advantages_on_ranks import (
+    ALL_ZERO,
+    CASES,
+    LEFT,
+    experience,
+    losses,
+    run_cases,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+RELATIVE_TOLERANCE = 1e-5  # fp32 sums of a few hundred terms in another order
+# Means over the tokens of a mini-batch, whose tokens are others; what is weighed as the loss stays.
+WEIGHED_AS_THE_LOSS = ("actor/loss", "actor/policy_loss", "actor/grad_norm", "grad_norm", "loss")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Every case of every rank, by name."""
+    checkpoint = str(write_tiny_checkpoint(tmp_path_factory.mktemp("model"), family="qwen3", tied=True))
+    of_ranks = {size: run_ranks(size, run_cases, size, checkpoint) for size in (1, 2)}
+    return {name: [ranks[name] for ranks in of_ranks[size]] for name, (size, _, _) in CASES.items()}
+
+
+@pytest.mark.parametrize("loss", losses())
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_that_of_all_rows(results: dict[str, Any], case: str, loss: str) -> None:
+    (whole, left), *_ = (of_rank[loss] for of_rank in results[case])
+    for name in WEIGHED_AS_THE_LOSS:
+        if name in whole["metrics"]:
+            expected = pytest.approx(whole["metrics"][name], rel=RELATIVE_TOLERANCE, abs=1e-7)
+            assert left["metrics"][name] == expected, name
+    if loss == ALL_ZERO:
+        assert (left["rows"], left["metrics"]["grad_norm"]) == (1, 0.0)
+        return
+    assert whole["metrics"]["grad_norm"] > 1e-3
+    if "gradients" in left:
+        distance, name = worst_difference(left["gradients"], whole["gradients"])
+        assert distance <= RELATIVE_TOLERANCE, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_left_out_and_spread_anew(results: dict[str, Any], case: str) -> None:
+    of_ranks = [of_rank["ppo"] for of_rank in results[case]]
+    whole, left = of_ranks[0]
+    assert (whole["rows"], left["rows"]) == (8, LEFT)
+    assert [result["own_rows"] for _, result in of_ranks] == [LEFT // len(of_ranks)] * len(of_ranks)
+    assert left["metrics"]["num_microbatches"] < whole["metrics"]["num_microbatches"]
+    assert left["metrics"][LEFT_OUT] == 0.5
+    assert LEFT_OUT not in whole["metrics"]
+
+
+def only(batch: Experience) -> tuple[Experience, float]:
+    """Return the rows that are left of a mini-batch of one rank, and the share that is not."""
+    (minibatch,) = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0).cut(
+        batch, num_prompts=4, step=0, ranks=FakeRanks()
+    )
+    return WithoutZeroAdvantages(None, FakeRanks()).rows_with_advantages(minibatch)  # type: ignore[arg-type]
+
+
+def test_means_are_over_the_tokens_that_are_left() -> None:
+    """Weights of means sum to 1; those of the loss are as they were."""
+    batch = experience((0, 1))
+    left, share = only(batch)
+    mask = left.loss_mask
+    assert share == 0.5
+    assert float(left.token_weights.sum()) == pytest.approx(1.0, rel=1e-6)
+    assert torch.allclose(left.token_weights[mask], 1.0 / mask.sum())
+    assert torch.allclose(left.loss_weights[mask], 1.0 / batch.loss_mask.sum())
+    assert left.rows.max() == len(left)  # numbered anew
+
+
+def test_a_row_with_one_advantage_stays() -> None:
+    batch = experience((0, 1, 2, 3))
+    batch.advantages[5, int(batch.loss_mask[5].nonzero()[0])] = -1e-6
+    left, _ = only(batch)
+    assert left.prompt_index.tolist() == [2]
+    assert torch.equal(left.tokens[0], batch.tokens[5])
+
+
+def test_an_advantage_off_the_mask_is_none() -> None:
+    batch = experience((0, 1, 2))
+    batch.advantages[0, 0] = 1.0  # of the prompt
+    assert only(batch)[0].prompt_index.tolist() == [3, 3]
+
+
+def test_without_any_advantage_the_shortest_row_is_left_even_without_tokens() -> None:
+    batch = experience((0, 1, 2, 3))
+    shortest = int(batch.lengths.argmin())
+    batch.loss_mask[shortest] = False
+    left, _ = only(batch)
+    assert torch.equal(left.tokens[0], batch.tokens[shortest])
+    assert not left.token_weights.any()
+
+
+def test_steps_that_train_nothing_have_no_metrics() -> None:
+    class Absent:
+        def update(self, minibatch: Experience, **given: Any) -> dict[str, float]:
+            return {}
+
+    assert WithoutZeroAdvantages(Absent(), FakeRanks()).update(experience((0,)), step=0) == {}  # type: ignore[arg-type]
+
+
+def test_losses_that_may_teach_without_an_advantage_say_so() -> None:
+    assert [name for name, settings in LOSSES.items() if not settings.scales_with_advantage] == [
+        "kl_cov",
+        "distillation",
+    ]

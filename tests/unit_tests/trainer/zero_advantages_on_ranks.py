@@ -1,0 +1,93 @@
+"""What each rank does in test_zero_advantages.py: the same mini-batch with and without the rows of advantage 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.kl import k2
+from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.config.schema.algorithms import LOSSES
+from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
+from mega_rl.types import Experience, Metrics, TokenOutputs, row_numbers
+from mega_rl.workers.models import PolicyLoss
+from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced, running_engine
+from tests.helpers.models import random_experience
+
+# name -> (ranks, layout of `LAYOUTS`, engine)
+CASES = {"1": (1, "1", "megatron"), "dp2": (2, "dp2", "megatron"), "fsdp 2": (2, "dp2", "fsdp")}
+SCALED = [name for name in OBJECTIVES if LOSSES[name].scales_with_advantage]
+# Where defaults would reject every response: the model has nothing in common with the old log-probs.
+SETTINGS = {"geometric_rejection": {"low": 0.7, "high": 1.4}, "sequence_rejection": {"low": 0.01, "high": 100.0}}
+LEFT = 4  # rows that have advantages, of 8
+ALL_ZERO = "no advantage"
+
+
+@dataclass
+class Updates:
+    """An actor that keeps the mini-batch that it got, and makes an update of length zero."""
+
+    engine: Any
+    loss: PolicyLoss
+    rows: list[Experience] = field(default_factory=list)
+
+    def evaluate(self, batch: Any) -> TokenOutputs:
+        raise NotImplementedError
+
+    def update(self, minibatch: Experience, *, step: int, inspect: Any = None) -> Metrics:
+        self.rows.append(minibatch)
+        return dict(self.engine.train_minibatch(minibatch, self.loss, lr=0.0))
+
+
+def experience(zero: tuple[int, ...]) -> Experience:
+    """Rows of four prompts with two samples each; those of some prompts have no advantage."""
+    batch = random_experience()
+    batch.advantages = torch.where(torch.isin(batch.prompt_index, torch.tensor(zero))[:, None], 0.0, batch.advantages)
+    return batch
+
+
+def losses() -> dict[str, PolicyLoss]:
+    """Return PPO's loss with each correction, and the other losses that are multiples of the advantage."""
+    objectives = {name: PolicyLoss(OBJECTIVES[name](), kl=None, kl_estimator=k2) for name in SCALED}
+    corrected = {
+        name: PolicyLoss(OBJECTIVES["ppo"](), kl=None, kl_estimator=k2, correction=build(**SETTINGS.get(name, {})))
+        for name, build in CORRECTIONS.items()
+    }
+    return objectives | corrected | {ALL_ZERO: objectives["ppo"]}
+
+
+def run_case(checkpoint: str, name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return metrics, rows and gradients of an update with all rows, and of one with those that are left; by loss."""
+    _, layout, backend = CASES[name]
+    config = replaced(make_config(Path(checkpoint), layout=layout, engine=backend), "optim", clip_grad=0.0)
+    config = replaced(
+        replaced(config, "trainer.microbatch", max_tokens=24), "engine.megatron.optimizer", distributed=False
+    )
+    results: dict[str, list[dict[str, Any]]] = {}
+    with running_engine(config) as engine:
+        plan = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0)
+        for loss_name, loss in losses().items():
+            own = own_rows(experience((0, 1, 2, 3) if loss_name == ALL_ZERO else (0, 1)), engine)
+            own.rows = row_numbers(own.loss_mask)
+            (minibatch,) = plan.cut(own, num_prompts=4, step=0, ranks=engine.data_parallel)
+            results[loss_name] = []
+            actor = Updates(engine, loss)
+            for learner in (actor, WithoutZeroAdvantages(actor, engine.data_parallel)):
+                result: dict[str, Any] = {"metrics": learner.update(minibatch, step=0)}
+                result["rows"] = int(engine.data_parallel.sum(torch.tensor(len(actor.rows[-1]))))
+                result["own_rows"] = len(actor.rows[-1])
+                if backend == "megatron":
+                    result["gradients"] = exported_gradients(engine)
+                results[loss_name].append(result)
+    return results
+
+
+def run_cases(rank: int, world_size: int, checkpoint: str) -> dict[str, Any]:
+    """Every case of this many ranks, by name."""
+    return {name: run_case(checkpoint, name) for name in CASES if CASES[name][0] == world_size}
