@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,3 +67,11 @@ def in_units(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:,.2f} {unit}"
     return f"{nbytes} bytes"
+
+
+def name_of_signal(number: int) -> str:
+    """Return "SIGKILL" of 9, and "signal 70" of a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega_rl.errors import name_of_signal
 from mega_rl.health.evidence import INNOCENT, Evidence, by_call, gather, in_phase, in_words, same_call
-from mega_rl.health.processes import STATES, kills_for_memory, memory_limit, memory_of_host, name_of_signal
+from mega_rl.health.processes import STATES, kills_for_memory, memory_limit, memory_of_host
 from mega_rl.health.records import RankRecord
 from mega_rl.health.report import write_report
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,14 +108,6 @@ def kills_for_memory() -> int:
             if name == "oom_kill" and count.strip().isdigit():
                 return int(count)
     return 0
-
-
-def name_of_signal(number: int) -> str:
-    """Return "SIGKILL" of 9, and "signal 70" of a number without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _stat(pid: int) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.launcher.ranks import RankEnd
 from mega_rl.launcher.signals import STOPPED
 
@@ -73,7 +73,7 @@ def ending(exit_code: int) -> str:
     """Return how a process ended, from its exit code; below 0 it is the signal that killed it."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
-    name = signal.Signals(-exit_code).name
+    name = name_of_signal(-exit_code)
     return f"was killed by {name}" + (": perhaps the machine is out of memory" if name == "SIGKILL" else "")
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 from mega_rl.launcher.signals import blocked
 
 LOOPBACK = "127.0.0.1"
@@ -24,7 +24,10 @@ class RankStore:
     """A store's process, as its launcher sees it. The port answers from the first moment on."""
 
     def __init__(self, address: str) -> None:
-        """address: of this machine. Raises UserError for another's."""
+        """address: of this machine.
+
+        Raises UserError for another's, RunError when the machine allows no further process.
+        """
         listener = listen(address)
         self.port = int(listener.getsockname()[1])
         # Ends when the last holder of the other end does: this launcher and, should it be killed, the ranks, which
@@ -32,12 +35,17 @@ class RankStore:
         read, self.lifeline = os.pipe()
         own = str(listener.getsockname()[0])
         command = [sys.executable, "-m", "mega_rl.launcher.store", own, str(listener.fileno()), str(read)]
-        with listener, blocked():
-            self._process = subprocess.Popen(
-                command, pass_fds=[listener.fileno(), read], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-        os.close(read)
+        try:
+            with listener, blocked():
+                self._process = subprocess.Popen(
+                    command, pass_fds=[listener.fileno(), read], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            os.close(self.lifeline)
+            raise RunError(f"{socket.gethostname()}: the ranks' store cannot be started: {error.strerror}") from None
+        finally:
+            os.close(read)
 
     def close(self) -> None:
         """End the store; the ranks have ended."""

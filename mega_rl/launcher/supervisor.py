@@ -63,7 +63,7 @@ class Supervisor:
             conclusion = self._conclude(generation)
             if conclusion is not None:
                 return conclusion
-            number, resume = number + 1, "auto" if self._progress.saved else ""
+            number, resume = number + 1, "auto" if self._progress.is_saved else ""
 
     def _run_generation(self, number: int, resume: str) -> Generation:
         """Start the ranks and return when all have ended."""
@@ -102,7 +102,9 @@ class Supervisor:
     def _carry_out(self, watch: GenerationWatch) -> None:
         due, failure = watch.due(), watch.failure
         may_go_on = failure is not None and failure.may_go_on and not self._stopped_by
-        for node in self._fleet.nodes:
+        for node in reversed(
+            self._fleet.nodes
+        ):  # this one, which may take ten seconds to write stacks, after the others
             if due is Due.KILL:
                 node.kill()
             elif due is Due.END:
@@ -143,7 +145,7 @@ class Supervisor:
         log.warning(
             "%s; after step %d: restart %d of at most %d, from %s",
             *(cause, self._progress.step, self._restarts.restarts, self._restarts.max_restarts),
-            self._progress.saved or "where it began",
+            self._progress.next_start,
         )
         return None
 

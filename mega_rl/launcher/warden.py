@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from mega_rl.errors import RunError
 from mega_rl.launcher.signals import blocked
 
 SAVE_S = 300.0  # to end the step and save: the time that a launcher gives its ranks as well
@@ -30,14 +31,21 @@ class Warden:
     """A warden's process, as its launcher sees it."""
 
     def __init__(self, *, save_s: float = SAVE_S) -> None:
-        """save_s: seconds that ranks have to end after their launcher was killed."""
+        """save_s: seconds that ranks have to end after their launcher was killed.
+
+        Raises RunError when the machine allows no further process.
+        """
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "mega_rl.launcher.warden", str(its.fileno()), str(save_s)]
-        with its, blocked():
-            self._process = subprocess.Popen(
-                command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+        try:
+            with its, blocked():
+                self._process = subprocess.Popen(
+                    command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            self._socket.close()
+            raise RunError(f"{socket.gethostname()}: the warden cannot be started: {error.strerror}") from None
 
     def watch(self, pid: int) -> None:
         """Have a child of this process, the leader of its process group, killed if it outlives the launcher."""
@@ -66,9 +74,11 @@ def main(arguments: Sequence[str]) -> None:
     while _living(ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in _living(ranks):
-        sys.stderr.write(f"error: process {pid} did not end within {save_s} s after its launcher: killed\n")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # the leader lives, so its group is still its own
+        with contextlib.suppress(OSError):  # whoever read standard error may be gone as well
+            sys.stderr.write(f"error: process {pid} did not end within {save_s} s after its launcher: killed\n")
+            sys.stderr.flush()
 
 
 def _ranks_at_the_end(launcher: socket.socket) -> dict[int, int]:

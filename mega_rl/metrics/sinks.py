@@ -127,7 +127,7 @@ class TensorBoardSink(NullSink):
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Add every metric as a scalar."""
-        writer = self._open()
+        writer = self._open(step)
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()
@@ -135,22 +135,25 @@ class TensorBoardSink(NullSink):
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Add the rows as a table in Markdown."""
         if rows:
-            self._open().add_text("val_rollouts" if validation else "rollouts", _markdown_table(rows), step)
+            self._open(step).add_text("val_rollouts" if validation else "rollouts", _markdown_table(rows), step)
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
 
-    def _open(self) -> Any:
+    def _open(self, step: int) -> Any:
+        if self._writer is not None and not self._directory.is_dir():
+            logger.error("%s is gone with the events before step %d: new ones begin", self._directory, step)
+            self._directory.mkdir(parents=True)  # without it the thread of the old writer would die with a traceback
+            self._writer.close()
+            self._writer = None
         if self._writer is None:
             # TensorBoard hides what earlier event files of the folder hold from the purge step on.
             purge_step = _first_stale_step(self._resume_step)
             self._writer = self._make_writer(str(self._directory), purge_step=purge_step)
             if self._config_text:
                 self._writer.add_text("config", f"```yaml\n{self._config_text}```", self._resume_step)
-        elif not self._directory.is_dir():  # the writer's thread would die of it, with a traceback
-            raise FileNotFoundError(f"{self._directory} is gone")
         return self._writer
 
 

@@ -242,20 +242,24 @@ def _interruptible() -> Iterator[Callable[[str], None] | None]:
     if threading.current_thread() is not main or main.ident is None:
         yield None
         return
-    ident = main.ident
+    ident, lock, is_over = main.ident, threading.Lock(), False
 
     def raise_hung(number: int, frame: FrameType | None) -> None:
         if reasons:  # else it is a signal of somebody else
             raise HungError(reasons[0])
 
     def interrupt(reason: str) -> None:
-        reasons.append(reason)
-        signal.pthread_kill(ident, INTERRUPT)
+        with lock:
+            if not is_over:  # without the handler the signal would end the process
+                reasons.append(reason)
+                signal.pthread_kill(ident, INTERRUPT)
 
     previous = signal.signal(INTERRUPT, raise_hung)
     try:
         yield interrupt
     finally:
+        with lock:
+            is_over = True
         signal.signal(INTERRUPT, previous)
 
 

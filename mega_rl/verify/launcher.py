@@ -19,7 +19,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from mega_rl.accelerator.gpus import HIDDEN
-from mega_rl.errors import RunError
+from mega_rl.errors import RunError, name_of_signal
 from mega_rl.launcher.leash import leashed
 from mega_rl.launcher.ranks import Assignment, environment
 from mega_rl.launcher.store import LOOPBACK, listen
@@ -118,7 +118,7 @@ def _wait(
 def _last_words(rank: int, code: int, logs: Path) -> str:
     """Return why a rank failed: its last line of output, and for an exception the place in this package."""
     if code < 0:
-        return f"rank {rank} died of {signal.Signals(-code).name}"
+        return f"rank {rank} died of {name_of_signal(-code)}"
     said = (logs / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
     lines = [line for line in said.splitlines() if line.strip()]
     if not lines:

@@ -22,6 +22,7 @@ import torch
 from torch.distributed import TCPStore
 
 from mega_rl.accelerator.gpus import HIDDEN, gpu_for_each
+from mega_rl.errors import name_of_signal
 
 GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
 LAST_WORDS = 4000  # characters of a rank's standard error that a failure shows
@@ -177,7 +178,7 @@ def _failure(processes: list[BaseProcess], directory: Path, *, timeout_s: float)
             lines.append(f"rank {rank} raised:\n{path.read_text(encoding='utf-8')}")
         elif process.exitcode is not None and process.exitcode < 0:
             said = _stderr(directory, rank).read_text("utf-8", errors="replace")[-LAST_WORDS:]
-            lines.append(f"rank {rank} died of {signal.Signals(-process.exitcode).name}:\n{said}")
+            lines.append(f"rank {rank} died of {name_of_signal(-process.exitcode)}:\n{said}")
         elif process.exitcode not in (None, 0):
             lines.append(f"rank {rank} exited with {process.exitcode}")
     waiting = [str(rank) for rank, process in enumerate(processes) if process.is_alive()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -69,4 +69,9 @@ def _unused(run_dir: str) -> Iterator[bool]:
 
 def _bytes(folder: Path) -> int:
     """Return the bytes of memory that a folder takes: of sparse files what is there."""
-    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+    nbytes = 0
+    for parent, names, files in os.walk(folder):  # a run in use removes files meanwhile
+        for name in (*names, *files):
+            with suppress(OSError):
+                nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return nbytes

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import mega_rl
 from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
+from mega_rl.errors import name_of_signal
 from mega_rl.storage.disk import SaveError
 
 COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.saving.writer")
@@ -130,7 +131,7 @@ class WriterProcess:
             code = self._process.wait(END_TIMEOUT_S / 10)
         except subprocess.TimeoutExpired:
             return ""
-        how = f"ended with exit code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
+        how = f"ended with exit code {code}" if code >= 0 else f"died of {name_of_signal(-code)}"
         said = os.pread(self._said, 1 << 20, 0)[-MESSAGE_BYTES:].decode(errors="replace").strip()
         return f"the writer (process {self.pid}) {how}" + (f", saying: {said}" if said else "")
 

@@ -40,6 +40,8 @@ class Channel:
         self._own, self._other = (b"s", b"c") if is_server else (b"c", b"s")
         self._sent = self._received = 0
         self._buffer = b""
+        self._incoming = select.poll()  # select(2) knows no descriptor beyond 1023, which large runs have
+        self._incoming.register(connection, select.POLLIN)
         self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -67,7 +69,7 @@ class Channel:
         """Return the messages that have come, in their order, without waiting. Raises ChannelLost."""
         lost = ""
         try:
-            while not lost and len(self._buffer) <= 2 * MAX_BYTES and select.select([self._socket], [], [], 0.0)[0]:
+            while not lost and len(self._buffer) <= 2 * MAX_BYTES and self._incoming.poll(0):
                 data = self._socket.recv(1 << 16)
                 self._buffer += data
                 self._heard = time.monotonic()

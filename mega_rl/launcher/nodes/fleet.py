@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.launcher.nodes import messages
 from mega_rl.launcher.nodes.node import LocalNode, RunNode
 from mega_rl.launcher.nodes.remote import Door, RemoteNode
 
@@ -17,6 +16,7 @@ log = logging.getLogger(__name__)
 JOIN_S = 600.0  # images are pulled, disks are mounted
 REMIND_S = 30.0
 POLL_S = 0.05
+FINISH_S = 5.0  # until launchers that were told to end have hung up
 FAULTS = 2  # of a node's ranks, after which a spare takes its place
 
 
@@ -39,6 +39,7 @@ class Fleet:
         self._door, self._command, self._clock = door, command, clock
         self._members: list[RunNode] = [local]
         self._waiting: list[RunNode] = []  # spares, and whoever came before all nodes were there
+        self._leaving: list[RunNode] = []  # that were let go, and have not hung up
         self._faults: Counter[int] = Counter()
 
     @property
@@ -75,13 +76,14 @@ class Fleet:
             present = {one.number: one for one in (*self._members, *self._waiting)}
             if (reason := self._refusal(node, joined.command, present)) != "":
                 log.warning("node %d (%s) is not let in: %s", node.number, node.host, reason)
-                node.finish(UserError.exit_code, reason)
+                self._let_go(node, UserError.exit_code, reason)
             else:
                 self._waiting.append(node)
         for spare in list(self._waiting):
             if lost := spare.poll().lost:
                 log.warning("%s; it was not taking part", lost)
                 self._waiting.remove(spare)
+        self._leaving = [node for node in self._leaving if not node.leave(0.0)]
 
     def replace(self, number: int, why: str) -> bool:
         """Put a spare in a node's place, in the order of numbers, and say so; return whether there is one."""
@@ -93,7 +95,7 @@ class Fleet:
         self._members.remove(leaver)
         self._enlist(spare)
         log.warning("%s: node %d (%s) takes its place", why, spare.number, spare.host)
-        leaver.finish(RunError.exit_code, f"{why}: node {spare.number} ({spare.host}) has taken its place")
+        self._let_go(leaver, RunError.exit_code, f"{why}: node {spare.number} ({spare.host}) has taken its place")
         return True
 
     def blame(self, number: int) -> bool:
@@ -104,13 +106,21 @@ class Fleet:
         return self._faults[number] >= FAULTS and self.replace(number, why)
 
     def finish(self, code: int, reason: str) -> None:
-        """Let all launchers end."""
-        for node in (*self._members, *self._waiting):
-            node.finish(code, reason)
+        """Let all launchers end, those that have just called as well, and wait for that, FINISH_S at most."""
+        arrivals = []
         if self._door is not None:
-            for channel, _ in self._door.arrivals():
-                channel.send(messages.of(messages.FINISH, code=code, reason=reason))
             self._door.close()
+            arrivals = self._door.arrivals()
+        nodes = [*self._members, *self._waiting, *(RemoteNode(channel, joined) for channel, joined in arrivals)]
+        for node in nodes:
+            node.finish(code, reason)
+        deadline = self._clock() + FINISH_S
+        for node in (*nodes, *self._leaving):
+            node.leave(deadline - self._clock())
+
+    def _let_go(self, node: RunNode, code: int, reason: str) -> None:
+        node.finish(code, reason)
+        self._leaving.append(node)
 
     def _enlist(self, node: RunNode) -> None:
         if node in self._waiting:

@@ -89,6 +89,8 @@ class Member:
         self._ranks.signal(signal.SIGTERM)
         deadline = time.monotonic() + SAVE_S
         while self._ranks.processes and time.monotonic() < deadline:
+            for number in self._stop.take():  # a second Ctrl-C ends at once
+                self._ranks.signal(number)
             self._ranks.poll()
             time.sleep(POLL_S)
         return Conclusion(128 + self._stop.first if self._stop.first else RunError.exit_code, line)

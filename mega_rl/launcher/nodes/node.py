@@ -34,7 +34,7 @@ class RunNode(Protocol):
         """Start ranks."""
 
     def poll(self) -> NodeNews:
-        """Return what has happened; again nothing once the node was lost."""
+        """Return what has happened; of a lost node no more than that it is lost, each time."""
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks."""
@@ -47,6 +47,9 @@ class RunNode(Protocol):
 
     def finish(self, code: int, reason: str) -> None:
         """Let the launcher end with this exit code and, unless empty, reason."""
+
+    def leave(self, within_s: float) -> bool:
+        """Return whether the launcher has hung up after `finish`, waiting for that if asked to."""
 
 
 class LocalNode:
@@ -95,3 +98,7 @@ class LocalNode:
 
     def finish(self, code: int, reason: str) -> None:
         """Do nothing: this is the launcher that says so."""
+
+    def leave(self, within_s: float) -> bool:
+        """Return True."""
+        return True

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 64  # at a time; further callers wait
 JOIN_MESSAGE_S = 10.0
-FINISH_S = 5.0
+RETRY_S = 0.2  # after a call that could not be taken
 
 
 class RemoteNode:
@@ -70,10 +70,15 @@ class RemoteNode:
     def finish(self, code: int, reason: str) -> None:
         """Let the launcher end."""
         self._send(messages.of(messages.FINISH, code=code, reason=reason))
-        deadline = time.monotonic() + FINISH_S
-        while not self.poll().lost and time.monotonic() < deadline:  # it hangs up when it has read that
+
+    def leave(self, within_s: float) -> bool:
+        """Return whether the launcher has hung up, which it does when it has read that it may end."""
+        deadline = time.monotonic() + within_s
+        while not self.poll().lost:
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.02)
-        self._channel.close()
+        return True
 
     def _send(self, message: dict[str, object]) -> None:
         try:
@@ -90,6 +95,7 @@ class Door:
         self._listener, self._key, self._silent_s = listener, key, silent_s
         self._arrived: queue.SimpleQueue[tuple[Channel, Joining]] = queue.SimpleQueue()
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._is_closed = False
         threading.Thread(target=self._open, name="door of launchers", daemon=True).start()
 
     def arrivals(self) -> list[tuple[Channel, Joining]]:
@@ -102,6 +108,7 @@ class Door:
 
     def close(self) -> None:
         """Let nobody in any more."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -111,8 +118,13 @@ class Door:
             self._handshakes.acquire()
             try:
                 connection, address = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:  # a caller that is gone again, the network's trouble, or too many open files
+                if self._is_closed or self._listener.fileno() < 0:
+                    return
+                self._handshakes.release()
+                log.warning("a launcher's call could not be taken: %s", error.strerror or error)
+                time.sleep(RETRY_S)
+                continue
             threading.Thread(target=self._greet, args=(connection, address[0]), daemon=True).start()
 
     def _greet(self, connection: socket.socket, address: str) -> None:

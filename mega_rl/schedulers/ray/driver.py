@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.launcher.ranks import KEY
 from mega_rl.launcher.signals import STOPPED, StopSignals
 from mega_rl.schedulers.ray.node import NodeOutput
@@ -182,7 +182,7 @@ class _Ends:
             self._lost[node] = output.lost
             self._hurry(AFTER_A_LOSS)
         elif output.exit_code is not None and output.exit_code < 0:
-            self._lost[node] = f"its launcher was killed by {signal.Signals(-output.exit_code).name}"
+            self._lost[node] = f"its launcher was killed by {name_of_signal(-output.exit_code)}"
             self._hurry(AFTER_A_LOSS)
         elif output.exit_code is not None:
             self._codes[node] = output.exit_code
@@ -218,7 +218,7 @@ class _Ends:
             return End(RunError.exit_code, f"node {node} is lost: {reason}")
         if failures and failures[0] in STOPPED:
             node = next(node for node, code in self._codes.items() if code)
-            return End(failures[0], f"node {node} was told to end by {signal.Signals(failures[0] - 128).name}")
+            return End(failures[0], f"node {node} was told to end by {name_of_signal(failures[0] - 128)}")
         return End(failures[0] if failures else 0)
 
     def _hurry(self, after: tuple[float, float]) -> None:

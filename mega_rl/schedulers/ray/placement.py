@@ -15,7 +15,7 @@ from typing import Protocol
 from mega_rl.errors import RunError, UserError
 from mega_rl.launcher.signals import StopSignals
 from mega_rl.schedulers.ray.driver import NodeLost
-from mega_rl.schedulers.ray.node import TRAIN, NodeLauncher, NodeOutput
+from mega_rl.schedulers.ray.node import NodeLauncher, NodeOutput
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +76,8 @@ class RayCluster:
         *,
         wait_s: float,
         stop: StopSignals,
-        program: Sequence[str] = TRAIN,
     ) -> RayPlacement | None:
         """Return that many nodes with a bundle of resources on each; None when a signal came first.
-
-        program: what runs on each, given the arguments of `mega-rl train`.
 
         Raises RunError when the cluster has not had them within `wait_s` seconds.
         """
@@ -100,7 +97,7 @@ class RayCluster:
             if time.monotonic() > next_line:
                 log.info("waiting for %d nodes with %s each; there are %s", nodes, _in_words(bundle), self._inventory())
                 next_line = time.monotonic() + PATIENCE_S
-        return RayPlacement(self._ray, group, nodes, bundle, program)
+        return RayPlacement(self._ray, group, nodes, bundle)
 
     def _inventory(self) -> str:
         """Return the nodes that are alive with their CPUs and GPUs, in words."""
@@ -132,11 +129,9 @@ class NodeActor(Protocol):
 class RayPlacement:
     """Actors on the nodes of a placement group; a `NodesPlacement` of the driver."""
 
-    def __init__(
-        self, ray: ModuleType, group: object, nodes: int, bundle: Mapping[str, float], program: Sequence[str]
-    ) -> None:
-        """bundle: what each node's actor takes. program: what its launcher is."""
-        self._ray, self._group, self._bundle, self._program = ray, group, bundle, tuple(program)
+    def __init__(self, ray: ModuleType, group: object, nodes: int, bundle: Mapping[str, float]) -> None:
+        """bundle: what each node's actor takes."""
+        self._ray, self._group, self._bundle = ray, group, bundle
         self._errors = importlib.import_module("ray.exceptions")
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         places = ray.util.placement_group_table(group)["bundles_to_node_id"]
@@ -186,7 +181,7 @@ class RayPlacement:
                 max_concurrency=THREADS,
                 scheduling_strategy=place,
             )
-            .remote(self._program)
+            .remote()
         )
         return actor
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import mega_rl
 from mega_rl.environment import of_other_programs
+from mega_rl.errors import name_of_signal
 from mega_rl.workers.reward_calls import SHOWN_CHARACTERS
 from mega_rl.workers.reward_pool.program import END_S, LENGTH, OUT_OF_MEMORY, SIGNAL_CODES
 
@@ -141,7 +142,7 @@ class WorkerProcess:
         if code == OUT_OF_MEMORY:
             return "ran out of memory" + self._output.tail()
         if SIGNAL_CODES < code < SIGNAL_CODES + signal.NSIG:
-            return f"died of {signal.Signals(code - SIGNAL_CODES).name}" + self._output.tail()
+            return f"died of {name_of_signal(code - SIGNAL_CODES)}" + self._output.tail()
         return f"ended with exit code {code}" + self._output.tail()
 
 

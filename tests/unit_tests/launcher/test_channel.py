@@ -72,11 +72,15 @@ def test_last_words_are_heard(pair: tuple[Channel, Channel]) -> None:
         received(server)
 
 
-def test_silence_is_noticed(listener: socket.socket) -> None:
-    server, client = open_pair(listener, silent_s=0.3)
-    time.sleep(0.6)
-    assert server.receive() == [], "beats are sent though neither says anything"
+def test_silence_is_noticed(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "BEAT_S", 0.02)
+    server, client = open_pair(listener)
+    deadline = time.monotonic() + 30
+    while server._received < 3 and time.monotonic() < deadline:
+        assert server.receive() == [], "neither says anything"
+    assert server._received >= 3, "beats are sent"
     client._closed.set()  # its thread of beats ends
+    server._silent_s = 0.3
     with pytest.raises(ChannelLost, match=r"nothing was heard of it for 0\.3 s"):
         received(server)
 

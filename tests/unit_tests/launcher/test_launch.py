@@ -243,8 +243,8 @@ def test_ranks_are_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     assert arguments == ["", "checkpoint.resume=auto", "checkpoint.resume=auto"]
     lines = [line for line in errors.splitlines() if "restart" in line]
     assert [line.partition("; ")[2] for line in lines] == [
-        "after step 1: restart 1 of at most 2, from step_000001",
-        "after step 2: restart 2 of at most 2, from step_000002",
+        "after step 1: restart 1 of at most 2, from the checkpoint of step 1 on disk",
+        "after step 2: restart 2 of at most 2, from the checkpoint of step 2 on disk",
     ]
     assert all("was killed by SIGKILL" in line for line in lines)
     assert "error" not in errors

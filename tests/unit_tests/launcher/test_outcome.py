@@ -18,6 +18,7 @@ SAID = RunFailure("rank 0 ended with exit code 1", 1, rank=0, said=True)
         (1, "ended with exit code 1"),
         (-9, "was killed by SIGKILL: perhaps the machine is out of memory"),
         (-11, "was killed by SIGSEGV"),
+        (-39, "was killed by signal 39"),  # a real-time signal, which has no name
     ],
 )
 def test_the_signal_that_killed_a_rank_is_named(code: int, words: str) -> None:

@@ -112,12 +112,12 @@ def test_a_lost_node_ends_the_run_with_its_name(node: Start) -> None:
 
 
 def test_a_silent_launcher_is_lost_after_a_deadline(node: Start) -> None:
-    first, second = node(0, WAITS, silent_s=0.5), node(1, WAITS, silent_s=0.5)
+    first, second = node(0, WAITS, silent_s=2.0), node(1, WAITS, silent_s=2.0)
     first.reached("up", 1)
     second.process.send_signal(signal.SIGSTOP)
     code, errors = first.end()
     assert code == 1
-    assert "is lost: nothing was heard of it for 0.5 s" in errors
+    assert "is lost: nothing was heard of it for 2 s" in errors
 
 
 def test_without_node_0_the_others_save_and_end(node: Start) -> None:
@@ -128,6 +128,24 @@ def test_without_node_0_the_others_save_and_end(node: Start) -> None:
     assert code == 1
     assert errors.splitlines()[-1] == "error: the launcher of node 0 is lost: its connection is closed"
     wait_until(lambda: all(map(is_gone, pids)))
+
+
+def test_signals_reach_ranks_that_save_without_node_0(node: Start) -> None:
+    """As a second Ctrl-C does, which ends them at once."""
+    program = """
+        signal.signal(signal.SIGTERM, lambda *_: reached("saves"))
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+        reached("up")
+        while True: time.sleep(0.01)
+    """
+    first, second = node(0, program), node(1, program)
+    pids = [first.reached("up", rank) for rank in range(2)]
+    first.process.kill()
+    second.reached("saves", 1)
+    second.process.send_signal(signal.SIGINT)
+    assert second.end()[0] == 130
+    assert is_gone(pids[1])
+    os.kill(pids[0], signal.SIGKILL)
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(node: Start, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_killed_rank_changes_nothing_in_what_is_learned(folder: Path, undistur
     where = f"rank {victim} after step {step}: {errors}"
     assert code == 0, where
     assert len(re.findall(rf"rank {victim} \(pid \d+, .*\) was killed by SIGKILL", errors)) == 1, where
-    assert errors.count(": restart 1 of at most 3, from step_0000") == 1, where
+    assert errors.count(": restart 1 of at most 3, from the checkpoint of step ") == 1, where
     assert "Traceback" not in errors, where
     assert "error" not in errors, where
     assert steps_of(folder / "killed") == list(range(1, STEPS + 1))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import psutil
+import pytest
 
+from mega_rl.errors import RunError
+from mega_rl.launcher.store import RankStore
+from mega_rl.launcher.warden import Warden
 from tests.unit_tests.launcher.programs import ROOT, is_gone, wait_until
 
 LAUNCHER = """
@@ -46,11 +53,34 @@ def test_a_rank_that_outlives_its_launcher_too_long_is_killed() -> None:
     assert errors == f"error: process {rank} did not end within 0.3 s after its launcher: killed\n"
 
 
+def test_ranks_are_killed_though_nobody_reads_standard_error_any_more() -> None:
+    process, rank, _ = start("time.sleep(600)")
+    assert process.stderr is not None
+    process.stderr.close()
+    process.kill()
+    wait_until(lambda: is_gone(rank))
+    process.wait()
+
+
 def test_the_warden_of_a_launcher_that_ends_well_has_nothing_to_do() -> None:
     process, _, warden = start("ranks[0].kill(); ranks[0].wait(); warden.close()")
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert is_gone(warden)
+
+
+@pytest.mark.parametrize("make", [Warden, lambda: RankStore("127.0.0.1")], ids=["warden", "store"])
+def test_a_machine_that_allows_no_further_process_is_named(
+    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RunError, match="cannot be started: Resource temporarily unavailable"):
+        make()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_the_warden_gets_no_signal_of_a_terminal_or_scheduler() -> None:

@@ -142,7 +142,7 @@ def test_tensorboard_holds_config_and_rollouts_as_texts(tmp_path: Path) -> None:
     ]
 
 
-def test_a_deleted_folder_turns_tensorboard_off_without_a_traceback(
+def test_a_deleted_folder_of_events_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     died: list[object] = []
@@ -154,9 +154,12 @@ def test_a_deleted_folder_turns_tensorboard_off_without_a_traceback(
         sink.log(step, {"reward/mean": 1.0})
     sink.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"TensorBoardSink failed and is off for the rest of the run: FileNotFoundError: {tmp_path / 'tb'} is gone"
+        f"{tmp_path / 'tb'} is gone with the events before step 2: new ones begin"
     ]
     assert not died
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [2, 3]
 
 
 # -- rollouts ---------------------------------------------------------------------------------------------------------

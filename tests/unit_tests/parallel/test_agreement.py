@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from mega_rl.errors import HungError, RunError, UserError
 from mega_rl.parallel import agreement
@@ -29,9 +30,9 @@ def _world(timeout_s: float) -> GroupRanks:
 
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-    assert dist.group.WORLD is not None
-    return GroupRanks(dist.group.WORLD)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60.0))
+    dist.barrier()  # a rank that starts late is none of these tests' business
+    return GroupRanks(dist.new_group(timeout=timedelta(seconds=timeout_s)))
 
 
 def _long_work(rank: int) -> object:
@@ -138,6 +139,33 @@ def test_the_stalled_work_of_a_single_rank_is_interrupted() -> None:
     with pytest.raises(HungError, match="waits for prompt 3"):
         run_beside_meetings(work, SingleRank(), stalled=lambda: "waits for prompt 3", beat_s=0.1)
     assert signal.getsignal(INTERRUPT) is before
+
+
+class LateMeeting(SingleRank):
+    """A meeting that the work has ended before: others came late to it."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self.ended = ended
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor[1]:
+            self.ended.set()
+            time.sleep(0.5)
+        return super().max(tensor)
+
+
+def _ends_in_the_meeting(rank: int) -> str:
+    ended = threading.Event()
+    try:
+        run_beside_meetings(ended.wait, LateMeeting(ended), stalled=lambda: "waits for prompt 3", beat_s=0.1)
+    except RunError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_stalled_work_that_ends_while_ranks_meet_is_not_interrupted_any_more() -> None:
+    """The signal would find no handler, and end the process."""
+    assert run_ranks(1, _ends_in_the_meeting, device="cpu") == ["StalledError: waits for prompt 3"]
 
 
 @pytest.mark.parametrize("ends", [True, False])

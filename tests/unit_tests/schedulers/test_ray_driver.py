@@ -126,7 +126,7 @@ def test_a_lost_node_has_the_others_end_and_the_run_placed_again() -> None:
     assert first.environment[KEY] != second.environment[KEY]
 
 
-@pytest.mark.parametrize("end", ["gone", -KILL, 143])
+@pytest.mark.parametrize("end", ["gone", -KILL, -39, 143])
 def test_ends_that_count_as_a_lost_node(end: int | str) -> None:
     code, placements, _ = driven({5.0: (1, end), 6.0: (0, 143)}, {1.0: (0, 0), 2.0: (1, 0)})
     assert (code, len(placements)) == (0, 2)

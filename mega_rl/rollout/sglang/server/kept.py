@@ -14,6 +14,7 @@ ends the launcher.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -42,6 +43,7 @@ VARIABLE = "MEGA_RL_KEPT_SERVERS"
 SCRATCH_PREFIX = "mega-rl-sglang-"  # of servers' private folders
 KEYS_FILE = "keys.json"
 
+_RECORDS = "mega_rl-servers"
 _OWNER_FILE = "owner"
 _END_S = 20.0
 _MAX_RECORDS = 1 << 20  # bytes
@@ -139,7 +141,7 @@ class ServerLife:
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()  # no program that the launcher starts inherits them
-        self._records = os.memfd_create("mega_rl-servers", os.MFD_CLOEXEC)
+        self._records = os.memfd_create(_RECORDS, os.MFD_CLOEXEC)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -214,10 +216,13 @@ class KeptServers:
     def records(self) -> dict[int, ServerRecord]:
         """Return the last record of each server, none when the launcher is gone."""
         try:
-            with open(self._records, "rb") as file:
-                return _parse(file.read(_MAX_RECORDS))
+            descriptor = self._open_records(os.O_RDONLY)
         except OSError:
             return {}
+        try:
+            return _parse(os.pread(descriptor, _MAX_RECORDS, 0))
+        finally:
+            os.close(descriptor)
 
     def keep(self, pid: int, endpoint: Endpoint, scratch: Path, settings: ServerSettings) -> None:
         """Note that a server is ready and this process's, to be left to another when this one ends."""
@@ -226,7 +231,7 @@ class KeptServers:
             return
         record = ServerRecord(endpoint.index, main, endpoint.url, scratch, fingerprint(settings))
         try:
-            descriptor = os.open(self._records, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            descriptor = self._open_records(os.O_WRONLY | os.O_APPEND)
         except OSError:  # the launcher is gone, and nobody will start ranks again
             return
         try:
@@ -236,6 +241,14 @@ class KeptServers:
         new = scratch / f"{_OWNER_FILE}.new"
         new.write_text(json.dumps(asdict(me)), "utf-8")
         new.replace(scratch / _OWNER_FILE)
+
+    def _open_records(self, flags: int) -> int:
+        """Return a descriptor of the launcher's file. Raises OSError, also where its number is another process's."""
+        descriptor = os.open(self._records, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+        if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{_RECORDS} (deleted)":
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, "the launcher is gone", self._records)
+        return descriptor
 
     def candidate(self, index: int, settings: ServerSettings, name: str) -> LeftServer | None:
         """Return the server that an earlier rank has left, if it may be adopted.

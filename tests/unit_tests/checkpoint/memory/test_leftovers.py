@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,27 @@ def test_removes_what_no_run_uses(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(tmp_path.glob("mega_rl-*")) == []
     assert list_memory(None, shm=tmp_path) == 0
     assert "no checkpoints in memory" in capsys.readouterr().out
+
+
+def test_files_that_a_run_in_use_removes_meanwhile_count_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save removes the checkpoint before."""
+    folder = left(tmp_path, tmp_path / "one")
+    (folder / "removed").write_bytes(bytes(8192))
+
+    def without(ask: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def answer(path: Any, *args: Any, **options: Any) -> os.stat_result:
+            if os.fspath(path) == str(folder / "removed"):
+                raise FileNotFoundError(2, "No such file or directory")
+            return ask(path, *args, **options)
+
+        return answer
+
+    monkeypatch.setattr(os, "stat", without(os.stat))
+    monkeypatch.setattr(os, "lstat", without(os.lstat))
+    [row] = rows(capsys, None, shm=tmp_path)
+    assert 8192 <= row["bytes"] < 16384
 
 
 def test_does_not_look_into_anothers_folder(tmp_path: Path) -> None:

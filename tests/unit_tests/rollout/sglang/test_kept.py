@@ -24,9 +24,18 @@ import pytest
 
 from mega_rl.assemble.servers import _close
 from mega_rl.errors import RunError, UserError
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server import group, kept, readiness
 from mega_rl.rollout.sglang.server import process as server
-from mega_rl.rollout.sglang.server.kept import KEYS_FILE, KeptServers, ProcessIdentity, ServerLife, ServerRecord
+from mega_rl.rollout.sglang.server.kept import (
+    KEYS_FILE,
+    SCRATCH_PREFIX,
+    KeptServers,
+    ProcessIdentity,
+    ServerLife,
+    ServerRecord,
+)
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, ServerStartError
 from mega_rl.rollout.sglang.weights.transport import RanksLost
 from tests.helpers.kept_rank import SETTINGS, scripted
@@ -352,3 +361,16 @@ def test_servers_are_left_by_an_error_that_they_have_no_part_in(error: BaseExcep
 
     _close(cast(Any, Pool()), None if error is None else type(error), error, None)
     assert calls == ["leave" if left else "close"]
+
+
+def test_a_process_that_has_the_launchers_number_by_now_is_not_written_to(tmp_path: Path) -> None:
+    """Nor are its files read as records."""
+    file, scratch = tmp_path / "diary", tmp_path / f"{SCRATCH_PREFIX}0"
+    with file.open("w+b") as opened:
+        opened.write(ServerRecord(0, cast(ProcessIdentity, ProcessIdentity.of(os.getpid())), "u", scratch, "s").line())
+        opened.flush()
+        before = file.read_bytes()
+        servers = KeptServers(os.getpid(), opened.fileno(), opened.fileno())
+        assert servers.records() == {}
+        servers.keep(os.getpid(), Endpoint(0, "http://127.0.0.1:1", Keys("a", "b")), tmp_path, SETTINGS)
+        assert file.read_bytes() == before

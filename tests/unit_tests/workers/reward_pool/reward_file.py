@@ -77,7 +77,7 @@ class Naughty:
 
     @staticmethod
     def leave(rest: str) -> None:
-        os._exit(3)
+        os._exit(int(rest or 3))
 
     @staticmethod
     def crash_once(rest: str) -> float:

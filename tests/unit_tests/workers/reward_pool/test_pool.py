@@ -92,6 +92,7 @@ def test_a_response_that_hangs_costs_its_deadline() -> None:
     [
         ("segfault", "died of SIGSEGV, saying: Fatal Python error: Segmentation fault"),
         ("leave", "ended with exit code 3"),
+        ("leave 167", "died of signal 39"),  # a signal without a name
     ],
 )
 def test_a_response_that_crashes_its_worker_costs_itself(pool: RewardPool, response: str, what: str) -> None:
