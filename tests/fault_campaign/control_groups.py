@@ -33,7 +33,11 @@ class ControlGroup:
 
     def members(self) -> list[int]:
         """Return the processes of the group, zombies left out."""
-        return [pid for pid in map(int, (self.folder / "cgroup.procs").read_text().split()) if not is_zombie(pid)]
+        try:
+            listed = (self.folder / "cgroup.procs").read_text().split()
+        except FileNotFoundError:  # removed already
+            return []
+        return [pid for pid in map(int, listed) if not is_zombie(pid)]
 
     def set(self, name: str, value: str) -> None:
         """Write a control file."""
@@ -64,6 +68,15 @@ class ControlGroup:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.02)
+
+
+def leftover_groups(prefix: str) -> list[tuple[str, str]]:
+    """Return the controller and the name of every group whose name begins so."""
+    groups = set()
+    for controller in ("pids", "memory", "cpu"):
+        root = ROOT if (ROOT / "cgroup.controllers").exists() else ROOT / controller
+        groups |= {(controller, folder.name) for folder in (root / NAME).glob(f"{prefix}*")}
+    return sorted(groups)
 
 
 def is_zombie(pid: int) -> bool:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -20,25 +20,29 @@ from tests.fault_campaign.inputs import LAYOUTS, STEPS
 from tests.fault_campaign.network_faults import BadService
 from tests.fault_campaign.plan import Case
 from tests.fault_campaign.runs import Run, last_line, weights
-from tests.fault_campaign.storage_faults import unmount
+from tests.fault_campaign.storage_faults import unmount_below
 from tests.two_hosts import HOSTS, INTERFACE, hosts
 
-START_S = 90.0
-RELEASE_S = 5.0  # in which the kernel takes down the threads of a killed process, with what they hold
+START_S = 300.0
+RELEASE_S = 20.0  # in which the kernel takes down the threads of a killed process, with what they hold
 CONTINUED, RESTARTED, STOPPED, NOT_FIRED = "continued", "restarted", "stopped", "not fired"
+DEFECT = "none"  # of the ends that are right
+ATTEMPTS = 3  # at a fault that came too late to hit its run, each earlier than the one before
 KEY = "MEGA_RL_LAUNCH_KEY"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case ended; defects: empty for a right end."""
+    """How a case ended; defects: empty for a right end. attempts: runs until the fault had something to hit."""
 
+    number: int
     case: str
     kind: str
     outcome: str
     witness: str
     last_line: str
     seconds: float
+    attempts: int
     defects: tuple[str, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -54,24 +58,35 @@ class Judge:
         self._right: dict[str, str] = {}
 
     def run(self, case: Case, seed: int) -> Verdict:
-        """Inject the fault of a case and judge what follows."""
+        """Inject the fault of a case and judge what follows; a fault that hit nothing is injected again, earlier."""
         begin = time.monotonic()
+        verdict = self._run(case, Random(f"{seed}/{case.number}/run"))
+        attempts = 1
+        while not verdict.defects and verdict.outcome == NOT_FIRED and attempts < ATTEMPTS:
+            case = replace(case, step=max(1, case.step // 2), delay_s=0.0)
+            verdict = self._run(case, Random(f"{seed}/{case.number}/run"))
+            attempts += 1
+        return replace(verdict, attempts=attempts, seconds=round(time.monotonic() - begin, 2))
+
+    def close(self) -> None:
+        """End what cases share."""
+
+    def _run(self, case: Case, random: Random) -> Verdict:
         folder = self._root / f"case-{case.number}"
         defects: list[str] = []
         with ExitStack() as stack:
-            run = self._new(folder, f"{self._worker}-{case.number}", stack, Random(f"{seed}/{case.number}/run"))
-            run.namespaces = stack.enter_context(hosts()) if case.fault.nodes == 2 else []
+            run = self._new(folder, f"{self._root.name}-{self._worker}-{case.number}", stack, random)
+            if case.fault.nodes == 2:
+                run.namespaces = stack.enter_context(hosts(f"{tag_of(self._root)}{self._worker}"))
+            stack.callback(case.fault.close, run)
             case.fault.prepare(run)
-            if isinstance(case.fault, BadService):
-                stack.callback(case.fault.stop)
             right = self.right_weights(case)
             self._start(run, case)
             witness = self._inject(run, case)
             outcome, line = self._first_end(run, case, witness, right, defects)
         if not defects and not self._keep:
             shutil.rmtree(folder, ignore_errors=True)
-        seconds = time.monotonic() - begin
-        return Verdict(case.title, case.fault.kind, outcome, witness, line, round(seconds, 2), tuple(defects))
+        return Verdict(case.number, case.title, case.fault.kind, outcome, witness, line, 0.0, 1, tuple(defects))
 
     def right_weights(self, case: Case) -> str:
         """Return the final weights of the undisturbed run of a case's layout and reward."""
@@ -79,11 +94,12 @@ class Judge:
         key = f"{case.layout}{' service' if service else ''}"
         if key not in self._right:
             with ExitStack() as stack:
-                run = self._new(self._root / f"right-{self._worker}-{key}", f"{self._worker}-right", stack, Random(0))
+                name = f"{self._root.name}-{self._worker}-right"
+                run = self._new(self._root / f"right-{self._worker}-{key}", name, stack, Random(0))
                 plain = Case(0, BadService("") if service else Fault(""), case.layout, "train", 1, 0.0, 0, False)
                 if service:
+                    stack.callback(plain.fault.close, run)
                     plain.fault.prepare(run)
-                    stack.callback(plain.fault.stop)  # type: ignore[attr-defined]
                 run.start(self._commands(plain, run), forked=True)
                 assert run.wait(deadline_s=START_S), f"the undisturbed run of {key} does not end: {run.text()}"
                 final = weights(run.folder / "run", STEPS)
@@ -96,7 +112,7 @@ class Judge:
         folder.mkdir(parents=True)
         shutil.copytree(self._root / "inputs", folder, dirs_exist_ok=True)
         run = Run(name, folder, ControlGroup("pids", name), random)
-        stack.callback(unmount, run)
+        stack.callback(unmount_below, folder)
         stack.callback(run.close)
         return run
 
@@ -121,7 +137,7 @@ class Judge:
         return [[*program, *nodes, "--node-rank", str(node), *settings] for node in range(2)]
 
     def _start(self, run: Run, case: Case) -> None:
-        forked = case.fault.forked and case.launcher != "torchrun"
+        forked = case.launcher != "torchrun"
         run.start(self._commands(case, run), forked=forked)
 
     def _inject(self, run: Run, case: Case) -> str:
@@ -178,6 +194,11 @@ def _cause_problems(case: Case, codes: Sequence[int | None], text: str) -> list[
 def _differs(run: Run, right: str) -> list[str]:
     final = weights(run.folder / "run", STEPS)
     return [] if final == right else [f"wrong result: weights {final} instead of {right}"]
+
+
+def tag_of(root: Path) -> str:
+    """Return what the names of a campaign's network namespaces have in common."""
+    return root.name.rpartition("-")[2]
 
 
 def locked(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -71,6 +72,7 @@ class BadService(Fault):
 
     how: str = "500"
     times: int = 2  # of requests; 0: all from now on
+    _service = 0  # its process
 
     def prepare(self, run: Run) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -83,16 +85,17 @@ class BadService(Fault):
 
     def fire(self, run: Run) -> str:
         (run.folder / "service-order").write_text(json.dumps({"how": self.how, "times": self.times}))
-        hit = run.wait_for(lambda: (run.folder / "service-hit").exists(), deadline_s=10.0)
+        hit = run.wait_for(lambda: (run.folder / "service-hit").exists(), deadline_s=60.0)
         return f"the reward service: {self.how}, {self.times or 'all'} times" if hit else ""
 
     def heal(self, run: Run) -> None:
         (run.folder / "service-order").unlink(missing_ok=True)
 
-    def stop(self) -> None:
-        """End the service."""
-        kill(self._service, signal.SIGKILL)
-        os.waitpid(self._service, 0)
+    def close(self, run: Run) -> None:
+        if self._service:
+            kill(self._service, signal.SIGKILL)
+            os.waitpid(self._service, 0)
+        self._service = 0
 
 
 def start_service(folder: Path, port: int) -> int:
@@ -100,10 +103,13 @@ def start_service(folder: Path, port: int) -> int:
     pid = os.fork()
     if not pid:
         try:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its worker
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             ThreadingHTTPServer(("127.0.0.1", port), handler(folder)).serve_forever(0.01)
         finally:
             os._exit(0)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +21,14 @@ from tests.fault_campaign.faults import (
 )
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
 from tests.fault_campaign.network_faults import BadService, LossyLink, Partition
-from tests.fault_campaign.storage_faults import DamagedFile, FailingWrites, FullDisk, LostFolder
+from tests.fault_campaign.storage_faults import FOR_EVER_S, DamagedFile, FailingWrites, FullDisk, LostFolder
+
+
+def failing(kind: str, error: int, draw: random.Random) -> Fault:
+    """Return writes that fail with an error, for a moment or for ever."""
+    seconds = draw.choice([0.3, 1.0, FOR_EVER_S])
+    return FailingWrites(kind, (os.strerror(error), "checkpoint"), error=error, seconds=seconds)
+
 
 # Each kind: its share of the cases, and how one is drawn.
 KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
@@ -46,12 +55,9 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
     ),
     "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice([90, -3600, 86_400, -86_400, 400 * 86_400]))),
     "full disk": (4, lambda r: FullDisk("full disk", ("space", "disk", "free"), seconds=r.choice([0.0, 0.5]))),
-    "failing writes": (
-        3,
-        lambda r: FailingWrites(
-            "failing writes", ("Input/output error", "checkpoint"), seconds=r.choice([0.3, 1.0, 60.0])
-        ),
-    ),
+    "failing writes": (3, lambda r: failing("failing writes", errno.EIO, r)),
+    "writes without space": (2, lambda r: failing("writes without space", errno.ENOSPC, r)),
+    "read-only disk": (2, lambda r: failing("read-only disk", errno.EROFS, r)),
     "lost folder": (3, lambda r: LostFolder("lost folder", part=r.choice(["checkpoints", "rollouts", ""]))),
     "damaged checkpoint": (
         6,
@@ -111,6 +117,11 @@ class Case:
     memory: bool
 
     @property
+    def cluster(self) -> str:
+        """Return the cluster that the run needs, which one worker starts once; empty for none."""
+        return ""
+
+    @property
     def title(self) -> str:
         """Return the case in words."""
         where = "at the start" if self.step < 0 else f"after step {self.step}"
@@ -134,7 +145,7 @@ def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Rand
     assert layout in LAYOUTS
     launcher = "train"
     killed = isinstance(fault, KillLauncher) and fault.number == SIGKILL  # torchrun's ranks outlive it
-    if fault.nodes == 1 and fault.forked and not killed and draw.random() < 0.04:
+    if fault.nodes == 1 and not killed and draw.random() < 0.04:
         launcher = "torchrun"
     elif fault.nodes == 2 or draw.random() < 0.12:
         launcher = "nodes"
