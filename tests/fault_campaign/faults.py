@@ -29,6 +29,7 @@ class Fault:
     deadline_s: float = 240.0  # of the run's end after the fault, some seconds on an idle machine
     may_start_late: bool = True  # may be injected before the first step
     nodes: int = 1
+    names_cause: bool = True  # whether a run that it ends says why
 
     def prepare(self, run: Run) -> None:
         """Change the run's folder or environment before it starts."""
@@ -105,6 +106,7 @@ class KillLauncher(Fault):
     """A launcher ends by a signal: SIGKILL, or one that asks the run to save and stop."""
 
     number: signal.Signals = signal.SIGKILL
+    names_cause: bool = False
 
     def fire(self, run: Run) -> str:
         launcher = run.random.choice(run.launchers)

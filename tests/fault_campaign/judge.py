@@ -14,6 +14,7 @@ from random import Random
 
 from mega_rl.storage.lock import lock_file
 from tests.fault_campaign import inputs
+from tests.fault_campaign.clusters import Cluster, ClusterRun, start
 from tests.fault_campaign.control_groups import ControlGroup
 from tests.fault_campaign.faults import Fault
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
@@ -56,6 +57,7 @@ class Judge:
     def __init__(self, root: Path, *, worker: int, keep: bool = False) -> None:
         self._root, self._worker, self._keep = root, worker, keep
         self._right: dict[str, str] = {}
+        self._clusters: dict[str, Cluster] = {}
 
     def run(self, case: Case, seed: int) -> Verdict:
         """Inject the fault of a case and judge what follows; a fault that hit nothing is injected again, earlier."""
@@ -70,12 +72,25 @@ class Judge:
 
     def close(self) -> None:
         """End what cases share."""
+        while self._clusters:
+            self._clusters.popitem()[1].close()
+
+    def _cluster(self, name: str) -> Cluster:
+        """Return the cluster of a name, which is started for its first case; only one is there at a time."""
+        if name not in self._clusters:
+            self.close()
+            group = ControlGroup("pids", f"{self._root.name}-{self._worker}-{name}")
+            folder = self._root / f"{name}-{self._worker}"
+            shutil.rmtree(folder, ignore_errors=True)
+            self._clusters[name] = start(name, folder, group)
+        return self._clusters[name]
 
     def _run(self, case: Case, random: Random) -> Verdict:
         folder = self._root / f"case-{case.number}"
         defects: list[str] = []
         with ExitStack() as stack:
-            run = self._new(folder, f"{self._root.name}-{self._worker}-{case.number}", stack, random)
+            cluster = self._cluster(case.cluster) if case.cluster else None
+            run = self._new(folder, f"{self._root.name}-{self._worker}-{case.number}", stack, random, cluster)
             if case.fault.nodes == 2:
                 run.namespaces = stack.enter_context(hosts(f"{tag_of(self._root)}{self._worker}"))
             stack.callback(case.fault.close, run)
@@ -107,11 +122,12 @@ class Judge:
                 self._right[key] = final
         return self._right[key]
 
-    def _new(self, folder: Path, name: str, stack: ExitStack, random: Random) -> Run:
+    def _new(self, folder: Path, name: str, stack: ExitStack, random: Random, cluster: Cluster | None = None) -> Run:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         shutil.copytree(self._root / "inputs", folder, dirs_exist_ok=True)
-        run = Run(name, folder, ControlGroup("pids", name), random)
+        group = ControlGroup("pids", name)
+        run = ClusterRun(name, folder, group, random, cluster=cluster) if cluster else Run(name, folder, group, random)
         stack.callback(unmount_below, folder)
         stack.callback(run.close)
         return run
@@ -126,6 +142,8 @@ class Judge:
             torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
             torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # SIGUSR1 would end torchrun alone
             return [[*torchrun, *program, *settings]]
+        if isinstance(run, ClusterRun):
+            return [[*run.cluster.launch(ranks, case.restarts), *settings]]
         restarts = ["--max-restarts", str(case.restarts)]
         if case.launcher == "train":
             return [[*program, "--nproc-per-node", str(ranks), *restarts, *settings]]
@@ -155,6 +173,8 @@ class Judge:
         codes = [launcher.exit_code for launcher in run.launchers]
         if not ended:
             defects.append(f"hang: exit codes {codes} after {case.fault.deadline_s:g} s")
+            for launcher in run.launchers:
+                launcher.end()
         if orphans := run.orphans():
             defects.append(f"orphans: {len(orphans)} processes outlive the launcher")
         run.kill_rest()
@@ -165,7 +185,8 @@ class Judge:
         line = last_line(run.launchers[0].output.read_text(errors="replace"))
         if ended and not any(codes):
             defects += _differs(run, right)
-            return (RESTARTED if re.search(r"restart \d+ of", text) else CONTINUED) if witness else NOT_FIRED, line
+            again = re.search(r"restart \d+ of", text) or any(launcher.restarts for launcher in run.launchers)
+            return (RESTARTED if again else CONTINUED) if witness else NOT_FIRED, line
         if witness:
             defects += _cause_problems(case, codes, text)
         case.fault.heal(run)
@@ -181,9 +202,9 @@ class Judge:
 def _cause_problems(case: Case, codes: Sequence[int | None], text: str) -> list[str]:
     """Return what is wrong with how a run that stopped says so."""
     signals = {130, 137, 138, 143, -9}
-    if case.fault.kind in ("kill the launcher", "signal to the launcher") or case.fault.kind.startswith("damaged"):
+    if not case.fault.names_cause:
         return [] if set(codes) <= signals | {0, 1, 2} else [f"exit codes {codes}"]
-    errors = [line for line in text.splitlines() if line.startswith("error:")]
+    errors = [line for line in text.splitlines() if re.match(r"(\[node \d+\] )?error:", line)]
     if not errors:
         return ["no line says why it stopped"]
     if not any(cause in line for cause in case.fault.causes for line in errors):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
+from tests.fault_campaign.cluster_faults import HOW, ClusterFault
 from tests.fault_campaign.faults import (
     BadReward,
     ClockJump,
@@ -86,6 +87,8 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
             "packet loss", ("node", "rank", "host"), percent=r.choice([2, 10, 30]), seconds=r.uniform(0.5, 3.0)
         ),
     ),
+    "Slurm": (2, lambda r: ClusterFault("Slurm", launcher="slurm", how=r.choice(HOW))),
+    "Ray": (2, lambda r: ClusterFault("Ray", launcher="ray", how=r.choice(HOW))),
     "reward service": (
         6,
         lambda r: BadService(
@@ -96,7 +99,6 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
         ),
     ),
 }
-LAUNCHERS = ("train", "torchrun")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Case:
     @property
     def cluster(self) -> str:
         """Return the cluster that the run needs, which one worker starts once; empty for none."""
-        return ""
+        return self.launcher if self.launcher in ("slurm", "ray") else ""
 
     @property
     def title(self) -> str:
@@ -143,9 +145,11 @@ def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Rand
     fault = make(draw)
     layout = draw.choice(["tp2", "dp2", "pp2", "fsdp2", "tp2", "dp2", "tp2-dp2", "tp2-pp2"])
     assert layout in LAYOUTS
-    launcher = "train"
+    launcher = fault.launcher if isinstance(fault, ClusterFault) else "train"
     killed = isinstance(fault, KillLauncher) and fault.number == SIGKILL  # torchrun's ranks outlive it
-    if fault.nodes == 1 and not killed and draw.random() < 0.04:
+    if launcher != "train":
+        layout = draw.choice(["tp2", "dp2", "tp2-dp2"])
+    elif fault.nodes == 1 and not killed and draw.random() < 0.04:
         launcher = "torchrun"
     elif fault.nodes == 2 or draw.random() < 0.12:
         launcher = "nodes"

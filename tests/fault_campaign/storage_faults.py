@@ -101,11 +101,12 @@ class DamagedFile(Fault):
 
     pattern: str = "run/checkpoints/step_*/*.safetensors"
     how: str = "flip"
+    names_cause: bool = False
 
     def fire(self, run: Run) -> str:
         if not run.wait_for(lambda: len(list(run.folder.glob("run/checkpoints/step_*"))) > 1, deadline_s=120.0):
             return ""
-        for pid in run.group.members():
+        for pid in run.members():
             kill(pid)
         run.wait(deadline_s=60.0)
         files = sorted(run.folder.glob(self.pattern))
