@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.clusters.slurm.cluster import NODES, SlurmCluster
+from tests.clusters.slurm.cluster import NODES, SlurmCluster, missing
 from tests.fault_campaign.control_groups import ControlGroup, is_zombie, kill
 from tests.fault_campaign.runs import ROOT, Launcher, Run
 
@@ -242,19 +241,12 @@ class Ray:
         return json.loads(answer)
 
 
-def missing(name: str) -> str:
-    """Return what a cluster lacks here, empty where it can be started."""
-    if name == "ray":
-        return "" if (RAY / "ray").is_dir() else "Ray is not there: make ray"
-    if name == "slurm":
-        from tests.clusters.slurm.cluster import missing as programs
-
-        return programs() and f"Slurm is not installed: {programs()}"
-    return "" if importlib.util.find_spec("mega_rl") else name
-
-
-def start(name: str, folder: Path, group: ControlGroup) -> Cluster:
+def start(name: str, folder: Path, group: ControlGroup) -> Slurm | Ray:
     """Start the cluster of a name; what a start that fails leaves is ended."""
+    if name == "ray" and not (RAY / "ray").is_dir():
+        raise FileNotFoundError("Ray is not there: make ray")
+    if name == "slurm" and (programs := missing()):
+        raise FileNotFoundError(f"Slurm is not installed: {programs}")
     with ExitStack() as stack:
         stack.callback(group.close)
         made = Slurm(folder, group) if name == "slurm" else Ray(folder, group)

@@ -14,13 +14,15 @@ from random import Random
 
 from mega_rl.storage.lock import lock_file
 from tests.fault_campaign import inputs
-from tests.fault_campaign.clusters import Cluster, ClusterRun, start
+from tests.fault_campaign.clusters import ClusterRun, Ray, Slurm, start
 from tests.fault_campaign.control_groups import ControlGroup
 from tests.fault_campaign.faults import Fault
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
 from tests.fault_campaign.network_faults import BadService
 from tests.fault_campaign.plan import Case
 from tests.fault_campaign.runs import Run, last_line, weights
+from tests.fault_campaign.server_faults import LostServer, LyingServer
+from tests.fault_campaign.servers import SglangServer
 from tests.fault_campaign.storage_faults import unmount_below
 from tests.two_hosts import HOSTS, INTERFACE, hosts
 
@@ -57,7 +59,7 @@ class Judge:
     def __init__(self, root: Path, *, worker: int, keep: bool = False) -> None:
         self._root, self._worker, self._keep = root, worker, keep
         self._right: dict[str, str] = {}
-        self._clusters: dict[str, Cluster] = {}
+        self._cases_share: dict[str, Slurm | Ray | SglangServer] = {}
 
     def run(self, case: Case, seed: int) -> Verdict:
         """Inject the fault of a case and judge what follows; a fault that hit nothing is injected again, earlier."""
@@ -72,24 +74,35 @@ class Judge:
 
     def close(self) -> None:
         """End what cases share."""
-        while self._clusters:
-            self._clusters.popitem()[1].close()
+        while self._cases_share:
+            self._cases_share.popitem()[1].close()
 
-    def _cluster(self, name: str) -> Cluster:
-        """Return the cluster of a name, which is started for its first case; only one is there at a time."""
-        if name not in self._clusters:
+    def _shared(self, name: str) -> Slurm | Ray | SglangServer:
+        """Return what cases share, which is started for the first of them; only one is there at a time."""
+        if name not in self._cases_share:
             self.close()
             group = ControlGroup("pids", f"{self._root.name}-{self._worker}-{name}")
             folder = self._root / f"{name}-{self._worker}"
             shutil.rmtree(folder, ignore_errors=True)
-            self._clusters[name] = start(name, folder, group)
-        return self._clusters[name]
+            if name == "sglang":
+                self._cases_share[name] = SglangServer(folder, group, self._root / "inputs" / "m")
+            else:
+                self._cases_share[name] = start(name, folder, group)
+        return self._cases_share[name]
+
+    def _server(self) -> SglangServer:
+        server = self._shared("sglang")
+        assert isinstance(server, SglangServer)
+        return server
 
     def _run(self, case: Case, random: Random) -> Verdict:
         folder = self._root / f"case-{case.number}"
         defects: list[str] = []
         with ExitStack() as stack:
-            cluster = self._cluster(case.cluster) if case.cluster else None
+            shared = self._shared(case.cluster) if case.cluster else None
+            cluster = shared if isinstance(shared, Slurm | Ray) else None
+            if isinstance(case.fault, LyingServer):
+                case.fault.server = self._server()
             run = self._new(folder, f"{self._root.name}-{self._worker}-{case.number}", stack, random, cluster)
             if case.fault.nodes == 2:
                 run.namespaces = stack.enter_context(hosts(f"{tag_of(self._root)}{self._worker}"))
@@ -105,24 +118,29 @@ class Judge:
 
     def right_weights(self, case: Case) -> str:
         """Return the final weights of the undisturbed run of a case's layout and reward."""
-        service = isinstance(case.fault, BadService)
-        key = f"{case.layout}{' service' if service else ''}"
+        plain: Fault = Fault("")
+        key = case.layout
+        if isinstance(case.fault, BadService):
+            plain, key = BadService(""), f"{key} service"
+        elif isinstance(case.fault, LyingServer | LostServer):
+            plain, key = LyingServer("", server=self._server()), f"{key} sglang"
         if key not in self._right:
             with ExitStack() as stack:
                 name = f"{self._root.name}-{self._worker}-right"
                 run = self._new(self._root / f"right-{self._worker}-{key}", name, stack, Random(0))
-                plain = Case(0, BadService("") if service else Fault(""), case.layout, "train", 1, 0.0, 0, False)
-                if service:
-                    stack.callback(plain.fault.close, run)
-                    plain.fault.prepare(run)
-                run.start(self._commands(plain, run), forked=True)
+                undisturbed = Case(0, plain, case.layout, "train", 1, 0.0, 0, False)
+                stack.callback(plain.close, run)
+                plain.prepare(run)
+                run.start(self._commands(undisturbed, run), forked=True)
                 assert run.wait(deadline_s=START_S), f"the undisturbed run of {key} does not end: {run.text()}"
                 final = weights(run.folder / "run", STEPS)
                 assert final is not None, run.text()
                 self._right[key] = final
         return self._right[key]
 
-    def _new(self, folder: Path, name: str, stack: ExitStack, random: Random, cluster: Cluster | None = None) -> Run:
+    def _new(
+        self, folder: Path, name: str, stack: ExitStack, random: Random, cluster: Slurm | Ray | None = None
+    ) -> Run:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         shutil.copytree(self._root / "inputs", folder, dirs_exist_ok=True)

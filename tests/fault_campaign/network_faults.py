@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from tests.fault_campaign.control_groups import kill
 from tests.fault_campaign.faults import Fault
 from tests.fault_campaign.inputs import TIMEOUT_S
+from tests.fault_campaign.orders import HIT, ORDER, free_port, give_order, serve, take_order
 from tests.fault_campaign.runs import Run, run_tool
 from tests.two_hosts import INTERFACE
 
@@ -75,47 +73,26 @@ class BadService(Fault):
     _service = 0  # its process
 
     def prepare(self, run: Run) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self._service = start_service(run.folder, port)
+        port = free_port()
+        self._service = serve(port, handler(run.folder))
         self.reward = (
             *("reward.source=http", f"reward.http.url=http://127.0.0.1:{port}/score"),
             f"reward.http.timeout_s={TIMEOUT_S - 2:g}",
         )
 
     def fire(self, run: Run) -> str:
-        (run.folder / "service-order").write_text(json.dumps({"how": self.how, "times": self.times}))
-        hit = run.wait_for(lambda: (run.folder / "service-hit").exists(), deadline_s=60.0)
+        give_order(run.folder, self.how, self.times)
+        hit = run.wait_for((run.folder / HIT).exists, deadline_s=60.0)
         return f"the reward service: {self.how}, {self.times or 'all'} times" if hit else ""
 
     def heal(self, run: Run) -> None:
-        (run.folder / "service-order").unlink(missing_ok=True)
+        (run.folder / ORDER).unlink(missing_ok=True)
 
     def close(self, run: Run) -> None:
         if self._service:
             kill(self._service, signal.SIGKILL)
             os.waitpid(self._service, 0)
         self._service = 0
-
-
-def start_service(folder: Path, port: int) -> int:
-    """Start the reward service in a process of its own; returns it once it listens."""
-    pid = os.fork()
-    if not pid:
-        try:
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its worker
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            ThreadingHTTPServer(("127.0.0.1", port), handler(folder)).serve_forever(0.01)
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 60.0
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if not probe.connect_ex(("127.0.0.1", port)):
-                break
-        time.sleep(0.01)
-    return pid
 
 
 def handler(folder: Path) -> type[BaseHTTPRequestHandler]:
@@ -151,25 +128,3 @@ def handler(folder: Path) -> type[BaseHTTPRequestHandler]:
             """Write no log."""
 
     return Handler
-
-
-def take_order(folder: Path) -> str:
-    """Return the order for this request, empty for a right answer."""
-    order = folder / "service-order"
-    try:
-        given = json.loads(order.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return ""
-    (folder / "service-hit").touch()
-    if given["times"] == 1:
-        order.unlink(missing_ok=True)
-    elif given["times"]:
-        order.write_text(json.dumps({**given, "times": given["times"] - 1}))
-    return str(given["how"])
-
-
-def network_is_there() -> bool:
-    """Return whether namespaces can be made and packets dropped here."""
-    if os.geteuid() or sys.platform != "linux":
-        return False
-    return subprocess.run(["nft", "list", "ruleset"], check=False, capture_output=True).returncode == 0

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
+from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, SIGUSR1
 
 from tests.fault_campaign.cluster_faults import HOW, ClusterFault
 from tests.fault_campaign.faults import (
@@ -22,6 +22,8 @@ from tests.fault_campaign.faults import (
 )
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
 from tests.fault_campaign.network_faults import BadService, LossyLink, Partition
+from tests.fault_campaign.server_faults import LostServer, LyingServer
+from tests.fault_campaign.servers import HOW as SERVER_HOW
 from tests.fault_campaign.storage_faults import FOR_EVER_S, DamagedFile, FailingWrites, FullDisk, LostFolder
 
 
@@ -32,7 +34,7 @@ def failing(kind: str, error: int, draw: random.Random) -> Fault:
 
 
 # Each kind: its share of the cases, and how one is drawn.
-KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
+KINDS: dict[str, tuple[float, Callable[[random.Random], Fault]]] = {
     "kill a rank": (
         22,
         lambda r: KillRank("kill a rank", number=r.choice([SIGKILL, SIGKILL, SIGSEGV, SIGABRT, SIGBUS])),
@@ -89,6 +91,16 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
     ),
     "Slurm": (2, lambda r: ClusterFault("Slurm", launcher="slurm", how=r.choice(HOW))),
     "Ray": (2, lambda r: ClusterFault("Ray", launcher="ray", how=r.choice(HOW))),
+    "lying server": (
+        3,
+        lambda r: LyingServer(
+            "lying server", ("SGLang", "server", "sample"), how=r.choice(SERVER_HOW), times=r.choice([1, 2, 0])
+        ),
+    ),
+    "lost server": (
+        0.5,
+        lambda r: LostServer("lost server", ("SGLang", "server"), number=r.choice([SIGKILL, SIGKILL, SIGSTOP])),
+    ),
     "reward service": (
         6,
         lambda r: BadService(
@@ -120,7 +132,9 @@ class Case:
 
     @property
     def cluster(self) -> str:
-        """Return the cluster that the run needs, which one worker starts once; empty for none."""
+        """Return the cluster or server that the run needs, which one worker starts once; empty for none."""
+        if isinstance(self.fault, LyingServer | LostServer):
+            return "sglang"
         return self.launcher if self.launcher in ("slurm", "ray") else ""
 
     @property
@@ -149,6 +163,8 @@ def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Rand
     killed = isinstance(fault, KillLauncher) and fault.number == SIGKILL  # torchrun's ranks outlive it
     if launcher != "train":
         layout = draw.choice(["tp2", "dp2", "tp2-dp2"])
+    elif isinstance(fault, LyingServer | LostServer):
+        layout = draw.choice(["tp2", "dp2"])
     elif fault.nodes == 1 and not killed and draw.random() < 0.04:
         launcher = "torchrun"
     elif fault.nodes == 2 or draw.random() < 0.12:
