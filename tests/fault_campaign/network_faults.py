@@ -65,6 +65,26 @@ class LossyLink(Fault):
 
 
 @dataclass
+class SlowLink(Fault):
+    """A host sends at most so many kilobits a second, for `seconds`."""
+
+    kbit: int = 500
+    seconds: float = 3.0
+    nodes: int = 2
+
+    def fire(self, run: Run) -> str:
+        if not run.ranks():
+            return ""
+        node = run.random.randrange(2)
+        queue = ("dev", INTERFACE, "root")
+        limit = ("tbf", "rate", f"{self.kbit}kbit", "burst", "32kbit", "latency", "2s")
+        run_tool("tc", "-n", run.namespaces[node], "qdisc", "add", *queue, *limit)
+        run.wait_for(lambda: False, deadline_s=self.seconds)
+        run_tool("tc", "-n", run.namespaces[node], "qdisc", "del", *queue)
+        return f"host {node} sends {self.kbit} kbit/s for {self.seconds:g} s"
+
+
+@dataclass
 class BadService(Fault):
     """A reward service that answers wrongly, late or not at all, for a number of requests or for ever."""
 

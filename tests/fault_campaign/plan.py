@@ -21,7 +21,7 @@ from tests.fault_campaign.faults import (
     StopRank,
 )
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
-from tests.fault_campaign.network_faults import BadService, LossyLink, Partition
+from tests.fault_campaign.network_faults import BadService, LossyLink, Partition, SlowLink
 from tests.fault_campaign.server_faults import LostServer, LyingServer
 from tests.fault_campaign.servers import HOW as SERVER_HOW
 from tests.fault_campaign.storage_faults import FOR_EVER_S, DamagedFile, FailingWrites, FullDisk, LostFolder
@@ -87,6 +87,12 @@ KINDS: dict[str, tuple[float, Callable[[random.Random], Fault]]] = {
         3,
         lambda r: LossyLink(
             "packet loss", ("node", "rank", "host"), percent=r.choice([2, 10, 30]), seconds=r.uniform(0.5, 3.0)
+        ),
+    ),
+    "slow link": (
+        2,
+        lambda r: SlowLink(
+            "slow link", ("node", "rank", "host"), kbit=r.choice([100, 500, 2000]), seconds=r.uniform(0.5, 3.0)
         ),
     ),
     "Slurm": (2, lambda r: ClusterFault("Slurm", launcher="slurm", how=r.choice(HOW))),
