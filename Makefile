@@ -150,7 +150,7 @@ image-lint: setup linters
 
 # A thousand faults in real runs, as root: control groups, mounts, network namespaces. CAMPAIGN has its options.
 CAMPAIGN ?= --faults 1000
-campaign-faults: setup
+campaign-faults: setup sglang ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_campaign $(CAMPAIGN)
 
 # Runs on a real Ray of this machine, three minutes.

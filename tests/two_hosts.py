@@ -129,9 +129,9 @@ def sent_bytes() -> int:
 
 
 @contextmanager
-def hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a link between them; gone at the end."""
-    tag = secrets.token_hex(3)
+def hosts(tag: str = "") -> Iterator[list[str]]:
+    """Two network namespaces with a link between them; gone at the end. tag: of their names, random by default."""
+    tag = tag or secrets.token_hex(3)
     names = [f"mega{tag}{number}" for number in range(2)]
     with ExitStack() as stack:
         for name in names:

@@ -6,9 +6,7 @@ Linux, as root: control groups, mounts and network namespaces. `make campaign-fa
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,8 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fault_campaign import inputs
-from tests.fault_campaign.judge import CONTINUED, NOT_FIRED, RESTARTED, STOPPED, Judge, Verdict
-from tests.fault_campaign.plan import KINDS, Case, cases
+from tests.fault_campaign.faults import JUMPING_CLOCK, compiled
+from tests.fault_campaign.judge import CONTINUED, NOT_FIRED, RESTARTED, STOPPED, Verdict
+from tests.fault_campaign.plan import KINDS, cases
+from tests.fault_campaign.storage_faults import FAILING_WRITES
+from tests.fault_campaign.workers import Campaign, read_verdicts
+
+ROOT_VARIABLE = "FAULT_CAMPAIGN_ROOT"
 
 
 def main() -> int:
@@ -27,58 +30,53 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="cases at a time")
+    parser.add_argument("--workers", type=int, default=2, choices=range(1, 9), help="cases at a time")
     parser.add_argument("--kinds", nargs="*", default=[], help="only kinds that contain one of these words")
     parser.add_argument("--only", type=int, nargs="*", default=[], help="only the cases of these numbers")
     parser.add_argument("--keep", action="store_true", help="keep the folders of right cases, too")
-    parser.add_argument("--json", type=Path, help="a line for each verdict")
+    parser.add_argument("--json", type=Path, help="a line for each verdict, as it comes; a new file")
+    parser.add_argument("--resume", type=Path, help="such a file of a campaign that was cut: add the verdicts it lacks")
     given = parser.parse_args()
     if os.geteuid():
         sys.exit("error: the campaign makes control groups and network namespaces: run it as root")
     chosen = cases(given.seed, given.faults, kinds=tuple(given.kinds))
     chosen = [case for case in chosen if not given.only or case.number in given.only]
-    root = Path(tempfile.mkdtemp(prefix="fault_campaign_"))
+    root = preloaded()
+    results = (given.resume or given.json or root / "results.jsonl").absolute()
+    if given.json and (given.resume or given.json.exists()):
+        sys.exit("error: --json is of a new file; go on with an old one by --resume")
+    known = {verdict.number: verdict for verdict in read_verdicts(results)}
+    if others := [case for case in chosen if case.number in known and known[case.number].case != case.title]:
+        sys.exit(f"error: {results} is of other cases (seed, kinds, number of faults?): {others[0].title}")
     # In a process of its own: progress bars start a thread, and what ranks are forked from may have none.
     subprocess.run([sys.executable, "-m", inputs.__name__, str(root / "inputs")], check=True, stderr=subprocess.DEVNULL)
-    results = root / "results.jsonl"
-    results.touch()
     import tests.fault_campaign.preload  # noqa: F401 - what ranks are forked from
 
     begin = time.monotonic()
-    work(chosen, root, results, seed=given.seed, workers=given.workers, keep=given.keep)
-    verdicts = [Verdict(**json.loads(line)) for line in results.read_text().splitlines()]
-    if given.json:
-        shutil.copy(results, given.json)
+    left = [case for case in chosen if case.number not in known]
+    whole = Campaign(left, given.seed, root, results, workers=given.workers, keep=given.keep).run()
+    verdicts = [verdict for verdict in read_verdicts(results) if verdict.number in {case.number for case in chosen}]
     print(table(verdicts))
     bad = [verdict for verdict in verdicts if verdict.defects]
     for verdict in bad:
         print(f"\n{verdict.case}\n  {verdict.witness}\n  " + "\n  ".join(verdict.defects) + f"\n  {verdict.last_line}")
-    print(f"\n{len(verdicts)} faults, {len(bad)} defects, {time.monotonic() - begin:.0f} s; folders: {root}")
+    print(f"\n{len(verdicts)} faults, {len(bad)} defects, {time.monotonic() - begin:.0f} s; folders: {root}; {results}")
+    if not whole:
+        print(f"stopped: go on with --resume {results}")
     return 1 if bad or len(verdicts) < len(chosen) else 0
 
 
-def work(chosen: Sequence[Case], root: Path, results: Path, *, seed: int, workers: int, keep: bool) -> None:
-    """Run the cases in `workers` processes, each of which takes every so manieth one."""
-    pids = []
-    for worker in range(workers):
-        pid = os.fork()
-        if not pid:
-            try:
-                judge = Judge(root, worker=worker, keep=keep)
-                for case in chosen[worker::workers]:
-                    verdict = judge.run(case, seed)
-                    with results.open("a") as file:
-                        file.write(json.dumps(verdict.as_json()) + "\n")
-                    mark = "DEFECT " + "; ".join(verdict.defects) if verdict.defects else verdict.outcome
-                    print(f"{verdict.case}: {mark} ({verdict.seconds:.1f} s)", flush=True)
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stdout.flush()
-                os._exit(0)
-        pids.append(pid)
-    for pid in pids:
-        os.waitpid(pid, 0)
+def preloaded() -> Path:
+    """Return a new folder for the campaign; this process is replaced by one that has the libraries of the faults.
+
+    So have the ranks that are forked from it. A library does nothing until a case sets its variable.
+    """
+    if ROOT_VARIABLE in os.environ:
+        return Path(os.environ.pop(ROOT_VARIABLE))
+    root = Path(tempfile.mkdtemp(prefix="fault_campaign-"))
+    libraries = [str(compiled(source, root)) for source in (FAILING_WRITES, JUMPING_CLOCK)]
+    command = [sys.executable, "-m", __package__ or "", *sys.argv[1:]]
+    os.execve(sys.executable, command, {**os.environ, "LD_PRELOAD": ":".join(libraries), ROOT_VARIABLE: str(root)})
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -20,6 +22,7 @@ class ControlGroup:
 
     def __init__(self, controller: str, name: str) -> None:
         self.unified = (ROOT / "cgroup.controllers").exists()
+        self._controller = controller
         root = ROOT if self.unified else ROOT / controller
         self.folder = root / NAME / name
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -31,9 +34,29 @@ class ControlGroup:
         """Move a process, all its threads, into the group."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Have what this process starts be born into the group."""
+        line = next(
+            line for line in Path("/proc/self/cgroup").read_text().splitlines() if self._is_line(line.split(":")[1])
+        )
+        before = (ROOT if self.unified else ROOT / self._controller) / line.split(":")[2].lstrip("/")
+        self.add(os.getpid())
+        try:
+            yield
+        finally:
+            (before / "cgroup.procs").write_text(str(os.getpid()))
+
+    def _is_line(self, controllers: str) -> bool:
+        return controllers == "" if self.unified else self._controller in controllers.split(",")
+
     def members(self) -> list[int]:
         """Return the processes of the group, zombies left out."""
-        return [pid for pid in map(int, (self.folder / "cgroup.procs").read_text().split()) if not is_zombie(pid)]
+        try:
+            listed = (self.folder / "cgroup.procs").read_text().split()
+        except FileNotFoundError:  # removed already
+            return []
+        return [pid for pid in map(int, listed) if not is_zombie(pid)]
 
     def set(self, name: str, value: str) -> None:
         """Write a control file."""
@@ -64,6 +87,15 @@ class ControlGroup:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.02)
+
+
+def leftover_groups(prefix: str) -> list[tuple[str, str]]:
+    """Return the controller and the name of every group whose name begins so."""
+    groups = set()
+    for controller in ("pids", "memory", "cpu"):
+        root = ROOT if (ROOT / "cgroup.controllers").exists() else ROOT / controller
+        groups |= {(controller, folder.name) for folder in (root / NAME).glob(f"{prefix}*")}
+    return sorted(groups)
 
 
 def is_zombie(pid: int) -> bool:

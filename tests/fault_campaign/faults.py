@@ -26,10 +26,10 @@ class Fault:
     causes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     reward: tuple[str, ...] = REWARD  # settings of the rewards
-    deadline_s: float = 60.0
+    deadline_s: float = 240.0  # of the run's end after the fault, some seconds on an idle machine
     may_start_late: bool = True  # may be injected before the first step
     nodes: int = 1
-    forked: bool = True  # whether ranks may be forked from a process that has the imports
+    names_cause: bool = True  # whether a run that it ends says why
 
     def prepare(self, run: Run) -> None:
         """Change the run's folder or environment before it starts."""
@@ -40,6 +40,9 @@ class Fault:
 
     def heal(self, run: Run) -> None:
         """Take the fault away before the run is started again."""
+
+    def close(self, run: Run) -> None:
+        """End what `prepare` and `fire` have started, whatever became of the run."""
 
 
 @dataclass
@@ -92,10 +95,9 @@ class SlowRank(Fault):
             return ""
         run.wait_for(lambda: False, deadline_s=self.seconds)
         group.limit_cpu(4.0)
-        self._group = group
         return f"rank {target[0]} has {self.share:.0%} of a core for {self.seconds:g} s"
 
-    def heal(self, run: Run) -> None:
+    def close(self, run: Run) -> None:
         ControlGroup("cpu", run.name).close()
 
 
@@ -104,6 +106,7 @@ class KillLauncher(Fault):
     """A launcher ends by a signal: SIGKILL, or one that asks the run to save and stop."""
 
     number: signal.Signals = signal.SIGKILL
+    names_cause: bool = False
 
     def fire(self, run: Run) -> str:
         launcher = run.random.choice(run.launchers)
@@ -130,11 +133,14 @@ class OutOfMemory(Fault):
             except ProcessLookupError:
                 return ""
         order(run, "memory")
-        run.wait_for(lambda: (run.folder / "taken").exists(), deadline_s=10.0)
+        run.wait_for(lambda: (run.folder / "taken").exists(), deadline_s=60.0)
         return "a reward takes memory without end" if (run.folder / "taken").exists() else ""
 
     def heal(self, run: Run) -> None:
         ControlGroup("memory", run.name).close()
+
+    def close(self, run: Run) -> None:
+        self.heal(run)
 
 
 @dataclass
@@ -146,7 +152,7 @@ class BadReward(Fault):
 
     def fire(self, run: Run) -> str:
         order(run, self.how)
-        run.wait_for(lambda: (run.folder / "taken").exists(), deadline_s=10.0)
+        run.wait_for(lambda: (run.folder / "taken").exists(), deadline_s=60.0)
         taken = (run.folder / "taken").exists()
         (run.folder / "order").unlink(missing_ok=True)
         return f"the reward function: {self.how}" if taken else ""
@@ -157,12 +163,10 @@ class ClockJump(Fault):
     """The wall clock of all processes jumps by so many seconds, by a preloaded library; the monotonic one goes on."""
 
     offset: int = 86_400
-    forked: bool = False
 
     def prepare(self, run: Run) -> None:
         (run.folder / "clock").write_text("0")
-        library = compiled(JUMPING_CLOCK, run.folder)
-        run.environment |= {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(run.folder / "clock")}
+        run.environment["JUMPING_CLOCK"] = str(run.folder / "clock")
 
     def fire(self, run: Run) -> str:
         if not run.ranks():
@@ -173,7 +177,7 @@ class ClockJump(Fault):
         return f"the clock jumps by {self.offset} s"
 
     def heal(self, run: Run) -> None:
-        run.environment.pop("LD_PRELOAD", None)
+        run.environment.pop("JUMPING_CLOCK", None)
 
 
 def order(run: Run, fault: str) -> None:

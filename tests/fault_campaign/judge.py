@@ -8,37 +8,44 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
 from mega_rl.storage.lock import lock_file
 from tests.fault_campaign import inputs
+from tests.fault_campaign.clusters import ClusterRun, Ray, Slurm, start
 from tests.fault_campaign.control_groups import ControlGroup
 from tests.fault_campaign.faults import Fault
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
 from tests.fault_campaign.network_faults import BadService
 from tests.fault_campaign.plan import Case
 from tests.fault_campaign.runs import Run, last_line, weights
-from tests.fault_campaign.storage_faults import unmount
+from tests.fault_campaign.server_faults import LostServer, LyingServer
+from tests.fault_campaign.servers import SglangServer
+from tests.fault_campaign.storage_faults import unmount_below
 from tests.two_hosts import HOSTS, INTERFACE, hosts
 
-START_S = 90.0
-RELEASE_S = 5.0  # in which the kernel takes down the threads of a killed process, with what they hold
+START_S = 300.0
+RELEASE_S = 20.0  # in which the kernel takes down the threads of a killed process, with what they hold
 CONTINUED, RESTARTED, STOPPED, NOT_FIRED = "continued", "restarted", "stopped", "not fired"
+DEFECT = "none"  # of the ends that are right
+ATTEMPTS = 3  # at a fault that came too late to hit its run, each earlier than the one before
 KEY = "MEGA_RL_LAUNCH_KEY"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case ended; defects: empty for a right end."""
+    """How a case ended; defects: empty for a right end. attempts: runs until the fault had something to hit."""
 
+    number: int
     case: str
     kind: str
     outcome: str
     witness: str
     last_line: str
     seconds: float
+    attempts: int
     defects: tuple[str, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -52,51 +59,94 @@ class Judge:
     def __init__(self, root: Path, *, worker: int, keep: bool = False) -> None:
         self._root, self._worker, self._keep = root, worker, keep
         self._right: dict[str, str] = {}
+        self._cases_share: dict[str, Slurm | Ray | SglangServer] = {}
 
     def run(self, case: Case, seed: int) -> Verdict:
-        """Inject the fault of a case and judge what follows."""
+        """Inject the fault of a case and judge what follows; a fault that hit nothing is injected again, earlier."""
         begin = time.monotonic()
+        verdict = self._run(case, Random(f"{seed}/{case.number}/run"))
+        attempts = 1
+        while not verdict.defects and verdict.outcome == NOT_FIRED and attempts < ATTEMPTS:
+            case = replace(case, step=max(1, case.step // 2), delay_s=0.0)
+            verdict = self._run(case, Random(f"{seed}/{case.number}/run"))
+            attempts += 1
+        return replace(verdict, attempts=attempts, seconds=round(time.monotonic() - begin, 2))
+
+    def close(self) -> None:
+        """End what cases share."""
+        while self._cases_share:
+            self._cases_share.popitem()[1].close()
+
+    def _shared(self, name: str) -> Slurm | Ray | SglangServer:
+        """Return what cases share, which is started for the first of them; only one is there at a time."""
+        if name not in self._cases_share:
+            self.close()
+            group = ControlGroup("pids", f"{self._root.name}-{self._worker}-{name}")
+            folder = self._root / f"{name}-{self._worker}"
+            shutil.rmtree(folder, ignore_errors=True)
+            if name == "sglang":
+                self._cases_share[name] = SglangServer(folder, group, self._root / "inputs" / "m")
+            else:
+                self._cases_share[name] = start(name, folder, group)
+        return self._cases_share[name]
+
+    def _server(self) -> SglangServer:
+        server = self._shared("sglang")
+        assert isinstance(server, SglangServer)
+        return server
+
+    def _run(self, case: Case, random: Random) -> Verdict:
         folder = self._root / f"case-{case.number}"
         defects: list[str] = []
         with ExitStack() as stack:
-            run = self._new(folder, f"{self._worker}-{case.number}", stack, Random(f"{seed}/{case.number}/run"))
-            run.namespaces = stack.enter_context(hosts()) if case.fault.nodes == 2 else []
+            shared = self._shared(case.cluster) if case.cluster else None
+            cluster = shared if isinstance(shared, Slurm | Ray) else None
+            if isinstance(case.fault, LyingServer):
+                case.fault.server = self._server()
+            run = self._new(folder, f"{self._root.name}-{self._worker}-{case.number}", stack, random, cluster)
+            if case.fault.nodes == 2:
+                run.namespaces = stack.enter_context(hosts(f"{tag_of(self._root)}{self._worker}"))
+            stack.callback(case.fault.close, run)
             case.fault.prepare(run)
-            if isinstance(case.fault, BadService):
-                stack.callback(case.fault.stop)
             right = self.right_weights(case)
             self._start(run, case)
             witness = self._inject(run, case)
             outcome, line = self._first_end(run, case, witness, right, defects)
         if not defects and not self._keep:
             shutil.rmtree(folder, ignore_errors=True)
-        seconds = time.monotonic() - begin
-        return Verdict(case.title, case.fault.kind, outcome, witness, line, round(seconds, 2), tuple(defects))
+        return Verdict(case.number, case.title, case.fault.kind, outcome, witness, line, 0.0, 1, tuple(defects))
 
     def right_weights(self, case: Case) -> str:
         """Return the final weights of the undisturbed run of a case's layout and reward."""
-        service = isinstance(case.fault, BadService)
-        key = f"{case.layout}{' service' if service else ''}"
+        plain: Fault = Fault("")
+        key = case.layout
+        if isinstance(case.fault, BadService):
+            plain, key = BadService(""), f"{key} service"
+        elif isinstance(case.fault, LyingServer | LostServer):
+            plain, key = LyingServer("", server=self._server()), f"{key} sglang"
         if key not in self._right:
             with ExitStack() as stack:
-                run = self._new(self._root / f"right-{self._worker}-{key}", f"{self._worker}-right", stack, Random(0))
-                plain = Case(0, BadService("") if service else Fault(""), case.layout, "train", 1, 0.0, 0, False)
-                if service:
-                    plain.fault.prepare(run)
-                    stack.callback(plain.fault.stop)  # type: ignore[attr-defined]
-                run.start(self._commands(plain, run), forked=True)
+                name = f"{self._root.name}-{self._worker}-right"
+                run = self._new(self._root / f"right-{self._worker}-{key}", name, stack, Random(0))
+                undisturbed = Case(0, plain, case.layout, "train", 1, 0.0, 0, False)
+                stack.callback(plain.close, run)
+                plain.prepare(run)
+                run.start(self._commands(undisturbed, run), forked=True)
                 assert run.wait(deadline_s=START_S), f"the undisturbed run of {key} does not end: {run.text()}"
                 final = weights(run.folder / "run", STEPS)
                 assert final is not None, run.text()
                 self._right[key] = final
         return self._right[key]
 
-    def _new(self, folder: Path, name: str, stack: ExitStack, random: Random) -> Run:
+    def _new(
+        self, folder: Path, name: str, stack: ExitStack, random: Random, cluster: Slurm | Ray | None = None
+    ) -> Run:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         shutil.copytree(self._root / "inputs", folder, dirs_exist_ok=True)
-        run = Run(name, folder, ControlGroup("pids", name), random)
-        stack.callback(unmount, run)
+        group = ControlGroup("pids", name)
+        run = ClusterRun(name, folder, group, random, cluster=cluster) if cluster else Run(name, folder, group, random)
+        stack.callback(unmount_below, folder)
         stack.callback(run.close)
         return run
 
@@ -110,6 +160,8 @@ class Judge:
             torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
             torchrun += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"]  # SIGUSR1 would end torchrun alone
             return [[*torchrun, *program, *settings]]
+        if isinstance(run, ClusterRun):
+            return [[*run.cluster.launch(ranks, case.restarts), *settings]]
         restarts = ["--max-restarts", str(case.restarts)]
         if case.launcher == "train":
             return [[*program, "--nproc-per-node", str(ranks), *restarts, *settings]]
@@ -121,7 +173,7 @@ class Judge:
         return [[*program, *nodes, "--node-rank", str(node), *settings] for node in range(2)]
 
     def _start(self, run: Run, case: Case) -> None:
-        forked = case.fault.forked and case.launcher != "torchrun"
+        forked = case.launcher != "torchrun"
         run.start(self._commands(case, run), forked=forked)
 
     def _inject(self, run: Run, case: Case) -> str:
@@ -139,6 +191,8 @@ class Judge:
         codes = [launcher.exit_code for launcher in run.launchers]
         if not ended:
             defects.append(f"hang: exit codes {codes} after {case.fault.deadline_s:g} s")
+            for launcher in run.launchers:
+                launcher.end()
         if orphans := run.orphans():
             defects.append(f"orphans: {len(orphans)} processes outlive the launcher")
         run.kill_rest()
@@ -149,7 +203,8 @@ class Judge:
         line = last_line(run.launchers[0].output.read_text(errors="replace"))
         if ended and not any(codes):
             defects += _differs(run, right)
-            return (RESTARTED if re.search(r"restart \d+ of", text) else CONTINUED) if witness else NOT_FIRED, line
+            again = re.search(r"restart \d+ of", text) or any(launcher.restarts for launcher in run.launchers)
+            return (RESTARTED if again else CONTINUED) if witness else NOT_FIRED, line
         if witness:
             defects += _cause_problems(case, codes, text)
         case.fault.heal(run)
@@ -165,9 +220,9 @@ class Judge:
 def _cause_problems(case: Case, codes: Sequence[int | None], text: str) -> list[str]:
     """Return what is wrong with how a run that stopped says so."""
     signals = {130, 137, 138, 143, -9}
-    if case.fault.kind in ("kill the launcher", "signal to the launcher") or case.fault.kind.startswith("damaged"):
+    if not case.fault.names_cause:
         return [] if set(codes) <= signals | {0, 1, 2} else [f"exit codes {codes}"]
-    errors = [line for line in text.splitlines() if line.startswith("error:")]
+    errors = [line for line in text.splitlines() if re.match(r"(\[node \d+\] )?error:", line)]
     if not errors:
         return ["no line says why it stopped"]
     if not any(cause in line for cause in case.fault.causes for line in errors):
@@ -178,6 +233,11 @@ def _cause_problems(case: Case, codes: Sequence[int | None], text: str) -> list[
 def _differs(run: Run, right: str) -> list[str]:
     final = weights(run.folder / "run", STEPS)
     return [] if final == right else [f"wrong result: weights {final} instead of {right}"]
+
+
+def tag_of(root: Path) -> str:
+    """Return what the names of a campaign's network namespaces have in common."""
+    return root.name.rpartition("-")[2]
 
 
 def locked(path: Path) -> bool:

@@ -6,16 +6,15 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from tests.fault_campaign.control_groups import kill
 from tests.fault_campaign.faults import Fault
 from tests.fault_campaign.inputs import TIMEOUT_S
+from tests.fault_campaign.orders import HIT, ORDER, free_port, give_order, serve, take_order
 from tests.fault_campaign.runs import Run, run_tool
 from tests.two_hosts import INTERFACE
 
@@ -66,50 +65,54 @@ class LossyLink(Fault):
 
 
 @dataclass
+class SlowLink(Fault):
+    """A host sends at most so many kilobits a second, for `seconds`."""
+
+    kbit: int = 500
+    seconds: float = 3.0
+    nodes: int = 2
+
+    def fire(self, run: Run) -> str:
+        if not run.ranks():
+            return ""
+        node = run.random.randrange(2)
+        queue = ("dev", INTERFACE, "root")
+        limit = ("tbf", "rate", f"{self.kbit}kbit", "burst", "32kbit", "latency", "2s")
+        run_tool("tc", "-n", run.namespaces[node], "qdisc", "add", *queue, *limit)
+        run.wait_for(lambda: False, deadline_s=self.seconds)
+        run_tool("tc", "-n", run.namespaces[node], "qdisc", "del", *queue)
+        return f"host {node} sends {self.kbit} kbit/s for {self.seconds:g} s"
+
+
+@dataclass
 class BadService(Fault):
     """A reward service that answers wrongly, late or not at all, for a number of requests or for ever."""
 
     how: str = "500"
     times: int = 2  # of requests; 0: all from now on
+    _service = 0  # its process
 
     def prepare(self, run: Run) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self._service = start_service(run.folder, port)
+        port = free_port()
+        self._service = serve(port, handler(run.folder))
         self.reward = (
             *("reward.source=http", f"reward.http.url=http://127.0.0.1:{port}/score"),
             f"reward.http.timeout_s={TIMEOUT_S - 2:g}",
         )
 
     def fire(self, run: Run) -> str:
-        (run.folder / "service-order").write_text(json.dumps({"how": self.how, "times": self.times}))
-        hit = run.wait_for(lambda: (run.folder / "service-hit").exists(), deadline_s=10.0)
+        give_order(run.folder, self.how, self.times)
+        hit = run.wait_for((run.folder / HIT).exists, deadline_s=60.0)
         return f"the reward service: {self.how}, {self.times or 'all'} times" if hit else ""
 
     def heal(self, run: Run) -> None:
-        (run.folder / "service-order").unlink(missing_ok=True)
+        (run.folder / ORDER).unlink(missing_ok=True)
 
-    def stop(self) -> None:
-        """End the service."""
-        kill(self._service, signal.SIGKILL)
-        os.waitpid(self._service, 0)
-
-
-def start_service(folder: Path, port: int) -> int:
-    """Start the reward service in a process of its own; returns it once it listens."""
-    pid = os.fork()
-    if not pid:
-        try:
-            ThreadingHTTPServer(("127.0.0.1", port), handler(folder)).serve_forever(0.01)
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if not probe.connect_ex(("127.0.0.1", port)):
-                break
-        time.sleep(0.01)
-    return pid
+    def close(self, run: Run) -> None:
+        if self._service:
+            kill(self._service, signal.SIGKILL)
+            os.waitpid(self._service, 0)
+        self._service = 0
 
 
 def handler(folder: Path) -> type[BaseHTTPRequestHandler]:
@@ -145,25 +148,3 @@ def handler(folder: Path) -> type[BaseHTTPRequestHandler]:
             """Write no log."""
 
     return Handler
-
-
-def take_order(folder: Path) -> str:
-    """Return the order for this request, empty for a right answer."""
-    order = folder / "service-order"
-    try:
-        given = json.loads(order.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return ""
-    (folder / "service-hit").touch()
-    if given["times"] == 1:
-        order.unlink(missing_ok=True)
-    elif given["times"]:
-        order.write_text(json.dumps({**given, "times": given["times"] - 1}))
-    return str(given["how"])
-
-
-def network_is_there() -> bool:
-    """Return whether namespaces can be made and packets dropped here."""
-    if os.geteuid() or sys.platform != "linux":
-        return False
-    return subprocess.run(["nft", "list", "ruleset"], check=False, capture_output=True).returncode == 0

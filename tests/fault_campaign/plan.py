@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
+from signal import SIGABRT, SIGBUS, SIGINT, SIGKILL, SIGSEGV, SIGSTOP, SIGTERM, SIGUSR1
 
+from tests.fault_campaign.cluster_faults import HOW, ClusterFault
 from tests.fault_campaign.faults import (
     BadReward,
     ClockJump,
@@ -18,11 +21,20 @@ from tests.fault_campaign.faults import (
     StopRank,
 )
 from tests.fault_campaign.inputs import LAYOUTS, STEPS
-from tests.fault_campaign.network_faults import BadService, LossyLink, Partition
-from tests.fault_campaign.storage_faults import DamagedFile, FailingWrites, FullDisk, LostFolder
+from tests.fault_campaign.network_faults import BadService, LossyLink, Partition, SlowLink
+from tests.fault_campaign.server_faults import LostServer, LyingServer
+from tests.fault_campaign.servers import HOW as SERVER_HOW
+from tests.fault_campaign.storage_faults import FOR_EVER_S, DamagedFile, FailingWrites, FullDisk, LostFolder
+
+
+def failing(kind: str, error: int, draw: random.Random) -> Fault:
+    """Return writes that fail with an error, for a moment or for ever."""
+    seconds = draw.choice([0.3, 1.0, FOR_EVER_S])
+    return FailingWrites(kind, (os.strerror(error), "checkpoint"), error=error, seconds=seconds)
+
 
 # Each kind: its share of the cases, and how one is drawn.
-KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
+KINDS: dict[str, tuple[float, Callable[[random.Random], Fault]]] = {
     "kill a rank": (
         22,
         lambda r: KillRank("kill a rank", number=r.choice([SIGKILL, SIGKILL, SIGSEGV, SIGABRT, SIGBUS])),
@@ -46,12 +58,9 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
     ),
     "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice([90, -3600, 86_400, -86_400, 400 * 86_400]))),
     "full disk": (4, lambda r: FullDisk("full disk", ("space", "disk", "free"), seconds=r.choice([0.0, 0.5]))),
-    "failing writes": (
-        3,
-        lambda r: FailingWrites(
-            "failing writes", ("Input/output error", "checkpoint"), seconds=r.choice([0.3, 1.0, 60.0])
-        ),
-    ),
+    "failing writes": (3, lambda r: failing("failing writes", errno.EIO, r)),
+    "writes without space": (2, lambda r: failing("writes without space", errno.ENOSPC, r)),
+    "read-only disk": (2, lambda r: failing("read-only disk", errno.EROFS, r)),
     "lost folder": (3, lambda r: LostFolder("lost folder", part=r.choice(["checkpoints", "rollouts", ""]))),
     "damaged checkpoint": (
         6,
@@ -80,6 +89,24 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
             "packet loss", ("node", "rank", "host"), percent=r.choice([2, 10, 30]), seconds=r.uniform(0.5, 3.0)
         ),
     ),
+    "slow link": (
+        2,
+        lambda r: SlowLink(
+            "slow link", ("node", "rank", "host"), kbit=r.choice([100, 500, 2000]), seconds=r.uniform(0.5, 3.0)
+        ),
+    ),
+    "Slurm": (2, lambda r: ClusterFault("Slurm", launcher="slurm", how=r.choice(HOW))),
+    "Ray": (2, lambda r: ClusterFault("Ray", launcher="ray", how=r.choice(HOW))),
+    "lying server": (
+        3,
+        lambda r: LyingServer(
+            "lying server", ("SGLang", "server", "sample"), how=r.choice(SERVER_HOW), times=r.choice([1, 2, 0])
+        ),
+    ),
+    "lost server": (
+        0.5,
+        lambda r: LostServer("lost server", ("SGLang", "server"), number=r.choice([SIGKILL, SIGKILL, SIGSTOP])),
+    ),
     "reward service": (
         6,
         lambda r: BadService(
@@ -90,7 +117,6 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], Fault]]] = {
         ),
     ),
 }
-LAUNCHERS = ("train", "torchrun")
 
 
 @dataclass(frozen=True)
@@ -109,6 +135,13 @@ class Case:
     delay_s: float
     restarts: int
     memory: bool
+
+    @property
+    def cluster(self) -> str:
+        """Return the cluster or server that the run needs, which one worker starts once; empty for none."""
+        if isinstance(self.fault, LyingServer | LostServer):
+            return "sglang"
+        return self.launcher if self.launcher in ("slurm", "ray") else ""
 
     @property
     def title(self) -> str:
@@ -132,9 +165,13 @@ def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Rand
     fault = make(draw)
     layout = draw.choice(["tp2", "dp2", "pp2", "fsdp2", "tp2", "dp2", "tp2-dp2", "tp2-pp2"])
     assert layout in LAYOUTS
-    launcher = "train"
+    launcher = fault.launcher if isinstance(fault, ClusterFault) else "train"
     killed = isinstance(fault, KillLauncher) and fault.number == SIGKILL  # torchrun's ranks outlive it
-    if fault.nodes == 1 and fault.forked and not killed and draw.random() < 0.04:
+    if launcher != "train":
+        layout = draw.choice(["tp2", "dp2", "tp2-dp2"])
+    elif isinstance(fault, LyingServer | LostServer):
+        layout = draw.choice(["tp2", "dp2"])
+    elif fault.nodes == 1 and not killed and draw.random() < 0.04:
         launcher = "torchrun"
     elif fault.nodes == 2 or draw.random() < 0.12:
         launcher = "nodes"

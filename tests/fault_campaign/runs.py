@@ -22,7 +22,7 @@ from tests.fault_campaign.control_groups import ControlGroup, is_zombie, kill
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.005
-REAP_S = 10.0  # in which every process of a run ends after its launcher
+REAP_S = 30.0  # in which every process of a run ends after its launcher
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Launcher:
     node: int
     output: Path
     exit_code: int | None = None
+    restarts: int = 0  # by whoever has started the launcher
 
     def poll(self) -> int | None:
         """Return the exit code, below 0 the signal that killed it; None while it runs."""
@@ -41,6 +42,12 @@ class Launcher:
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
         return self.exit_code
+
+    def end(self) -> None:
+        """Kill it if it runs."""
+        if self.exit_code is None:
+            kill(self.pid)
+            self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 @dataclass
@@ -62,10 +69,15 @@ class Run:
         for node, command in enumerate(commands):
             output = self.folder / f"output-{attempt}-{node}.txt"
             place = self.namespaces[node] if self.namespaces else None
-            pid = self._spawn(command, output, place, forked=forked)
+            pid = self.spawn(command, output, place, forked=forked)
             self.launchers.append(Launcher(pid, node, output))
 
-    def _spawn(self, command: Sequence[str], output: Path, namespace: str | None, *, forked: bool) -> int:
+    def members(self) -> list[int]:
+        """Return the processes of the run."""
+        return self.group.members()
+
+    def spawn(self, command: Sequence[str], output: Path, namespace: str | None, *, forked: bool) -> int:
+        """Start a process of the run, as a user would or forked from this one; returns it."""
         pid = os.fork()
         if pid:
             return pid
@@ -122,7 +134,7 @@ class Run:
     def orphans(self) -> list[int]:
         """Return the processes that are still there `REAP_S` after the launchers' end."""
         deadline = time.monotonic() + REAP_S
-        while (left := self.group.members()) and time.monotonic() < deadline:
+        while (left := self.members()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return left
 
@@ -132,7 +144,7 @@ class Run:
 
     def ranks(self) -> dict[int, int]:
         """Return the processes of the ranks that run, by rank."""
-        return {rank: pid for pid in self.group.members() if (rank := rank_of(pid, self.folder)) is not None}
+        return {rank: pid for pid in self.members() if (rank := rank_of(pid, self.folder)) is not None}
 
     def pick_rank(self) -> tuple[int, int] | None:
         """Return a rank at random and its process; None where none runs."""
@@ -142,19 +154,17 @@ class Run:
     def kill_rest(self) -> None:
         """Kill what is left of the run."""
         deadline = time.monotonic() + REAP_S
-        while (left := self.group.members()) and time.monotonic() < deadline:
+        while (left := self.members()) and time.monotonic() < deadline:
             for pid in left:
                 kill(pid)
             time.sleep(0.02)
 
     def close(self) -> None:
         """Kill what is left and forget it."""
+        for launcher in self.launchers:
+            launcher.end()
         self.kill_rest()
         self.group.close()
-        for launcher in self.launchers:
-            if launcher.exit_code is None:
-                kill(launcher.pid)
-                launcher.exit_code = os.waitstatus_to_exitcode(os.waitpid(launcher.pid, 0)[1])
 
 
 def rank_of(pid: int, folder: Path) -> int | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import shutil
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fault_campaign.faults import Fault, compiled
+from tests.fault_campaign.control_groups import kill
+from tests.fault_campaign.faults import Fault
 from tests.fault_campaign.runs import Run, run_tool
 
 FAILING_WRITES = Path(__file__).with_name("failing_writes.c")
+FOR_EVER_S = 10.0  # which a run of the campaign does not last
 
 
 @dataclass
@@ -47,27 +48,34 @@ class FullDisk(Fault):
 
 @dataclass
 class FailingWrites(Fault):
-    """Writes and syncs below the run's folder fail with EIO while a file exists, by a preloaded library."""
+    """Writes and syncs of checkpoints fail for `seconds`, by a preloaded library; see failing_writes.c.
 
+    error: EIO, ENOSPC or EROFS, of which the last refuses new files and names as well.
+    """
+
+    error: int = errno.EIO
     seconds: float = 1.0
-    forked: bool = False
 
     def prepare(self, run: Run) -> None:
-        library = compiled(FAILING_WRITES, run.folder)
-        run.environment |= {"LD_PRELOAD": str(library), "FAILING_WRITES": str(run.folder / "fail")}
+        run.environment["FAILING_WRITES"] = str(run.folder / "fail")
 
     def fire(self, run: Run) -> str:
         if not run.ranks():
             return ""
-        (run.folder / "fail").touch()
+        replacement = run.folder / "fail.new"
+        replacement.write_text(str(self.error))
+        replacement.rename(run.folder / "fail")
         run.wait_for(lambda: False, deadline_s=self.seconds)
-        if self.seconds < 10:
+        if self.seconds < FOR_EVER_S:
             (run.folder / "fail").unlink()
-        return f"writes of checkpoints fail with EIO for {self.seconds:g} s"
+        name = errno.errorcode[self.error]
+        return f"writes of checkpoints fail with {name} " + (
+            f"for {self.seconds:g} s" if self.seconds < FOR_EVER_S else "from now on"
+        )
 
     def heal(self, run: Run) -> None:
         (run.folder / "fail").unlink(missing_ok=True)
-        run.environment.pop("LD_PRELOAD", None)
+        run.environment.pop("FAILING_WRITES", None)
 
 
 @dataclass
@@ -93,13 +101,14 @@ class DamagedFile(Fault):
 
     pattern: str = "run/checkpoints/step_*/*.safetensors"
     how: str = "flip"
+    names_cause: bool = False
 
     def fire(self, run: Run) -> str:
-        if not run.wait_for(lambda: len(list(run.folder.glob("run/checkpoints/step_*"))) > 1, deadline_s=20.0):
+        if not run.wait_for(lambda: len(list(run.folder.glob("run/checkpoints/step_*"))) > 1, deadline_s=120.0):
             return ""
-        for pid in run.group.members():
-            os.kill(pid, 9)
-        run.wait(deadline_s=10.0)
+        for pid in run.members():
+            kill(pid)
+        run.wait(deadline_s=60.0)
         files = sorted(run.folder.glob(self.pattern))
         if not files:
             return ""
@@ -122,15 +131,15 @@ def damage(file: Path, how: str, run: Run) -> str:
 
 
 def mount(run: Run, options: str) -> None:
-    """Mount a file system in memory at the run's folder; see `unmount`."""
+    """Mount a file system in memory at the run's folder; see `unmount_below`."""
     folder = run.folder / "run"
     folder.mkdir(exist_ok=True)
     run_tool("mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder))
 
 
-def unmount(run: Run) -> None:
-    """Unmount what `mount` has mounted."""
-    folder = run.folder / "run"
-    deadline = time.monotonic() + 5.0
-    while os.path.ismount(folder) and time.monotonic() < deadline:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
+def unmount_below(root: Path) -> None:
+    """Unmount every file system below a folder, what `mount` has mounted among them."""
+    for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+        place = Path(line.split()[1])
+        if root in place.parents:
+            subprocess.run(["umount", "-l", str(place)], check=False)
