@@ -101,7 +101,8 @@ class Probe:
             pairs = [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]
             tokens = [int(token) for token in answer["output_ids"]]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise _malformed(control, f"{type(error).__name__}: {error}") from None
+            reason = f"its tokens or log-probs are missing or no numbers ({type(error).__name__}: {error})"
+            raise _malformed(control, reason) from None
         if tokens != [token for _, token in pairs] or len(tokens) != self.num_tokens:
             raise _malformed(control, f"{len(tokens)} tokens and {len(pairs)} log-probs, asked for {self.num_tokens}")
         for logprob, token in pairs:
