@@ -109,15 +109,21 @@ def _hang(evidence: Evidence) -> tuple[str, int | None] | None:
         rank = min(missing, key=lambda one: _likelihood(evidence, one))
         also = f" (also missing: {in_words([one for one in missing if one != rank])})" if len(missing) > 1 else ""
         return f"{_named(evidence, rank)} {_state_of(evidence, rank)}{while_others}{also}", rank
-    if len(calls) > 1:
-        return _divergence(evidence)
-    if calls:
+    if (diverged := _divergence(evidence)) is not None:
+        return diverged
+    if len(calls) == 1:
         return f"all ranks wait in {calls[0][0]}: the network between them, or the device, does not answer", None
+    if calls:
+        groups = ", ".join(f"{in_words(ranks)} in {call}" for call, ranks in calls[:3]) + ", ..." * (len(calls) > 3)
+        return f"all ranks of each group wait, {groups}: the network between them, or the device, does not answer", None
     return None
 
 
-def _divergence(evidence: Evidence) -> tuple[str, int]:
-    """Return two ranks that wait for each other in different collectives, those of the smallest group."""
+def _divergence(evidence: Evidence) -> tuple[str, int] | None:
+    """Return two ranks that wait for each other in different collectives, those of the smallest group; None without.
+
+    Groups whose ranks all wait in one call of their own have not diverged.
+    """
     waiting = {rank: call for rank in sorted(evidence.records) if (call := evidence.waiting(rank)) is not None}
     everyone = tuple(range(evidence.world_size))
     pairs = [
@@ -126,6 +132,8 @@ def _divergence(evidence: Evidence) -> tuple[str, int]:
         for other in call.ranks or everyone
         if other in waiting and not same_call(call, waiting[other])
     ]
+    if not pairs:
+        return None
     mutual = [pair for pair in pairs if pair[1] in (waiting[pair[2]].ranks or everyone)]
     _, rank, other = min(mutual or pairs)
     return f"diverged: rank {other} waits in {waiting[other]} while rank {rank} waits for it in {waiting[rank]}", other

@@ -84,6 +84,15 @@ CASES: dict[str, tuple[Evidence, str, int | None]] = {
         "diverged: rank 2 waits in dp broadcast 17 while rank 0 waits for it in dp all_reduce 17",
         2,
     ),
+    "each group in a collective of its own": (
+        evidence(
+            record(0, waiting=DP_OF_0), record(1, waiting=call("dp", 17, 1, 3)),
+            record(2, waiting=DP_OF_0), record(3, waiting=call("dp", 17, 1, 3)),
+        ),
+        "all ranks of each group wait, ranks 0 and 2 in dp all_reduce 17, ranks 1 and 3 in dp all_reduce 17: "
+        "the network between them, or the device, does not answer",
+        None,
+    ),
     "all in one collective": (
         evidence(*(record(rank, waiting=WORLD) for rank in range(4))),
         "all ranks wait in world all_reduce 5: the network between them, or the device, does not answer",

@@ -130,9 +130,13 @@ class SglangClient:
         await self._within(timeout_s, "GET", "/health_generate", None, self.endpoint.keys.api_key)
 
     async def probe(self, *, rid: str, version: int, mixed_versions: bool, timeout_s: float) -> None:
-        """Generate one token through everything a sample goes through. Raises RequestFailure."""
+        """Generate one token through everything a sample goes through. Raises RequestFailure.
+
+        It is drawn as samples are: beside a request that cuts off the distribution, as a greedy one does, SGLang draws
+        other tokens of the same seeds.
+        """
         sampling = Sampling(
-            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=(), greedy=True, return_routing=False
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1, stop_token_ids=(), greedy=False, return_routing=False
         )
         request = SampleRequest(key=(-1, -1), prompt=(0,), seed=0)
         sample = await self.generate(

@@ -28,6 +28,7 @@ def install() -> None:
     triton()
     murmur_hash()
     sampling_seeds()
+    noise_of_tokens()
     pinned_memory()
     forked_processes()
     gloo_devices()
@@ -194,6 +195,34 @@ def sampling_seeds() -> None:
         return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+def noise_of_tokens() -> None:
+    """Patch the sampler of batches with a top-k or top-p: the noise of a seeded sample is of the token, not its rank.
+
+    SGLang sorts the probabilities of a whole batch as soon as one request of it cuts them off, as a greedy one does,
+    and numbers the noise by the places in that order: all other samples then have other tokens than they have alone.
+    """
+    import torch
+    from sglang.srt.layers import sampler
+
+    original = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+
+    def sample(
+        probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, need_min_p: bool, seed: Any, positions: Tensor,
+        *, return_filtered_probs: bool = False,
+    ) -> Any:  # fmt: skip
+        if seed is None or need_min_p or return_filtered_probs:
+            return original(
+                probs, top_ks, top_ps, min_ps, need_min_p, seed, positions, return_filtered_probs=return_filtered_probs
+            )
+        ordered, tokens = probs.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered  # probability of all more likely tokens
+        cut = (torch.arange(probs.shape[-1]) >= top_ks[:, None]) | (before > top_ps[:, None])
+        kept = torch.zeros_like(probs).scatter_(1, tokens, ordered.masked_fill(cut, 0.0))
+        return sampler.multinomial_with_seed(kept.log(), seed, positions).view(-1).to(torch.int32)
+
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = sample
 
 
 def pinned_memory() -> None:

@@ -111,6 +111,25 @@ def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: Server
     assert all(len(sample.token_ids) == 150 for sample in first.samples.values() if sample.finish == "length")
 
 
+def test_a_sample_is_the_same_beside_greedy_ones(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:
+    """A health check, or a validation, may share a batch with it."""
+    asked = requests(4)
+    alone = generate(fleet, asked, SAMPLED)
+    others = [SampleRequest((100 + i, 0), one.prompt, one.seed) for i, one in enumerate(asked)]
+    with ServerRouter([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as second:
+        second.mark_ready(0, VERSION)
+        greedy = second.start(
+            others,
+            replace(GREEDY, max_new_tokens=150, stop_token_ids=()),
+            version=VERSION,
+            deadline=time.monotonic() + 200,
+        )
+        beside = generate(fleet, asked, SAMPLED)
+        assert len(greedy.result().samples) == len(others)
+    for one in asked:
+        assert beside.samples[one.key].token_ids == alone.samples[one.key].token_ids
+
+
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter) -> None:
     asked, sampling = requests(12), replace(SAMPLED, return_routing=True)
     whole = generate(fleet, asked, sampling)
