@@ -84,9 +84,10 @@ class Job(Launcher):
     cluster: SlurmCluster = field(kw_only=True)
     number: int = 0
     _asked: float = 0.0
+    _hurried: int = 0  # the restart that was last asked to come at once
 
     def poll(self) -> int | None:
-        """Return the job's exit code, below 0 a signal; None while it waits or runs. A requeued one starts at once."""
+        """Return the job's exit code, below 0 a signal; None while it waits or runs. A requeued one starts soon."""
         if self.exit_code is None and time.monotonic() - self._asked > JOB_POLL_S:
             state = self.cluster.job(self.number)
             self._asked = time.monotonic()
@@ -95,8 +96,10 @@ class Job(Launcher):
                 code, _, number = state["ExitCode"].partition(":")
                 cancelled = state["JobState"] == "CANCELLED" and code == "0"
                 self.exit_code = 128 + signal.SIGTERM if cancelled else int(code) or -int(number)
-            elif state["JobState"] == "PENDING" and self.restarts:
-                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
+            elif state["JobState"] == "PENDING" and self.restarts > self._hurried:
+                # In the second of its end Slurm would take the new start for a part of it, and refuse it.
+                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now+2", check=False)
+                self._hurried = self.restarts
         return self.exit_code
 
     def end(self) -> None:
