@@ -110,7 +110,7 @@ class DamagedFile(Fault):
             kill(pid)
         run.wait(deadline_s=60.0)
         files = sorted(run.folder.glob(self.pattern))
-        if not files:
+        if not files or all(launcher.exit_code == 0 for launcher in run.launchers):  # had ended before it was killed
             return ""
         return damage(files[-1], self.how, run)
 
