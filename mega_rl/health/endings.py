@@ -18,6 +18,7 @@ LOST_PEER = (
     "remote process exited or there was a network error",
     "ncclRemoteError",
 )
+WHOLE_TEXTS = ("Application timeout caused pair closure",)  # gloo's, of a wait on a pair that another one has closed
 OF_THE_STORE = ("DistNetworkError", "DistStoreError")
 TIMED_OUT = (
     "Timed out waiting",
@@ -43,7 +44,9 @@ def kind_of(error: BaseException) -> str:
     if not isinstance(error, RuntimeError | TimeoutError):
         return "error"
     text = str(error)
-    if not any(backend in text or backend in type(error).__name__ for backend in (*BACKENDS, "Dist")):
+    if text not in WHOLE_TEXTS and not any(
+        backend in text or backend in type(error).__name__ for backend in (*BACKENDS, "Dist")
+    ):
         return "error"
     if any(words in text for words in LOST_PEER):
         return "lost peer"

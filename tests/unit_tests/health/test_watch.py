@@ -46,6 +46,8 @@ def test_silence_of_all_ranks_is_overdue(tmp_path: Path) -> None:
     [
         (RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"), "lost peer"),
         (RuntimeError("[/gloo/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"), "timeout"),
+        (RuntimeError("Application timeout caused pair closure"), "lost peer"),
+        (RuntimeError("my code: Application timeout caused pair closure"), "error"),
         (dist.DistBackendError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), "timeout"),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), "lost peer"),
         (dist.DistStoreError("wait timeout after 8000ms, keys: /a"), "timeout"),
