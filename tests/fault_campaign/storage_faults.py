@@ -86,7 +86,7 @@ class LostFolder(Fault):
 
     def fire(self, run: Run) -> str:
         folder = run.folder / "run" / self.part
-        if not folder.exists():
+        if not run.wait_for(folder.exists, deadline_s=60.0):
             return ""
         for _ in range(20):  # files may come while it is removed
             shutil.rmtree(folder, ignore_errors=True)
