@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import torch.distributed as dist
@@ -67,22 +67,42 @@ class FlightRecorder:
     def __init__(self) -> None:
         """Let the groups that this process makes from now on keep their last collectives, as many as the user set."""
         os.environ.setdefault(VARIABLE, str(ENTRIES))
+        self._looked = time.monotonic()
+        self._called: dict[
+            tuple[str, int], float
+        ] = {}  # by group and torch's time: those open, by the clock of `_looked`
 
     def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
         """Return (the oldest collective that has not ended, the last one of each group); ages are as of now."""
-        entries, now_ns = _entries(), time.time_ns()
+        entries = _entries()
         open_entries = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-        oldest = min(open_entries, key=lambda entry: entry["time_created_ns"], default=None)
+        ages = self._ages(open_entries)
+        oldest = max(range(len(ages)), key=ages.__getitem__, default=None)
         last = {entry["process_group"][0]: entry for entry in entries}
         return (
-            None if oldest is None else _collective(oldest, now_ns),
-            tuple(_collective(entry, now_ns, ranks=False) for entry in last.values()),
+            None if oldest is None else _collective(open_entries[oldest], ages[oldest]),
+            tuple(_collective(entry, _age(entry), ranks=False) for entry in last.values()),
         )
+
+    def _ages(self, open_entries: Sequence[Flight]) -> list[float]:
+        """Return the seconds since each was called, whatever the wall clock has done, which torch writes down.
+
+        One that was not open at the last look has been called since then.
+        """
+        now = time.monotonic()
+        keys = [(entry["process_group"][0], entry["time_created_ns"]) for entry in open_entries]
+        since = now - self._looked
+        self._called = {
+            key: self._called.get(key, now - min(_age(entry), since))
+            for key, entry in zip(keys, open_entries, strict=True)
+        }
+        self._looked = now
+        return [now - self._called[key] for key in keys]
 
     def last(self) -> Collective | None:
         """Return the collective that was called last; None without any."""
         newest = max(_entries(), key=lambda entry: entry["time_created_ns"], default=None)
-        return None if newest is None else _collective(newest, time.time_ns())
+        return None if newest is None else _collective(newest, _age(newest))
 
 
 def _entries() -> list[Flight]:
@@ -91,7 +111,12 @@ def _entries() -> list[Flight]:
     return entries
 
 
-def _collective(entry: Flight, now_ns: int, *, ranks: bool = True) -> Collective:
+def _age(entry: Flight) -> float:
+    """Return the seconds since a collective was called, by the wall clock."""
+    return max(0.0, (time.time_ns() - entry["time_created_ns"]) / 1e9)
+
+
+def _collective(entry: Flight, age_s: float, *, ranks: bool = True) -> Collective:
     name, description = entry["process_group"]
     operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     members = _members(name) if ranks else ()
@@ -100,7 +125,7 @@ def _collective(entry: Flight, now_ns: int, *, ranks: bool = True) -> Collective
         group=_group_name(description),
         ranks=members,
         sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-        age_s=max(0.0, (now_ns - entry["time_created_ns"]) / 1e9),
+        age_s=age_s,
         deadline_s=entry["timeout_ms"] / 1e3 if entry["timeout_ms"] > 0 else None,
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega_rl.health.evidence import in_words
@@ -11,23 +14,36 @@ LEAST_MARGIN_S = 5.0  # after a deadline, within which whoever has it ends by hi
 SILENT_S = 60.0  # beyond trainer.timeout_s, of all ranks
 
 
-def overdue(run_dir: Path, *, now: float) -> str | None:
-    """Return in words that a run hangs without a rank that ends by itself, None while there is hope. now: time.time().
+@dataclass
+class RunWatch:
+    """Watch on the records of a run. Silence is measured by this process's monotonic clock: wall clocks jump."""
 
-    All ranks are silent for longer than a collective may take, or a wait or phase is past its deadline and a margin.
-    """
-    records = read_records(run_dir)
-    living = {rank: record for rank, record in records.items() if record.ended is None}
-    if not living or len(living) < len(records):
-        return None  # none has begun; or one has ended, and its launcher knows
-    if all(record.silent_s(now) > SILENT_S + record.timeout_s for record in living.values()):
-        longest = max(record.silent_s(now) for record in living.values())
-        return f"{in_words(list(living))} have given no sign of life for {longest:.0f} s"
-    for rank, record in living.items():
-        reason = _past_deadline(record)
-        if reason is not None:
-            return f"rank {rank} {reason}"
-    return None
+    run_dir: Path
+    clock: Callable[[], float] = time.monotonic
+    _beats: dict[int, float] = field(default_factory=dict, init=False)  # of each rank, at the last look
+    _heard: float = field(default=0.0, init=False)  # when one of them was new
+
+    def overdue(self) -> str | None:
+        """Return in words that a run hangs without a rank that ends by itself, None while there is hope.
+
+        All ranks are silent for longer than a collective may take, or a wait or phase is past its deadline and a
+        margin.
+        """
+        records = read_records(self.run_dir)
+        beats = {rank: record.beat for rank, record in records.items()}
+        if beats != self._beats:
+            self._beats, self._heard = beats, self.clock()
+        living = {rank: record for rank, record in records.items() if record.ended is None}
+        if not living or len(living) < len(records):
+            return None  # none has begun; or one has ended, and its launcher knows
+        silent_s = self.clock() - self._heard
+        if all(silent_s > SILENT_S + record.timeout_s for record in living.values()):
+            return f"{in_words(list(living))} have given no sign of life for {silent_s:.0f} s"
+        for rank, record in living.items():
+            reason = _past_deadline(record)
+            if reason is not None:
+                return f"rank {rank} {reason}"
+        return None
 
 
 def _past_deadline(record: RankRecord) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +10,7 @@ from mega_rl.health.diagnosis import diagnose
 from mega_rl.health.processes import kills_for_memory
 from mega_rl.health.records import clear, read_records
 from mega_rl.health.stacks import collect
-from mega_rl.health.watch import overdue
+from mega_rl.health.watch import RunWatch
 from mega_rl.launcher.outcome import INNOCENT
 from mega_rl.launcher.ranks import RankEnd
 
@@ -65,6 +64,7 @@ class RunRecords:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._watch = RunWatch(run_dir)
         self._kills = kills_for_memory()
 
     def clear(self) -> None:
@@ -78,7 +78,7 @@ class RunRecords:
 
     def overdue(self) -> str | None:
         """Return which wait is past its deadline, or that no rank gives a sign of life."""
-        return overdue(self._run_dir, now=time.time())
+        return self._watch.overdue()
 
     def collect(self, processes: Mapping[int, int]) -> None:
         """Write the stacks of this node's ranks."""
