@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -67,8 +68,15 @@ def start(folder: Path, program: str, *, key: str = "", **settings: object) -> S
     process = subprocess.Popen(
         [sys.executable, *launch.arguments],
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=_default_signals,
     )  # fmt: skip
     return Started(process, folder)
+
+
+def _default_signals() -> None:
+    """Undo what tests that run in the background, or under nohup, have inherited: signals that are ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run(folder: Path, program: str, **settings: object) -> tuple[int, str]:
