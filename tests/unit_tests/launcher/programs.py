@@ -60,23 +60,24 @@ def write_program(folder: Path, program: str) -> None:
     (folder / "rank_program.py").write_text(PREAMBLE + textwrap.dedent(program))
 
 
-def start(folder: Path, program: str, *, key: str = "", **settings: object) -> Started:
+def start(folder: Path, program: str, *, key: str = "", nohup: bool = False, **settings: object) -> Started:
     """Start a launcher of two ranks, unless `settings` say otherwise, that run `program` in `folder`."""
+
+    def signals_of_a_terminal() -> None:
+        """Undo what tests in the background, or under nohup themselves, have inherited: signals that are ignored."""
+        for number in (signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
     write_program(folder, program)
     launch = replace(Launch(("rank_program",), 2), **settings)  # type: ignore[arg-type]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **({KEY: key} if key else {})}
     process = subprocess.Popen(
         [sys.executable, *launch.arguments],
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        preexec_fn=_default_signals,
+        preexec_fn=signals_of_a_terminal,
     )  # fmt: skip
     return Started(process, folder)
-
-
-def _default_signals() -> None:
-    """Undo what tests that run in the background, or under nohup, have inherited: signals that are ignored."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def run(folder: Path, program: str, **settings: object) -> tuple[int, str]:

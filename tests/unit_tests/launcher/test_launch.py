@@ -171,12 +171,8 @@ def test_a_signal_before_the_ranks_have_started_starts_none(tmp_path: Path) -> N
 
 
 def test_sighup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        program = "reached('up'); wait_for('go', 0); sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_DFL)"
-        started = start(tmp_path, program)
-    finally:
-        signal.signal(signal.SIGHUP, previous)
+    program = "reached('up'); wait_for('go', 0); sys.exit(signal.getsignal(signal.SIGHUP) != signal.SIG_DFL)"
+    started = start(tmp_path, program, nohup=True)
     up(started)
     started.process.send_signal(signal.SIGHUP)
     time.sleep(0.2)
