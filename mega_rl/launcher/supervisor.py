@@ -102,9 +102,8 @@ class Supervisor:
     def _carry_out(self, watch: GenerationWatch) -> None:
         due, failure = watch.due(), watch.failure
         may_go_on = failure is not None and failure.may_go_on and not self._stopped_by
-        for node in reversed(
-            self._fleet.nodes
-        ):  # this one, which may take ten seconds to write stacks, after the others
+        # This node, which may take ten seconds to write stacks, comes after the others.
+        for node in reversed(self._fleet.nodes):
             if due is Due.KILL:
                 node.kill()
             elif due is Due.END:
