@@ -38,6 +38,15 @@ class Job:
     not_before: float = 0.0  # loop time
     avoid: Replica | None = None
     evicted: RequestFailure | None = None  # why its try was cut short by us
+    asked: Replica | None = None  # by its last try
+    last_failure: str = ""  # of its last try, in words; empty while that runs
+
+    def unanswered(self) -> str:
+        """Return in words where its tries went without a whole answer."""
+        if self.asked is None:
+            return "no server had room for it"
+        endpoint = self.asked.client.endpoint
+        return self.last_failure or f"server {endpoint.index} at {endpoint.url} had not answered try {self.tries}"
 
     def backoff_s(self) -> float:
         """Return the seconds until the next try: 0.1, 0.2, 0.4 ... with a jitter of 0.5 to 1.5, fixed by the sample."""

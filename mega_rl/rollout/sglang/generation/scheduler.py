@@ -106,7 +106,10 @@ class SampleScheduler:
         """Send requests and start helpers, or end what must end; return whether the generation goes on."""
         if self._loop.time() >= self._deadline:
             await self._stop()
-            self._fail_all("deadline", "the generation's deadline came first")
+            for job in (*self._fresh, *self._waiting):
+                self._outcomes.fail(job, "deadline", f"the generation's deadline came first: {job.unanswered()}")
+            self._fresh.clear()
+            self._waiting.clear()
             return False
         if self._interrupted:
             self._helpers.start("abort", self._abort_all, once=True)
@@ -126,9 +129,8 @@ class SampleScheduler:
         for job in [job for job in self._waiting if job.not_before <= now]:
             if now >= job.expires:
                 self._waiting.remove(job)
-                self._outcomes.fail(
-                    job, "timeout", f"sample {job.request.key}: {self._policy.request_timeout_s:g} s are over"
-                )
+                seconds = f"{self._policy.request_timeout_s:g} s"
+                self._outcomes.fail(job, "timeout", f"no answer in {seconds}: {job.unanswered()}")
                 continue
             others = [replica for replica in usable if replica is not job.avoid] or usable
             home = _least_loaded(others, now)
@@ -152,7 +154,7 @@ class SampleScheduler:
         self.result.stats.requests += 1
         self.result.stats.retries += job.tries > 0
         job.tries += 1
-        job.evicted = None
+        job.evicted, job.asked, job.last_failure = None, replica, ""
         replica.sent(now)
         task = self._loop.create_task(self._try(job, replica))
         self._running[task] = job, replica
@@ -220,6 +222,7 @@ class SampleScheduler:
     def _failed(self, job: Job, replica: Replica, failure: RequestFailure) -> None:
         now = self._loop.time()
         kind = KINDS[failure.kind]
+        job.last_failure = failure.what
         self.result.stats.failed_tries[failure.kind] += 1
         if failure.partial is not None:
             self.result.stats.tokens += len(failure.partial.token_ids) - len(job.partial.token_ids)
@@ -242,12 +245,6 @@ class SampleScheduler:
         elsewhere = any(other is not replica for other in self._health.usable())
         job.not_before = now if elsewhere and kind.charged != "sample" else now + wait_s
         self._waiting.append(job)
-
-    def _fail_all(self, kind: str, message: str) -> None:
-        for job in (*self._fresh, *self._waiting):
-            self._outcomes.fail(job, kind, f"sample {job.request.key}: {message}")
-        self._fresh.clear()
-        self._waiting.clear()
 
     def _evict(self, replica: Replica, failure: RequestFailure) -> None:
         for task, (job, where) in self._running.items():

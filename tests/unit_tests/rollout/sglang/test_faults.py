@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -287,7 +288,14 @@ def test_a_wedged_server_that_answers_pings_is_left(slow: Script) -> None:
 
 def test_the_generation_has_a_deadline_of_its_own() -> None:
     result, _ = generate([always(hangs)], requests(4), within_s=1.5, deadline_s=1.0, request_timeout_s=60.0)
-    assert (result.failures[BAD, 0].kind, len(result.samples)) == ("deadline", 3)
+    failure = result.failures[BAD, 0]
+    assert (failure.kind, len(result.samples)) == ("deadline", 3)
+    assert re.search(r"deadline came first: server 0 at http://\S+ had not answered try 1$", failure.message)
+
+
+def test_a_sample_out_of_time_names_the_server_of_its_last_try() -> None:
+    result, _ = generate([always(hangs)], requests(4), within_s=3.0, request_timeout_s=1.0)
+    assert re.match(r"(no answer in 1 s: )?server 0 at http://", result.failures[BAD, 0].message)
 
 
 async def closes(exchange: Exchange) -> None:
