@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import queue
 import signal
 import socket
 import threading
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 LONGEST_INTERVAL_S = 5.0
 SHORTEST_INTERVAL_S = 0.2
 INTERVALS_PER_DEADLINE = 10
+WRITE_S = 2 * LONGEST_INTERVAL_S  # a file system that hangs holds up the rank's end no longer
 LOOKS = 6  # beats after which the recorder is asked also about a rank that moves
 STACKS_SIGNAL = signal.SIGUSR2  # a rank with a record answers it with the stacks of its threads
 
@@ -85,8 +87,8 @@ class Heartbeat:
         self._main = MainThread()
         self._tail = _Tail()
         self._host, self._started = socket.gethostname(), start_time(os.getpid())
-        self._end = threading.Event()
-        self._writing = threading.Lock()
+        self._requests: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()  # of beats; None: the last one
+        self._lock = threading.Lock()  # of `_last`; never held while a file is written
         self._collectives: tuple[Collective, ...] = ()
         self._beats = 0
         self._made_folder = not facts.run_dir.exists()
@@ -109,22 +111,22 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Stop writing."""
-        self._end.set()
-        self._thread.join(2 * LONGEST_INTERVAL_S)  # a file system that hangs does not hold the rank's end
+        self._requests.put(None)
+        self._thread.join(WRITE_S)
         logging.getLogger().removeHandler(self._tail)
         if self._withdrawn:
             self._remove()
 
     def end(self, kind: str, message: str, *, error: BaseException | None = None) -> LastWords:
         """Write the last words, kind being one of `records.ENDS`; the first ones stay. error: that ended the rank."""
-        with self._writing:
+        with self._lock:
             if self._last is None or self._last.ended is None:
                 record = self._record(error)
                 failed = (record.waiting or self._flights.last()) if kind in ("timeout", "lost peer") else None
                 words = LastWords(kind, message, record.step, record.phase, failed)
                 self._last = replace(record, waiting=None, ended=words)
             ended = self._last.ended
-        self.beat()
+        self._beat_on_thread()
         assert ended is not None
         return ended
 
@@ -143,18 +145,43 @@ class Heartbeat:
                 folder.parent.rmdir()
 
     def beat(self) -> None:
-        """Write the record now."""
-        with self._writing:
+        """Write the record now; from `start` on, for the thread alone."""
+        with self._lock:
             ended = self._last is not None and self._last.ended is not None
-            self._last = replace(self._last, beat=time.time()) if ended and self._last else self._record()
-            try:
-                write_record(self.facts.run_dir, self._last)
-            except OSError as error:
-                log.debug("the record of rank %d cannot be written: %s", self.facts.rank, error)
+            record = self._last = replace(self._last, beat=time.time()) if ended and self._last else self._record()
+        try:
+            write_record(self.facts.run_dir, record)
+        except OSError as error:
+            log.debug("the record of rank %d cannot be written: %s", self.facts.rank, error)
+
+    def _beat_on_thread(self) -> None:
+        """Let the thread write the record, and wait for it as long as a file system that works may take."""
+        if not self._thread.is_alive():
+            self.beat()
+            return
+        written = threading.Event()
+        self._requests.put(written)
+        if not written.wait(WRITE_S):
+            log.warning(
+                "the last words of rank %d are not written after %g s: does the file system of %s hang?",
+                self.facts.rank,
+                WRITE_S,
+                self.facts.run_dir,
+            )
 
     def _run(self) -> None:
-        while not self._end.wait(self.facts.interval_s):
-            self.beat()
+        while True:
+            try:
+                request = self._requests.get(timeout=self.facts.interval_s)
+            except queue.Empty:
+                self.beat()
+                continue
+            if request is None:
+                return
+            try:
+                self.beat()
+            finally:
+                request.set()
 
     def _record(self, error: BaseException | None = None) -> RankRecord:
         """Return the state of the rank: now, or where `error` was raised."""

@@ -68,6 +68,8 @@ class Fleet:
             time.sleep(POLL_S)
         for node in sorted(self._waiting, key=lambda node: node.number)[: self._size - len(self._members)]:
             self._enlist(node)
+        for node in self._waiting:
+            _announce_spare(node)
 
     def welcome(self) -> None:
         """Let those in who have called, as spares; forget spares that are gone."""
@@ -79,6 +81,8 @@ class Fleet:
                 self._let_go(node, UserError.exit_code, reason)
             else:
                 self._waiting.append(node)
+                if len(self._members) == self._size:
+                    _announce_spare(node)
         for spare in list(self._waiting):
             if lost := spare.poll().lost:
                 log.warning("%s; it was not taking part", lost)
@@ -135,3 +139,7 @@ class Fleet:
         if command != self._command:
             return "it was started with other options or settings than node 0; start the same command on every node"
         return ""
+
+
+def _announce_spare(node: RunNode) -> None:
+    log.info("node %d (%s) is a spare: it waits for one that is lost or fails", node.number, node.host)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -38,10 +39,11 @@ def save(step):
 
 @dataclass
 class Started:
-    """A launcher that runs, its folder and its ranks' files."""
+    """A launcher that runs, its folder, its ranks' files and the file of its standard error."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     folder: Path
+    errors: Path
 
     def reached(self, point: str, rank: int, generation: int = 0) -> int:
         """Wait until a rank has come to a point; return its process."""
@@ -49,10 +51,13 @@ class Started:
         wait_until(lambda: file.exists() and file.read_text() != "", self)
         return int(file.read_text())
 
+    def says(self, text: str) -> None:
+        """Wait until it has written a text."""
+        wait_until(lambda: text in self.errors.read_text(), self)
+
     def end(self) -> tuple[int, str]:
         """Return exit code and standard error."""
-        _, errors = self.process.communicate(timeout=WAIT_S)
-        return self.process.returncode, errors
+        return self.process.wait(WAIT_S), self.errors.read_text()
 
 
 def write_program(folder: Path, program: str) -> None:
@@ -72,12 +77,13 @@ def start(folder: Path, program: str, *, key: str = "", nohup: bool = False, **s
     write_program(folder, program)
     launch = replace(Launch(("rank_program",), 2), **settings)  # type: ignore[arg-type]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **({KEY: key} if key else {})}
+    number, errors = tempfile.mkstemp(".txt", "errors.", folder)
     process = subprocess.Popen(
         [sys.executable, *launch.arguments],
-        cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        preexec_fn=signals_of_a_terminal,
+        cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=number, preexec_fn=signals_of_a_terminal,
     )  # fmt: skip
-    return Started(process, folder)
+    os.close(number)
+    return Started(process, folder, Path(errors))
 
 
 def run(folder: Path, program: str, **settings: object) -> tuple[int, str]:

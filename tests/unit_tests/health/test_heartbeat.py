@@ -1,0 +1,59 @@
+"""Heartbeat of a rank: its last words, also on a file system that hangs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from mega_rl.health import heartbeat
+from mega_rl.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.health.records import Collective, RankRecord, read_records
+
+FACTS = {"rank": 0, "world_size": 1, "generation": 0, "timeout_s": 60.0, "launched": False}
+
+
+class NoFlights:
+    """No collectives."""
+
+    def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
+        return None, ()
+
+    def last(self) -> Collective | None:
+        return None
+
+
+def test_last_words_are_on_disk_when_they_are_said(tmp_path: Path) -> None:
+    beat = Heartbeat(RankFacts(tmp_path, **FACTS), NoFlights())  # type: ignore[arg-type]
+    beat.start()
+    beat.end("error", "no room")
+    words = read_records(tmp_path)[0].ended
+    assert words is not None
+    assert (words.kind, words.message) == ("error", "no room")
+    beat.end("done", "")
+    assert read_records(tmp_path)[0].ended == words, "the first ones stay"
+    beat.stop()
+
+
+def test_a_file_system_that_hangs_does_not_hold_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+    written: list[RankRecord] = []
+
+    def write(run_dir: Path, record: RankRecord) -> None:
+        if hangs.is_set():
+            goes_on.wait(60)
+        written.append(record)
+
+    monkeypatch.setattr(heartbeat, "write_record", write)
+    monkeypatch.setattr(heartbeat, "WRITE_S", 0.1)
+    beat = Heartbeat(RankFacts(tmp_path, **FACTS), NoFlights())  # type: ignore[arg-type]
+    beat.start()
+    hangs.set()
+    assert beat.end("error", "no room").message == "no room"
+    assert [record.ended for record in written] == [None]
+    assert "the last words of rank 0 are not written after 0.1 s: does the file system of" in caplog.text
+    beat.stop()
+    goes_on.set()
