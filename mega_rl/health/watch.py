@@ -22,6 +22,12 @@ class RunWatch:
     clock: Callable[[], float] = time.monotonic
     _beats: dict[int, float] = field(default_factory=dict, init=False)  # of each rank, at the last look
     _heard: float = field(default=0.0, init=False)  # when one of them was new
+    _timeout_s: float = field(default=0.0, init=False)  # the longest of any rank
+
+    @property
+    def patience_s(self) -> float:
+        """Return how long a run may be silent: beyond what a collective may take."""
+        return SILENT_S + self._timeout_s
 
     def overdue(self) -> str | None:
         """Return in words that a run hangs without a rank that ends by itself, None while there is hope.
@@ -33,12 +39,13 @@ class RunWatch:
         beats = {rank: record.beat for rank, record in records.items()}
         if beats != self._beats:
             self._beats, self._heard = beats, self.clock()
+        self._timeout_s = max((self._timeout_s, *(record.timeout_s for record in records.values())))
         living = {rank: record for rank, record in records.items() if record.ended is None}
         if not living or len(living) < len(records):
             return None  # none has begun; or one has ended, and its launcher knows
         silent_s = self.clock() - self._heard
-        if all(silent_s > SILENT_S + record.timeout_s for record in living.values()):
-            return f"{in_words(list(living))} have given no sign of life for {silent_s:.0f} s"
+        if silent_s > self.patience_s:
+            return f"no sign of life of {in_words(list(living))} for {silent_s:.0f} s"
         for rank, record in living.items():
             reason = _past_deadline(record)
             if reason is not None:

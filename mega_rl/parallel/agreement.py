@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from mega_rl.errors import HungError, RunError, StalledError, UserError
 from mega_rl.protocols import Ranks
+from mega_rl.threads import Running
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def run_on_one(work: Callable[[], Any], ranks: Ranks, *, source: int = 0, beat_s
                 raise error(state["error"])
             if "result" in state:
                 return state["result"]
-    running = _Running(work, name="run_on_one")
+    running = Running(work, name="run_on_one")
     while running.wait(beat_s):
         broadcast_json({}, ranks, source=source)
     if running.error is not None:
@@ -149,7 +150,7 @@ def run_on_all(
         RunError: on all ranks, when the work of any raised (UserError for a UserError), with the message of the lowest
             rank that failed; on a rank that failed its own error.
     """
-    running = _Running(work, name="run_on_all")
+    running = Running(work, name="run_on_all")
     cancelled = False
     while True:
         works = running.wait(beat_s)
@@ -188,7 +189,7 @@ def run_beside_meetings(
     """
     ended = threading.Event()
     with _interruptible() as interrupt:
-        meetings = _Running(
+        meetings = Running(
             lambda: _meet_until_ended(ended, ranks, stalled, beat_s, interrupt), name="run_beside_meetings"
         )
         try:
@@ -261,27 +262,6 @@ def _interruptible() -> Iterator[Callable[[str], None] | None]:
         with lock:
             is_over = True
         signal.signal(INTERRUPT, previous)
-
-
-class _Running(Generic[Result]):
-    """Work on a thread of its own, which neither an exception nor a signal in the caller's thread waits for."""
-
-    def __init__(self, work: Callable[[], Result], *, name: str) -> None:
-        self.result: Result | None = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-        self._thread.start()
-
-    def wait(self, seconds: float) -> bool:
-        """Return whether the work is still running after at most `seconds`."""
-        self._thread.join(seconds)
-        return self._thread.is_alive()
-
-    def _run(self, work: Callable[[], Result]) -> None:
-        try:
-            self.result = work()
-        except BaseException as error:  # noqa: BLE001 - raised again on every rank
-            self.error = error
 
 
 def _described(error: BaseException) -> dict[str, str | bool]:

@@ -44,7 +44,7 @@ def test_silence_of_all_ranks_is_overdue(tmp_path: Path) -> None:
         write_record(tmp_path, record(rank))
     assert watch.overdue() is None
     now[0] += 700.0
-    assert watch.overdue() == "ranks 0 and 1 have given no sign of life for 700 s"
+    assert watch.overdue() == "no sign of life of ranks 0 and 1 for 700 s"
     write_record(tmp_path, record(1, beat=NOW - 3600.0))  # its clock was set back, and it lives
     assert watch.overdue() is None
 
