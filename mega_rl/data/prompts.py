@@ -149,6 +149,11 @@ class PromptSampler:
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
 
+    @property
+    def num_prompts(self) -> int:
+        """Return the number of different prompts, those of an epoch."""
+        return len(self._prompts)
+
     def batch(self, step: int) -> list[Prompt]:
         """Return the prompts of one step, counted from 0."""
         assert step >= 0, f"step={step}"
