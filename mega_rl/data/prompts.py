@@ -144,15 +144,11 @@ class PromptSampler:
         assert prompts, "a sampler needs prompts"
         assert batch_size >= 1, f"batch_size={batch_size}"
         self._prompts = prompts
+        self.num_prompts = len(prompts)  # of an epoch
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
-
-    @property
-    def num_prompts(self) -> int:
-        """Return the number of different prompts, those of an epoch."""
-        return len(self._prompts)
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the prompts of one step, counted from 0."""

@@ -246,7 +246,7 @@ class RewardWorker:
             torch.tensor([float(own is not None), *numbers], dtype=torch.float64)
         ).tolist()
         if responses_scored:
-            self._metrics["reward/latency_s"] = seconds / responses_scored
+            self._metrics["time/reward_latency_s"] = seconds / responses_scored
         if not pools:
             return
         for name, count in (("reward/timeouts", timeouts), ("reward/crashes", crashes)):

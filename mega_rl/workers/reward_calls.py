@@ -24,7 +24,7 @@ LARGEST = 3.4028234663852886e38  # finite float32
 # Names of metrics below reward/ that every run may have, so that no part can have them; docs/metrics.md.
 TAKEN = (
     "best_groups_fraction", "crashes", "equal_groups_fraction", "finished_mean", "greedy_mean", "group_std_mean",
-    "latency_s", "max", "mean", "min", "overlong", "overlong_punishment_mean", "sampled_mean", "std", "timeouts",
+    "max", "mean", "min", "overlong", "overlong_punishment_mean", "sampled_mean", "std", "timeouts",
     "truncated_mean", "worst_groups_fraction",
 )  # fmt: skip
 
