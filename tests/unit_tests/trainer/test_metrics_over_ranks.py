@@ -54,7 +54,7 @@ def batch(*, rewards: Tensor | None = None) -> tuple[Rollout, Rewards, Experienc
         sample_index=torch.arange(SAMPLES).repeat(PROMPTS),
     )
     if rewards is None:
-        rewards = torch.randint(0, 5, (ROWS,), generator=draw).float()
+        rewards = torch.randint(0, 5, (ROWS,), generator=draw) / 7
     experience = Experience.from_rows(
         tokens,
         prompt_lengths=prompt,
