@@ -258,3 +258,4 @@ class LossOutput:
     loss: Tensor  # scalar float32
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
+    minima: dict[str, Tensor] = field(default_factory=dict)  # scalars, minimum; infinite without tokens

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
+from mega_rl.accelerator.standin import resident_bytes
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
 from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens, warn_of_date, warn_of_few
@@ -52,6 +53,7 @@ from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Prompt
+from mega_rl.workers.metered import MeteredRollouts
 from mega_rl.workers.reward import TextScorer
 from mega_rl.workers.reward_functions import RewardFunction
 from mega_rl.workers.reward_model import TokenRows
@@ -204,7 +206,7 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
         parts.roles.work,
         ranks=parts.world,
         peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
-        peak_memory=accelerator.take_peak_memory,
+        peak_memory=lambda: {**accelerator.take_peak_memory(), "host": resident_bytes()},
         traces=traces,
         step=parts.restored.steps,
     )
@@ -247,6 +249,7 @@ def _connect(
         stop_requested=stop_requested,
         greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
         start=parts.restored.steps,
+        num_prompts=parts.prompts.num_prompts,
     )
 
 
@@ -262,6 +265,8 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
     """Return the sources of prompts, rollouts and rewards; with dynamic sampling one object is all three."""
     config, rollouts = parts.plan.config, parts.rollouts
     rollout = _known_tokens(rollouts.source, parts.roles, parts.world)
+    if not config.trainer.async_steps:  # else the phase is a wait for samples, and its rate says nothing
+        rollout = MeteredRollouts(rollout, parts.roles.work, parts.roles.actor_engine.replica.size)
     reward = build_reward(
         config,
         parts.inputs.reward,

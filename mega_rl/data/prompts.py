@@ -144,6 +144,7 @@ class PromptSampler:
         assert prompts, "a sampler needs prompts"
         assert batch_size >= 1, f"batch_size={batch_size}"
         self._prompts = prompts
+        self.num_prompts = len(prompts)  # of an epoch
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed

@@ -56,6 +56,7 @@ def finished(micro: MicroBatch, outputs: TokenOutputs, loss: LossOutput) -> Fini
         loss=loss.loss.detach(),
         sums={name: value.detach() for name, value in loss.sums.items()},
         maxima={name: value.detach() for name, value in loss.maxima.items()},
+        minima={name: value.detach() for name, value in loss.minima.items()},
     )
     return Finished(micro, TokenOutputs(**seen), kept)
 
@@ -87,12 +88,26 @@ def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
     losses = [result.loss for result in results if result.loss is not None]
     sums = {name: torch.stack([loss.sums[name] for loss in losses]).sum() for name in losses[0].sums}
     maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).max() for name in losses[0].maxima}
+    negated = {name: -torch.stack([loss.minima[name] for loss in losses]).min() for name in losses[0].minima}
     reduced: Metrics = {}
-    for values, combine in ((sums, ranks.sum), (maxima, ranks.max)):
+    for values, combine in ((sums, ranks.sum), (maxima | negated, ranks.max)):
         if values:
             stacked = combine(torch.stack(list(values.values())).double())
             reduced.update(zip(values, stacked.tolist(), strict=True))
-    return reduced
+    # The minimum of no tokens at all is infinite, and no number.
+    minima = {name: -reduced.pop(name) for name in negated}
+    return reduced | {name: value for name, value in minima.items() if value < math.inf}
+
+
+def was_clipped(norm: float, limit: float) -> Metrics:
+    """Return `grad_clipped_fraction`, 1 of an update whose gradient of this norm was scaled down, else 0.
+
+    Averaged over updates it is the share of optimizer steps that were clipped. Empty where `limit` is 0: no clipping.
+    """
+    metrics: Metrics = {}
+    if limit > 0.0:
+        metrics["grad_clipped_fraction"] = float(norm > limit)
+    return metrics
 
 
 def check_norm(name: str, norm: float, metrics: Metrics) -> None:

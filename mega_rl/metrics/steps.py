@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,19 +14,35 @@ from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics
 
 MODEL_PHASES = ("old_logprobs", "ref_logprobs", "values", "update_critic", "update_actor")
-PEAKS = {"allocated": "memory/peak_allocated_bytes", "reserved": "memory/peak_reserved_bytes"}
+TOKEN_PHASES = ("generate", *MODEL_PHASES)
+PEAKS = {
+    "allocated": "memory/peak_allocated_bytes",
+    "reserved": "memory/peak_reserved_bytes",
+    "host": "memory/host_bytes",
+}
 
 
 @dataclass
 class WorkMeter:
-    """Floating-point operations that this rank's models have made, its share of a replica's; `take` begins anew."""
+    """Work of this rank's models, its share of a replica's: operations, and tokens by phase; `take` begins anew."""
 
-    total: float = 0.0
+    total: float = 0.0  # floating-point operations
+    phase: str = ""  # in progress
+    tokens: dict[str, float] = field(default_factory=dict)  # by phase
+
+    def count(self, tokens: float) -> None:
+        """Add tokens to those of the phase in progress."""
+        self.tokens[self.phase] = self.tokens.get(self.phase, 0.0) + tokens
 
     def take(self) -> float:
         """Return the operations since the last call."""
         total, self.total = self.total, 0.0
         return total
+
+    def take_tokens(self) -> list[float]:
+        """Return the tokens of each of TOKEN_PHASES since the last call."""
+        taken, self.tokens = self.tokens, {}
+        return [taken.get(phase, 0.0) for phase in TOKEN_PHASES]
 
 
 class StepTraces:
@@ -76,11 +92,13 @@ class StepMeter:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as `PhaseTimer.phase` does."""
         with self.timer.phase(name):
+            self.work.phase = name
             yield
 
     def reset(self) -> None:
         """Begin a step now."""
         self.work.take()
+        self.work.take_tokens()
         self.peak_memory()
         if self.traces is not None:
             self.traces.begin(self.step + 1)
@@ -96,7 +114,11 @@ class StepMeter:
         largest = self.ranks.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist() if peaks else []
         record |= {PEAKS[name]: value for name, value in zip(peaks, largest, strict=True)}
         seconds = sum(record.get(f"time/{name}_s", 0.0) for name in MODEL_PHASES)
-        done = float(self.ranks.sum(torch.tensor(self.work.take(), dtype=torch.float64))) / self.ranks.size
+        work = torch.tensor([self.work.take(), *self.work.take_tokens()], dtype=torch.float64)
+        done, *tokens = (self.ranks.sum(work) / self.ranks.size).tolist()
+        for name, number in zip(TOKEN_PHASES, tokens, strict=True):
+            if number > 0.0 and record.get(f"time/{name}_s", 0.0) > 0.0:
+                record[f"perf/{name}_tokens_per_s"] = number / record[f"time/{name}_s"]
         if seconds > 0.0 and done > 0.0:
             record["perf/model_tflops"] = done / seconds / 1e12
             if self.peak_flops:

@@ -110,16 +110,21 @@ def moved_rows(experience: Experience, destinations: Tensor, ranks: Ranks) -> Ex
 
 def own_rows(count: int, ranks: Ranks) -> tuple[int, int]:
     """Return the first and past-the-last position of this rank's `count` rows in the rank-ordered concatenation."""
+    end = int(_row_ends(count, ranks)[ranks.rank])
+    return end - count, end
+
+
+def _row_ends(count: int, ranks: Ranks) -> Tensor:
+    """Return [ranks] int64: past-the-last position of each rank's rows in the rank-ordered concatenation."""
     counts = torch.zeros(ranks.size, dtype=torch.int64)
     counts[ranks.rank] = count
-    ends = ranks.sum(counts).cumsum(0)
-    return int(ends[ranks.rank]) - count, int(ends[ranks.rank])
+    return ranks.sum(counts).cumsum(0)
 
 
 def gather_column(column: Tensor, ranks: Ranks) -> Tensor:
     """Return all ranks' values of a column [B, ...] of numbers in rank order."""
-    start, stop = own_rows(len(column), ranks)
-    total = int(ranks.sum(torch.tensor(len(column))))
-    whole = torch.zeros(total, *column.shape[1:], dtype=column.dtype)
-    whole[start:stop] = column
+    ends = _row_ends(len(column), ranks)
+    whole = torch.zeros(int(ends[-1]), *column.shape[1:], dtype=column.dtype)
+    stop = int(ends[ranks.rank])
+    whole[stop - len(column) : stop] = column
     return ranks.sum(whole)

@@ -28,7 +28,7 @@ from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rew
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
-from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, part_metrics, rollout_metrics
+from mega_rl.trainer.step_metrics import data_metrics, experience_metrics, mean_metrics, part_metrics, rollout_metrics
 from mega_rl.types import JsonObject, Metrics, Prompt, Rewards, Rollout
 
 
@@ -99,6 +99,7 @@ class PPOTrainer:
     stop_requested: Callable[[], bool]
     overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
     greedy_baseline: bool = False  # the estimator needs rewards of greedy responses
+    num_prompts: int = 0  # of an epoch; 0: not known
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:
@@ -174,14 +175,16 @@ class PPOTrainer:
                 for number, batch in enumerate(minibatches)
             ]
             metrics |= mean_metrics(updates)
-            metrics["kl/coef"] = self.kl.value
             # A policy that stands still says nothing about the coefficient, and a run may have no reference.
             moved = any(update and not update.get("actor/skipped_steps") for update in updates)
+            if "kl/ref" in metrics:
+                metrics["kl/coef"] = self.kl.value
             if moved and "kl/ref" in metrics:
                 self.kl.update(metrics["kl/ref"], num_sequences=int(metrics["rollout/sequences"]))
             metrics |= self.update_reference(step + 1)
         with phase("sync_weights"):
             metrics |= self.sync.publish()
+        metrics |= data_metrics(self.prompts.drawn_after(step + 1), self.num_prompts)
         if _due(step + 1, self.settings.rollout_interval):
             self._dump(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
         return metrics

@@ -9,6 +9,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.importance import IMPORTANCE_SIZE, importance_metrics, importance_summary
 from mega_rl.algorithms.mismatch import SUMMARY_SIZE, LogprobMismatch, combine, logprob_mismatch
 from mega_rl.errors import RunError
 from mega_rl.protocols import Ranks
@@ -68,7 +69,8 @@ class MismatchGuard:
         """Return the largest and mean difference in nats and their histogram, equal on all ranks.
 
         `rollout/logprob_diff_*` (see LogprobMismatch.metrics) of tokens of the current version, left out when all
-        are older; with `current` also `rollout/stale_logprob_diff_*` and `rollout/stale_tokens_fraction`.
+        are older; with `current` also `rollout/stale_logprob_diff_*` and `rollout/stale_tokens_fraction`. Of all
+        tokens `importance/*` (see `importance_metrics`).
 
         Raises:
             RolloutMismatchError: on all ranks, naming limit and worst token. A difference that is not finite always is
@@ -76,9 +78,12 @@ class MismatchGuard:
         """
         assert old.logprobs is not None
         stale_mask = self._stale(rollout)
-        fresh, stale = self._over_ranks(
-            _summary(rollout, old.logprobs, rollout.loss_mask & ~stale_mask),
-            _summary(rollout, old.logprobs, rollout.loss_mask & stale_mask),
+        (fresh, stale), importance = self._over_ranks(
+            [
+                _summary(rollout, old.logprobs, rollout.loss_mask & ~stale_mask),
+                _summary(rollout, old.logprobs, rollout.loss_mask & stale_mask),
+            ],
+            importance_summary(old.logprobs, rollout.rollout_logprobs, rollout.loss_mask),
         )
         exceeded = self.limits.exceeded(fresh)
         if exceeded is not None:
@@ -89,9 +94,9 @@ class MismatchGuard:
         if stale.max == torch.inf:
             raise RolloutMismatchError(f"a log-prob is not finite: {stale.describe_worst()}")
         if self.current is None:
-            return fresh.metrics()
+            return fresh.metrics() | importance
         tokens = max(fresh.count + stale.count, 1)
-        metrics = {"rollout/stale_tokens_fraction": stale.count / tokens}
+        metrics = importance | {"rollout/stale_tokens_fraction": stale.count / tokens}
         metrics |= stale.metrics("rollout/stale_logprob_diff") if stale.count else {}
         return metrics | (fresh.metrics() if fresh.count or not stale.count else {})
 
@@ -102,10 +107,16 @@ class MismatchGuard:
         assert isinstance(rollout, Rollout), "an update's mini-batch does not say which weights sampled its tokens"
         return token_versions(rollout) != self.current()
 
-    def _over_ranks(self, *own: LogprobMismatch) -> list[LogprobMismatch]:
-        """Return the summaries over all ranks, in one collective."""
-        packed = torch.cat([one.pack(rank=self.ranks.rank, size=self.ranks.size) for one in own], dim=1)
-        return [combine(part) for part in self.ranks.sum(packed).split(SUMMARY_SIZE, dim=1)]
+    def _over_ranks(
+        self, own: list[LogprobMismatch], importance: Tensor
+    ) -> tuple[list[LogprobMismatch], dict[str, float]]:
+        """Return the summaries over all ranks, and the metrics of importance weights, in one collective."""
+        of_this_rank = torch.zeros(self.ranks.size, IMPORTANCE_SIZE, dtype=torch.float64)
+        of_this_rank[self.ranks.rank] = importance
+        packed = [one.pack(rank=self.ranks.rank, size=self.ranks.size) for one in own]
+        sizes = [SUMMARY_SIZE] * len(own) + [IMPORTANCE_SIZE]
+        *parts, weights = self.ranks.sum(torch.cat([*packed, of_this_rank], dim=1)).split(sizes, dim=1)
+        return [combine(part) for part in parts], importance_metrics(weights)
 
 
 def _summary(rollout: Rollout | Experience, logprobs: Tensor, mask: Tensor) -> LogprobMismatch:

@@ -1,13 +1,14 @@
-"""Roles whose floating-point operations are counted."""
+"""Roles whose floating-point operations and tokens are counted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.steps import WorkMeter
-from mega_rl.protocols import Inspect, Learner, Teacher, TokenModel
-from mega_rl.types import Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.protocols import Inspect, Learner, RolloutSource, Teacher, TokenModel
+from mega_rl.types import Experience, Lesson, Metrics, Prompt, Rollout, TokenOutputs
 
 
 @dataclass
@@ -21,6 +22,7 @@ class MeteredModel:
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         self.meter.total += self.work.forward(batch.lengths.tolist()) / self.replica_size
+        self.meter.count(float(batch.lengths.sum()) / self.replica_size)
         return self.model.evaluate(batch)
 
 
@@ -48,4 +50,22 @@ class MeteredLearner(MeteredModel):
         metrics = self.model.update(minibatch, step=step, inspect=inspect)
         if metrics:  # of a step that trains nothing there are none
             self.meter.total += self.work.update(minibatch.lengths.tolist()) / self.replica_size
+            self.meter.count(float(minibatch.lengths.sum()) / self.replica_size)
         return metrics
+
+
+@dataclass
+class MeteredRollouts:
+    """A source of rollouts, with a meter of this rank's share of the response tokens."""
+
+    source: RolloutSource
+    meter: WorkMeter
+    replica_size: int
+
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+        rollout = self.source.generate(prompts, step=step, greedy=greedy)
+        self.meter.count(float(rollout.loss_mask.sum()) / self.replica_size)
+        return rollout
+
+    def metrics(self) -> Metrics:
+        return self.source.metrics()

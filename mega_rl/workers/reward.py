@@ -166,6 +166,7 @@ class RewardWorker:
         self._parts = parts or PartRule()
         self._begun: Begun[bool] = Begun()  # by prompt and sampled response
         self._metrics: Metrics = {}
+        self._seconds = 0.0  # that the last scoring took on this rank
 
     def begin(self, prompt: Prompt, token_ids: Sequence[int], finished: bool) -> None:
         """Begin to score a response that has just ended; a `protocols.SampleListener`."""
@@ -187,10 +188,13 @@ class RewardWorker:
         watch = _Watch(self._timeout_s, rank=self._everyone.rank)
 
         def work() -> tuple[Scores, RewardError | None]:
+            begin = time.perf_counter()
             try:
                 return self._scorer.score_texts(texts(rollout, rows, prompts, self._decode), watch), None
             except RewardError as error:
                 return [], error
+            finally:
+                self._seconds = time.perf_counter() - begin
 
         row_scores, failure = run_beside_meetings(work, self._everyone, stalled=watch.stalled)
         self._parts.settle(row_scores, self._everyone)
@@ -202,7 +206,7 @@ class RewardWorker:
         messages, _ = all_failures(None if failure is None else str(failure), self._everyone, most=1)
         for rank, message in messages.items():
             raise failure if failure is not None and rank == self._everyone.rank else RewardError(message)
-        self._settle_counts()
+        self._settle_counts(len(rows))
         columns = torch.zeros(len(rollout.lengths), 1 + len(self._parts.names or ()), dtype=torch.float32)
         for row, score in zip(rows, row_scores, strict=True):
             columns[row] = torch.tensor(self._parts.columns(score))
@@ -228,16 +232,21 @@ class RewardWorker:
         others = [row for row in rows if not owner_of[row]]
         return sorted([row for row in rows if owner_of[row] == rank + 1] + others[rank::size])
 
-    def _settle_counts(self) -> None:
-        """Add the responses without a score of all ranks to the metrics; collective.
+    def _settle_counts(self, num_rows: int) -> None:
+        """Add latency, and the responses without a score, of all ranks to the metrics; collective.
+
+        num_rows: responses that this rank has just scored.
 
         Raises RewardError on all ranks if they are too many.
         """
         own = self._scorer.take_counts()
         numbers = [0.0, 0.0, 0.0] if own is None else [float(own.scored), float(own.timeouts), float(own.crashes)]
-        pools, scored, timeouts, crashes = self._everyone.sum(
+        numbers += [float(num_rows), self._seconds if num_rows else 0.0]
+        pools, scored, timeouts, crashes, responses_scored, seconds = self._everyone.sum(
             torch.tensor([float(own is not None), *numbers], dtype=torch.float64)
         ).tolist()
+        if responses_scored:
+            self._metrics["time/reward_latency_s"] = seconds / responses_scored
         if not pools:
             return
         for name, count in (("reward/timeouts", timeouts), ("reward/crashes", crashes)):

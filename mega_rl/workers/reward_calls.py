@@ -23,8 +23,9 @@ SHOWN_CHARACTERS = 200  # of a value in an error
 LARGEST = 3.4028234663852886e38  # finite float32
 # Names of metrics below reward/ that every run may have, so that no part can have them; docs/metrics.md.
 TAKEN = (
-    "best_groups_fraction", "crashes", "equal_groups_fraction", "greedy_mean", "max", "mean", "min", "overlong",
-    "overlong_punishment_mean", "sampled_mean", "std", "timeouts", "worst_groups_fraction",
+    "best_groups_fraction", "crashes", "equal_groups_fraction", "finished_mean", "greedy_mean", "group_std_mean",
+    "max", "mean", "min", "overlong", "overlong_punishment_mean", "sampled_mean", "std", "timeouts",
+    "truncated_mean", "worst_groups_fraction",
 )  # fmt: skip
 
 Score = float | dict[str, float]  # of a response: a number, or named parts

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from mega_rl.algorithms.mismatch import LogprobMismatch
+from mega_rl.metrics.steps import TOKEN_PHASES
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer import RunSettings
+from mega_rl.trainer.step_metrics.responses import QUANTILES as RESPONSE_QUANTILES
+from mega_rl.trainer.step_metrics.tokens import QUANTILES as TOKEN_QUANTILES
 from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
@@ -39,10 +42,13 @@ def documented() -> frozenset[str]:
     assert len(cells) == len(set(cells)), "a name stands twice"
     marker = "x_share_"
     bins = [name.removeprefix(marker) for name in LogprobMismatch(0.0, 0, 0.0).metrics("x") if marker in name]
-    return (
-        frozenset(name.replace("<bin>", each) for name in cells for each in (bins if "<bin>" in name else [""]))
-        - OF_PARTS
-    )
+    names: set[str] = set()
+    for name in cells:
+        quantiles = RESPONSE_QUANTILES if name.startswith("rollout/") else TOKEN_QUANTILES
+        places = {"<bin>": bins, "<q>": list(quantiles)}
+        each = next(((place, values) for place, values in places.items() if place in name), ("", [""]))
+        names |= {name.replace(each[0], value) if each[0] else name for value in each[1]}
+    return frozenset(names) - OF_PARTS
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
@@ -65,6 +71,16 @@ def keys_of_metrics(tree: ast.AST) -> Iterator[str]:
                 yield from (ast.literal_eval(key) for key in node.value.keys if key is not None)
 
 
+def composed() -> set[str]:
+    """Names that the step's metrics put together of parts."""
+    kinds = ("", "right_", "wrong_", "truncated_")
+    names = {f"rollout/{kind}response_tokens_{end}" for kind in kinds for end in ("mean", *RESPONSE_QUANTILES)}
+    names |= {f"{area}/{end}" for area in ("advantage", "values") for end in ("std", "min", "max", *TOKEN_QUANTILES)}
+    names |= {f"{name}_{half}_half" for name in ("actor/entropy", "kl/ref") for half in ("first", "second")}
+    names |= {f"perf/{phase}_tokens_per_s" for phase in TOKEN_PHASES}
+    return names | {"rollout/failed_samples", "reward/finished_mean", "reward/truncated_mean"}
+
+
 @cache
 def written() -> frozenset[str]:
     """Names that the code writes, as far as its text says; the families that it composes, composed here."""
@@ -75,8 +91,7 @@ def written() -> frozenset[str]:
         for file in package.glob(f"{name}/**/*.py")
     }
     names = {text for tree in trees.values() for text in strings(tree) if NAME.fullmatch(text)}
-    report = (package / "trainer" / "step_metrics.py").read_text(encoding="utf-8")
-    names |= set(re.findall(r'f"\{prefix\}([a-z]+/\w+)"', report))
+    names |= composed()
     mismatch = LogprobMismatch(0.0, 0, 0.0)
     names |= mismatch.metrics().keys() | mismatch.metrics("rollout/stale_logprob_diff").keys()
     loop = (package / "trainer" / "loop.py").read_text(encoding="utf-8")

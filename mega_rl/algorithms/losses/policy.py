@@ -40,8 +40,8 @@ def policy_loss(
 
     sums, besides the objective's: actor/loss, actor/policy_loss and actor/kl_loss, weighted as the loss; token means of
     actor/entropy, of actor/ratio_mean and actor/ppo_kl (k3 estimate of KL(old || new), nats), and of actor/ref_kl with
-    a reference. maxima: actor/ratio_max. Without `entropy` the metric is the mean of -logprob, whose expectation over
-    tokens that this policy samples is the entropy.
+    a reference. maxima: actor/ratio_max; minima: actor/ratio_min. Without `entropy` the metric is the mean of -logprob,
+    whose expectation over tokens that this policy samples is the entropy.
     Source: KL in the loss: Shao et al. 2024, arXiv:2402.03300, eq. 3, but for its gradient.
     """
     assert entropy is not None or entropy_coef == 0.0, "an entropy bonus needs the entropy"
@@ -67,5 +67,7 @@ def policy_loss(
         sums["actor/kl_loss"] = kl_loss.detach()
         sums["actor/ref_kl"] = tokens.mean(divergence)
     sums["actor/loss"] = loss.detach()
-    maxima = {"actor/ratio_max": torch.where(active, log_ratio.exp(), 0.0).max().detach()}
-    return LossOutput(loss=loss, sums=sums, maxima=maxima)
+    ratio = log_ratio.detach().exp()
+    maxima = {"actor/ratio_max": torch.where(active, ratio, 0.0).max()}
+    minima = {"actor/ratio_min": torch.where(active, ratio, torch.inf).min()}
+    return LossOutput(loss=loss, sums=sums, maxima=maxima, minima=minima)

@@ -30,6 +30,7 @@ from mega_rl.engines.outcome import (
     finished,
     microbatch_loss,
     reduce_losses,
+    was_clipped,
 )
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.comm import SingleRank
@@ -115,6 +116,7 @@ class FSDPEngine(EngineBase):
                 collect(results, minibatch, head=self.sharding.head, with_entropy=loss.needs_entropy),
             )
         metrics["grad_norm"] = self._apply_gradients(lr, metrics)
+        metrics |= was_clipped(metrics["grad_norm"], self.clip_grad)
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
         return metrics

@@ -41,6 +41,7 @@ from mega_rl.engines.outcome import (
     collect,
     microbatch_loss,
     reduce_losses,
+    was_clipped,
 )
 from mega_rl.models.heads import projection
 from mega_rl.models.routing import Routing
@@ -133,6 +134,7 @@ class MegatronEngine(EngineBase):
         if self.routing is not None:
             metrics |= self.routing.finish_training()
         metrics["grad_norm"] = self._apply_gradients(self.optimizer, lr, metrics)
+        metrics |= was_clipped(metrics["grad_norm"], self.optimizer.config.clip_grad)
         if self.routing is not None:
             self.routing.update_biases()
         metrics["lr"] = lr

@@ -43,7 +43,7 @@ def watch(trainer: Any) -> list[tuple[str, dict[str, list[str]]]]:
     for role, engine in models.engines.items():
         for method in ("forward", "train_minibatch", "state", "save_hf"):
             setattr(engine, method, noting(f"{role} {method}", getattr(engine, method)))
-    rollouts = trainer.rollout
+    rollouts = trainer.rollout.source  # behind the meter
     source, sync = (rollouts.source, rollouts.sync) if models.one_at_a_time else (rollouts, trainer.sync)
     object.__setattr__(source, "generate", noting("generate", source.generate))
     object.__setattr__(sync, "publish", noting("publish", sync.publish))

@@ -73,8 +73,12 @@ def test_without_a_reward_there_are_lengths_alone() -> None:
     rollout.failed = torch.tensor([False, True, False, False])
     beside = rollout_metrics(rollout, Rewards(torch.rand(4)), FakeRanks(), prefix="val/")
     alone = rollout_metrics(rollout, Rewards(torch.zeros(4), scored=False), FakeRanks(), prefix="val/")
-    assert alone == {name: value for name, value in beside.items() if not name.startswith("val/reward/")}
-    assert len(alone) == 7
+    assert alone == {
+        name: value
+        for name, value in beside.items()
+        if not name.startswith(("val/reward/", "val/rollout/right_", "val/rollout/wrong_"))
+    }
+    assert len(alone) == 14
 
 
 def test_a_tools_answer_is_no_response_token() -> None:
