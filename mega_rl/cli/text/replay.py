@@ -43,8 +43,8 @@ def in_words(difference: Difference) -> str:
     place = difference.first
     assert place is not None
     return (
-        f"{difference.tensor} differs first at {where(place)}: recorded {place.recorded:.7g}, replayed "
-        f"{place.replayed:.7g}"
+        f"{difference.tensor} differs first at {where(place)}: recorded {place.recorded:.9g}, replayed "
+        f"{place.replayed:.9g}"
     )
 
 
