@@ -26,7 +26,7 @@ from mega_rl.storage.strict_json import JsonFields, parse_object
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_DTYPES = {"F32": np.float32, "I64": np.int64, "I32": np.int32, "I16": np.int16, "BOOL": np.bool_}
+_DTYPES = {"F64": np.float64, "F32": np.float32, "I64": np.int64, "I32": np.int32, "I16": np.int16, "BOOL": np.bool_}
 
 
 @dataclass(frozen=True)
