@@ -19,6 +19,7 @@ from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
 from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens, warn_of_date, warn_of_few
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
+from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
@@ -231,7 +232,10 @@ def _connect(
         estimator=build_estimator(config),
         reward_kl=build_reward_kl(config, roles.kl),
         minibatches=minibatch_plan(config),
-        overlong=Overlong(config.rollout.max_new_tokens, **dataclasses.asdict(config.reward.overlong)),
+        recorder=build_recorder(
+            config, roles, tokens, everyone=parts.world, done=parts.restored.steps, on_device=rollouts.on_device
+        ),
+        overlong=build_overlong(config),
         kl=roles.kl,
         update_reference=roles.reference_updates(config.algorithm.kl),
         staleness=StalenessGuard(
@@ -363,6 +367,11 @@ def run_settings(config: Config) -> RunSettings:
         rollout_interval=config.metrics.rollout_interval,
         rollout_samples=config.metrics.rollout_samples,
     )
+
+
+def build_overlong(config: Config) -> Overlong:
+    """Return the treatment of responses that reach the length limit."""
+    return Overlong(config.rollout.max_new_tokens, **dataclasses.asdict(config.reward.overlong))
 
 
 def minibatch_plan(config: Config) -> MinibatchPlan:

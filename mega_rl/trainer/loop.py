@@ -28,6 +28,7 @@ from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rew
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
+from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepSink
 from mega_rl.trainer.step_metrics import data_metrics, experience_metrics, mean_metrics, part_metrics, rollout_metrics
 from mega_rl.types import JsonObject, Metrics, Prompt, Rewards, Rollout
 
@@ -97,6 +98,7 @@ class PPOTrainer:
     decode: Callable[[Sequence[int]], str]  # as rewards read it
     render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
+    recorder: StepSink = field(default_factory=NoRecorder)  # of complete steps, which can be replayed
     overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
     greedy_baseline: bool = False  # the estimator needs rewards of greedy responses
     num_prompts: int = 0  # of an epoch; 0: not known
@@ -166,6 +168,12 @@ class PPOTrainer:
                 has_reference=ref.logprobs is not None, has_critic=values.values is not None,
             )  # fmt: skip
             minibatches = list(self.minibatches.cut(experience, num_prompts=len(prompts), step=step, ranks=self.ranks))
+        if self.recorder.is_due(step):
+            with phase("log"):
+                outputs = (old, ref, values)
+                self.recorder(
+                    RecordedStep(step, prompts, rollout, rewards, shaped, estimator, outputs, experience, minibatches)
+                )
         with phase("update_critic"):
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):

@@ -20,7 +20,7 @@ from mega_rl.config.schema.engine import (
     MoeConfig,
     ReferenceLayoutConfig,
 )
-from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig
+from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig, RecordsConfig
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
@@ -72,6 +72,7 @@ __all__ = [
     "OptimConfig",
     "OverlongConfig",
     "ProfileConfig",
+    "RecordsConfig",
     "ReferenceLayoutConfig",
     "RewardConfig",
     "RewardHttpConfig",

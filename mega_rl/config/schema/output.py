@@ -57,6 +57,30 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RecordsConfig:
+    """Complete records of steps, which `mega-rl replay` computes again: docs/replay.md."""
+
+    interval: int = setting(
+        0,
+        "Record every N-th step, from the first on, in records/ of the run folder: tokens, log-probs, values, "
+        "advantages, rewards; 0: never.",
+        unit="steps",
+        min=0,
+    )
+    max_mib: int = setting(
+        1024,
+        "Most that the records of a run take together: the oldest go first, and a step that is larger alone is not "
+        "recorded.",
+        unit="MiB",
+        min=1,
+    )
+    weights: bool = setting(
+        False,
+        "Also keep the weights that the step began with in each record, so that it needs no checkpoint to be replayed.",
+    )
+
+
+@dataclass(frozen=True)
 class MetricsConfig:
     """Sinks of metrics and rollouts besides metrics.jsonl, which is always written."""
 
@@ -73,3 +97,4 @@ class MetricsConfig:
     rollout_interval: int = setting(
         10, "Dump rollouts every N steps, and answers at every validation; 0 dumps none.", unit="steps", min=0
     )
+    records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)
