@@ -27,6 +27,8 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix:
     a prompt has several samples.
     Lengths of responses count tokens of the policy, not what a tool put between its turns.
     Failed samples are in no number but their own, `rollout/failed_samples`, which is there where samples may fail.
+    Numbers of rewards are of the samples that have one; `reward/masked_fraction` is the share of answers that the
+    reward leaves out, and of a batch without any reward it stands alone.
     """
     failures: Metrics = {}
     if rollout.failed is not None:
@@ -34,22 +36,26 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix:
         answered = (~rollout.failed).nonzero().flatten()
         rollout, rewards = rollout[answered], rewards[answered]  # type: ignore[index]
     response = rollout.loss_mask.sum(dim=1).double()
-    totals = rewards.totals.double()
-    rows = totals.numel()
-    extremes = torch.stack([totals.max(), -totals.min(), response.max()]) if rows else torch.full((3,), -torch.inf)
-    highest, negated, longest = ranks.max(extremes.double()).tolist()
+    scored = ~rewards.totals.isnan()
+    totals = rewards.totals[scored].double()
+    highest, negated, longest = ranks.max(
+        torch.stack([_highest(totals), _highest(-totals), _highest(response)])
+    ).tolist()
     columns = [
-        torch.tensor(float(rows), dtype=torch.float64),
+        torch.tensor(float(response.numel()), dtype=torch.float64),
         response.sum(),
         rollout.finished.double().sum(),
         rollout.lengths.double().sum(),
+        scored.double().sum(),
         totals.sum(),
         totals.square().sum(),
-        *_groups(rollout.prompt_index, totals, lowest=-negated, highest=highest),
+        *_groups(rollout.prompt_index[scored], totals, lowest=-negated, highest=highest),
     ]
-    count, tokens, finished, total, *of_rewards = ranks.sum(torch.stack(columns)).tolist()
+    count, tokens, finished, total, of_scored, *of_rewards = ranks.sum(torch.stack(columns)).tolist()
     count = max(count, 1.0)
-    metrics = {} if not rewards.scored else _reward_metrics(of_rewards, count=count, lowest=-negated, highest=highest)
+    metrics = {} if not rewards.scored else {"reward/masked_fraction": max(count - of_scored, 0.0) / count}
+    if rewards.scored and of_scored:
+        metrics |= _reward_metrics(of_rewards, count=of_scored, lowest=-negated, highest=highest)
     metrics |= {
         "rollout/sequences": count,
         "rollout/response_tokens_mean": tokens / count,
@@ -59,6 +65,11 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix:
         "rollout/tokens": total,
     }
     return {f"{prefix}{name}": value for name, value in metrics.items()} | failures
+
+
+def _highest(numbers: Tensor) -> Tensor:
+    """Return the largest of [n] float64, -inf of none."""
+    return numbers.max() if numbers.numel() else torch.tensor(-torch.inf, dtype=torch.float64)
 
 
 def _reward_metrics(sums: Sequence[float], *, count: float, lowest: float, highest: float) -> Metrics:
@@ -75,13 +86,14 @@ def _reward_metrics(sums: Sequence[float], *, count: float, lowest: float, highe
 
 
 def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> Metrics:
-    """Return the mean of each part of the rewards by its name, over all ranks' samples that have an answer."""
+    """Return the mean of each part of the rewards by its name, over all ranks' samples that have it."""
     if parts is None:
         return {}
     answered = torch.ones_like(rollout.finished) if rollout.failed is None else ~rollout.failed
-    of_samples = parts.values[answered].double()
-    count, *totals = ranks.sum(torch.cat([answered.double().sum()[None], of_samples.sum(dim=0)])).tolist()
-    return dict(zip(parts.names, (total / max(count, 1.0) for total in totals), strict=True))
+    known = ~parts.values.isnan() & answered[:, None]
+    counts, totals = ranks.sum(torch.stack([known.double(), parts.values.nan_to_num().double() * known]).sum(dim=1))
+    means = (totals / counts.clamp(min=1.0)).tolist()
+    return {name: mean for name, mean, count in zip(parts.names, means, counts.tolist(), strict=True) if count}
 
 
 def _groups(prompt_index: Tensor, rewards: Tensor, *, lowest: float, highest: float) -> list[Tensor]:

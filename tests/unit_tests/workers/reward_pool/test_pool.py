@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.workers.reward_calls import NoScoreError
-from mega_rl.workers.reward_pool.pool import RewardPool, ScoreOutcome
+from mega_rl.workers.reward_calls import NoScore, Score
+from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import UnusableFunctionError, WorkerOrder
 
 FILE = Path(__file__).with_name("reward_file.py")
@@ -39,16 +39,15 @@ def running(
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def outcomes(pool: RewardPool, *responses: str) -> list[ScoreOutcome | BaseException]:
+def outcomes(pool: RewardPool, *responses: str) -> list[Score | NoScore | BaseException]:
     futures = [pool.submit({"response": response}) for response in responses]
     return [future.exception(WAIT_S) or future.result() for future in futures]
 
 
 def score(pool: RewardPool, response: str) -> float:
     (outcome,) = outcomes(pool, response)
-    assert isinstance(outcome, ScoreOutcome), outcome
-    assert outcome.kind == "score", outcome.what
-    return outcome.score
+    assert isinstance(outcome, float), outcome
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_outcomes_are_in_the_order_of_the_responses() -> None:
     with running(num_workers=2) as pool:
         scores = outcomes(pool, "sleep 0", *(f"score {i}" for i in range(1, 40)))
         pids = {score(pool, "pid") for _ in range(20)}
-    assert scores == [ScoreOutcome("score", float(i)) for i in range(40)]
+    assert scores == [float(i) for i in range(40)]
     assert len(pids) <= 2
 
 
@@ -75,7 +74,7 @@ def test_two_workers_work_at_a_time(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     with running(num_workers=2) as pool:
         both = outcomes(pool, f"meet {here} {there}", f"meet {there} {here}")
-    assert both == [ScoreOutcome("score", 1.0)] * 2
+    assert both == [1.0] * 2
 
 
 def test_a_response_that_hangs_costs_its_deadline() -> None:
@@ -83,8 +82,8 @@ def test_a_response_that_hangs_costs_its_deadline() -> None:
         begin = time.monotonic()
         first, hung, last = outcomes(pool, "score 1", "hang", "score 2")
         assert time.monotonic() - begin < WAIT_S
-    assert (first, last) == (ScoreOutcome("score", 1.0), ScoreOutcome("score", 2.0))
-    assert hung == ScoreOutcome("timeout", what="took longer than reward.pool.timeout_s=0.5")
+    assert (first, last) == (1.0, 2.0)
+    assert hung == NoScore("timeout", "the reward function took longer than reward.pool.timeout_s=0.5")
 
 
 @pytest.mark.parametrize(
@@ -98,10 +97,10 @@ def test_a_response_that_hangs_costs_its_deadline() -> None:
 def test_a_response_that_crashes_its_worker_costs_itself(pool: RewardPool, response: str, what: str) -> None:
     before = score(pool, "pid")
     crashed, after = outcomes(pool, response, "score 2")
-    assert isinstance(crashed, ScoreOutcome)
+    assert isinstance(crashed, NoScore)
     assert crashed.kind == "crash"
-    assert crashed.what.startswith(f"crashed its process, which {what}")
-    assert after == ScoreOutcome("score", 2.0)
+    assert crashed.what.startswith(f"the reward function crashed its process, which {what}")
+    assert after == 2.0
     assert score(pool, "pid") != before
 
 
@@ -119,7 +118,7 @@ def test_output_is_read_shown_and_dropped(pool: RewardPool, caplog: pytest.LogCa
 
 def test_a_fork_that_comes_back_gives_no_score(pool: RewardPool) -> None:
     """Two processes would answer and read messages in turn."""
-    assert outcomes(pool, "twice", "score 2", "score 3") == [ScoreOutcome("score", s) for s in (7.0, 2.0, 3.0)]
+    assert outcomes(pool, "twice", "score 2", "score 3") == [s for s in (7.0, 2.0, 3.0)]
 
 
 @pytest.mark.parametrize(("what", "kind"), [("linger", "score"), ("crash_and_linger", "crash")])
@@ -128,8 +127,7 @@ def test_processes_that_a_response_leaves_are_gone_before_the_next(
 ) -> None:
     """Also those of other sessions, and those whose parents have ended."""
     (outcome,) = outcomes(pool, f"{what} {tmp_path / 'pids'}")
-    assert isinstance(outcome, ScoreOutcome)
-    assert outcome.kind == kind
+    assert (outcome.kind if isinstance(outcome, NoScore) else "score") == kind
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) >= 16
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
@@ -148,9 +146,9 @@ def test_an_alarm_does_not_reach_the_next_response(pool: RewardPool) -> None:
 def test_memory_has_its_limit() -> None:
     with running(memory_bytes=1 << 29) as pool:
         greedy, other = outcomes(pool, "memory", "score 1")
-    assert isinstance(greedy, ScoreOutcome)
-    assert (greedy.kind, greedy.what) == ("crash", "crashed its process, which ran out of memory")
-    assert other == ScoreOutcome("score", 1.0)
+    assert isinstance(greedy, NoScore)
+    assert (greedy.kind, greedy.what) == ("crash", "the reward function crashed its process, which ran out of memory")
+    assert other == 1.0
 
 
 def test_an_exception_and_what_is_no_score_are_errors() -> None:
@@ -158,15 +156,15 @@ def test_an_exception_and_what_is_no_score_are_errors() -> None:
     expected = {
         "raise": f"raised ValueError: no such answer: é (at {FILE}:",
         "exit": f"raised SystemExit: enough (at {FILE}:",
-        "none": "returned None, which is not a number",
         "nan": "returned nan, which is not finite in float32",
     }
     with running("short") as pool:
         *failures, other = outcomes(pool, *expected, "2")
     for failure, what in zip(failures, expected.values(), strict=True):
-        assert isinstance(failure, NoScoreError)
-        assert str(failure).startswith(f"the reward function {what}")
-    assert other == ScoreOutcome("score", 2.0)
+        assert isinstance(failure, NoScore)
+        assert failure.kind == "error"
+        assert failure.what.startswith(f"the reward function {what}")
+    assert other == 2.0
 
 
 def test_a_function_that_workers_cannot_load_fails_all(tmp_path: Path) -> None:
