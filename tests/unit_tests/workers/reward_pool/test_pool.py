@@ -18,6 +18,7 @@ import pytest
 from mega_rl.workers.reward_calls import NoScore, Score
 from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import UnusableFunctionError, WorkerOrder
+from tests.helpers.selection import without
 
 FILE = Path(__file__).with_name("reward_file.py")
 ROOT = Path(__file__).parents[4]
@@ -149,6 +150,58 @@ def test_memory_has_its_limit() -> None:
     assert isinstance(greedy, NoScore)
     assert (greedy.kind, greedy.what) == ("crash", "the reward function crashed its process, which ran out of memory")
     assert other == 1.0
+
+
+@pytest.mark.parametrize(("what", "least"), [("bomb", 128), ("comet", 20)])
+def test_a_fork_bomb_ends_at_the_deadline(tmp_path: Path, what: str, least: int) -> None:
+    """One that grows, and one that is never at the same id for long."""
+    pids = tmp_path / "pids"
+    with running(timeout_s=2.0) as pool:
+        bomb, after = outcomes(pool, f"{what} {pids}", "score 2")
+        size = pids.stat().st_size
+        assert isinstance(bomb, NoScore)
+        assert (bomb.kind, after) == ("timeout", 2.0)
+        time.sleep(0.1)
+        assert pids.stat().st_size == size
+    ids = [int(pid) for pid in pids.read_text().split()]
+    assert len(ids) >= least
+    assert not [pid for pid in ids if psutil.pid_exists(pid)]
+
+
+HOSTILE = {
+    "power of powers": r"\boxed{9^{9^{9^{9}}}}",
+    "factorial": r"\boxed{((99999!)!)!}",
+    "python power": "#### 9**9**9**9",
+    "megabyte of digits": r"\boxed{" + "7" * (1 << 20) + "}",
+    "unbalanced braces": r"\boxed{" * 20_000,
+    "closed braces": "}" * 200_000 + r"\boxed{1}}}}",
+    "nested fractions": r"\boxed{" + r"\frac{1}{" * 2000 + "1" + "}" * 2001,
+    "nested brackets": r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
+    "nested roots": r"\boxed{" + r"\sqrt{" * 500 + "2" + "}" * 501,
+    "long sum": r"\boxed{" + "+".join(["x"] * 20_000) + "}",
+    "large matrix": r"\boxed{\begin{pmatrix}" + "&".join(["9^{99999999}"] * 500) + r"\end{pmatrix}}",
+    "null characters": r"\boxed{" + "\x00" * 1000 + "}",
+}
+
+SLOW = (
+    "megabyte of digits", "unbalanced braces", "nested fractions", "nested brackets", "nested roots", "long sum",
+    "large matrix",
+)  # fmt: skip
+
+
+def test_no_answer_to_mathematics_costs_another_its_reward() -> None:
+    """A worker of math_verify gives each of them 0 or none, and the right answer after it 1."""
+    order = WorkerOrder("math_verify", 4 << 30)
+    pool = RewardPool(order, num_workers=1, timeout_s=6.0)
+    try:
+        for name, text in without(HOSTILE, *SLOW).items():
+            texts = [{"prompt": "6*7=", "answer": "42", "response": response} for response in (text, r"\boxed{42}")]
+            futures = [pool.submit(arguments) for arguments in texts]
+            hostile, right = (future.result(WAIT_S) for future in futures)
+            assert hostile == 0.0 or isinstance(hostile, NoScore), name
+            assert right == 1.0, name
+    finally:
+        pool.close()
 
 
 def test_an_exception_and_what_is_no_score_are_errors() -> None:
