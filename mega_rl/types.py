@@ -100,7 +100,10 @@ class RewardParts:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a rollout's rows; 0 in rows of failed samples."""
+    """Rewards of a rollout's rows; 0 in rows of failed samples.
+
+    A row that the reward leaves out (None) has NaN until `trainer.unscored` takes it off the loss mask.
+    """
 
     totals: Tensor  # [B] float32
     parts: RewardParts | None = None  # None: the rewards have no named parts

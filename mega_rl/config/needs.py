@@ -200,10 +200,11 @@ _NEEDS = (
     _within("trainer.microbatch", "size", "trainer.microbatch.packing=false", lambda batch: not batch.packing),
     _within(
         "reward.pool",
-        "timeout_s memory_mib failure_score max_failed_share",
+        "timeout_s memory_mib",
         "reward.pool.workers other than 0",
         lambda pool: pool.workers != 0,
     ),
+    _within("reward.pool", "failure_score", "reward.pool.on_failure=score", lambda pool: pool.on_failure == "score"),
     _within(
         "reward.overlong",
         "penalty",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.experience import gather_column
+from mega_rl.trainer.unscored import scored_rows
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 
@@ -62,7 +63,7 @@ class DynamicSampling:
             first = len(prompts)
             drawn, rollout, rewards = self._generate()
             prompts += drawn
-            of_samples = rewards.totals[_answered(rollout)].double()
+            of_samples = rewards.totals[scored_rows(rollout, rewards)].double()
             sampled += torch.tensor([float(of_samples.sum()), float(len(of_samples))], dtype=torch.float64)
             rollout.prompt_index = rollout.prompt_index + first
             spread = torch.cat([spread, self._spread(rollout, rewards, first=first, count=len(drawn))])
@@ -114,8 +115,11 @@ class DynamicSampling:
         return prompts, rollout, rewards
 
     def _spread(self, rollout: Rollout, rewards: Rewards, *, first: int, count: int) -> Tensor:
-        """Return [count] bool of the prompts from `first` on: whether rewards differ; the same on every rank."""
-        rows = _answered(rollout).nonzero().flatten()
+        """Return [count] bool of the prompts from `first` on: whether rewards differ; the same on every rank.
+
+        Samples that have failed or are left out do not count: a group of them alone has no spread.
+        """
+        rows = scored_rows(rollout, rewards).nonzero().flatten()
         numbers = gather_column(rollout.prompt_index[rows] - first, self.ranks)
         compared = rewards.totals[:, None]
         if self.plan.by_parts and rewards.parts is not None:

@@ -30,6 +30,7 @@ from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepSink
 from mega_rl.trainer.step_metrics import data_metrics, experience_metrics, mean_metrics, part_metrics, rollout_metrics
+from mega_rl.trainer.unscored import leave_unscored_out
 from mega_rl.types import JsonObject, Metrics, Prompt, Rewards, Rollout
 
 
@@ -150,19 +151,20 @@ class PPOTrainer:
             metrics |= rollout_metrics(rollout, rewards, self.ranks) | self.reward.metrics()
             parts = part_metrics(rewards.parts, rollout, self.ranks)
             metrics |= {f"reward/{name}": mean for name, mean in parts.items()}
-            shaped, of_overlong = self.overlong.shape(rollout, rewards, self.ranks)
+            kept, of_kept = leave_unscored_out(rollout, rewards)
+            shaped, of_overlong = self.overlong.shape(kept, of_kept, self.ranks)
         with phase("old_logprobs"):
-            old, mismatch = self.old_logprobs.evaluate(rollout)
+            old, mismatch = self.old_logprobs.evaluate(kept)
         with phase("ref_logprobs"):
-            ref = self.reference.evaluate(rollout)
+            ref = self.reference.evaluate(kept)
         with phase("values"):
-            values = self.critic.evaluate(rollout)
+            values = self.critic.evaluate(kept)
         with phase("advantages"):
             experience = build_experience(
-                rollout, shaped, old=old, ref=ref, critic=values,
+                kept, shaped, old=old, ref=ref, critic=values,
                 estimator=estimator, reward_kl=self.reward_kl, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
-            experience = self.overlong.leave_out(experience, rollout)
+            experience = self.overlong.leave_out(experience, kept)
             metrics |= mismatch | of_overlong | experience_metrics(
                 experience, self.ranks,
                 has_reference=ref.logprobs is not None, has_critic=values.values is not None,
@@ -221,7 +223,9 @@ class PPOTrainer:
             parts = part_metrics(rewards.parts, rollout, self.ranks)
         if self.settings.rollout_interval:
             self._dump(done, rollout, rewards, self.val_prompts)
-        shown = {"val/reward_mean": metrics["val/reward/mean"]} if rewards.scored else {}
+        shown = {"val/reward_mean": metrics["val/reward/mean"]} if "val/reward/mean" in metrics else {}
+        if metrics.get("val/reward/masked_fraction"):
+            shown["val/reward_masked_fraction"] = metrics["val/reward/masked_fraction"]
         shown["val/response_tokens_mean"] = metrics["val/rollout/response_tokens_mean"]
         return shown | {f"val/reward_{name}": mean for name, mean in parts.items()}
 
