@@ -92,13 +92,13 @@ class Evaluation:
 
     def _samples(
         self, rows: Rollout, rewards: Rewards, decode: Callable[[Sequence[int]], str]
-    ) -> list[tuple[int, bool, str | None]]:
-        """Return (prompt, right, vote) of each sample of this replica that has an answer, by prompt and sample."""
+    ) -> list[list[Any]]:
+        """Return [prompt, right, vote] of each sample of this replica that has an answer, by prompt and sample."""
         failed = [False] * len(rows.lengths) if rows.failed is None else rows.failed.tolist()
         right = self.is_right(rewards)
         prompts = rows.prompt_index.tolist()
         return [
-            (prompts[row], right[row], self.answer_of(response_text(rows, row, decode)))
+            [prompts[row], right[row], self.answer_of(response_text(rows, row, decode))]
             for row in range(len(prompts))
             if not failed[row]
         ]
