@@ -30,7 +30,7 @@ from mega_rl.cli import (
     verify,
     verify_rl,
 )
-from mega_rl.cli.eval import evaluate
+from mega_rl.cli.evaluation.command import evaluate
 from mega_rl.cli.help import Commands
 from mega_rl.cli.launch import app as launch_app
 from mega_rl.cli.launch_options import LaunchOptions, become

@@ -90,9 +90,7 @@ class Evaluation:
         """Return [B] whether each sample is right. Raises UserError where the reward lacks the part that says so."""
         return right_samples(rewards, above=self.plan.right_above, part=self.plan.right_part)
 
-    def _samples(
-        self, rows: Rollout, rewards: Rewards, decode: Callable[[Sequence[int]], str]
-    ) -> list[list[Any]]:
+    def _samples(self, rows: Rollout, rewards: Rewards, decode: Callable[[Sequence[int]], str]) -> list[list[Any]]:
         """Return [prompt, right, vote] of each sample of this replica that has an answer, by prompt and sample."""
         failed = [False] * len(rows.lengths) if rows.failed is None else rows.failed.tolist()
         right = self.is_right(rewards)

@@ -1,4 +1,4 @@
-"""Settings of an evaluation without training, from those of a recipe."""
+"""Settings of an evaluation without training, from those of a recipe, checked."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ from mega_rl.config.schema import (
     ReferenceLayoutConfig,
     TrainerConfig,
 )
+from mega_rl.preflight.launcher import launched_world_size
+from mega_rl.preflight.run import check_run
+
+
+def checked(config: Config, *, world_size: int | None, out: str, launchers: int = 1) -> Config:
+    """Return `evaluation_config` of a config, with which an evaluation can start; arguments as of `check_run`.
+
+    Raises UserErrors with every mistake found, one line each.
+    """
+    size = launched_world_size() if world_size is None else world_size
+    return check_run(evaluation_config(config, world_size=size, out=out), world_size=size, launchers=launchers)
 
 
 def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
