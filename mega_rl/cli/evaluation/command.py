@@ -55,7 +55,9 @@ def evaluate(
     results = run(resolved)
     if os.environ.get("RANK", "0") == "0":
         progress.close()
-        for line in _table(results["sets"]):
+        sets = results["sets"]
+        assert isinstance(sets, dict), "of evaluation_run"
+        for line in _table(sets):
             typer.echo(line)
         typer.echo(f"samples: {out / 'samples.jsonl'}, results: {out / 'results.json'}")
 
