@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from mega_rl.accelerator.standin import resident_bytes
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
 from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens, warn_of_date, warn_of_few
+from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.records import build_recorder
@@ -52,6 +53,7 @@ from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
+from mega_rl.trainer.validation import Evaluation
 from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Prompt
 from mega_rl.workers.metered import MeteredRollouts
@@ -71,7 +73,7 @@ class _RunInputs:
     tokens: Tokens
     reward: TextScorer | TokenRows | None  # None: the run has no reward
     train: list[Prompt]
-    held_out: Sequence[Prompt]
+    evaluation: Evaluation  # of the held-out prompts
     own_rollouts: OwnRollouts | None
 
 
@@ -105,7 +107,7 @@ def build_trainer(
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0, resources=resources)
-    fingerprint = agreed_fingerprint(inputs.train, inputs.held_out, world)
+    fingerprint = agreed_fingerprint(inputs.train, inputs.evaluation.sets, world)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
@@ -147,7 +149,7 @@ def _read_inputs(
     if is_writer:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
         warn_of_date(tokens.tokenizer, config.data.chat)
-    return _RunInputs(tokens, reward, train, held_out, own_rollouts)
+    return _RunInputs(tokens, reward, train, build_evaluation(config, held_out), own_rollouts)
 
 
 def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig) -> Restored:
@@ -223,7 +225,7 @@ def _connect(
     return PPOTrainer(
         settings=run_settings(config),
         prompts=sampling.prompts,
-        val_prompts=parts.inputs.held_out,
+        validation=parts.inputs.evaluation,
         rollout=sampling.rollout,
         reward=sampling.reward,
         actor=WithoutZeroAdvantages(roles.actor, actor.data_parallel) if skips else roles.actor,

@@ -31,6 +31,7 @@ from mega_rl.cli import (
     verify,
     verify_rl,
 )
+from mega_rl.cli.evaluation.command import evaluate
 from mega_rl.cli.help import Commands
 from mega_rl.cli.launch import app as launch_app
 from mega_rl.cli.launch_options import LaunchOptions, become
@@ -167,6 +168,7 @@ def doctor(
         typer.echo(line)
 
 
+app.command("eval")(with_options(evaluate))
 app.command()(plan.plan)
 app.command()(plot.plot)
 app.command()(replay.replay)

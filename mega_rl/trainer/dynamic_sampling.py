@@ -15,7 +15,7 @@ from torch import Tensor
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.experience import gather_column
 from mega_rl.trainer.unscored import scored_rows
-from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, Rewards, Rollout
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,13 @@ class DynamicSampling:
         """Return the prompts drawn by the steps that are done."""
         return self.drawn
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         """Return this replica's rows of the prompts that `batch` returned; of others, as the source generates them."""
-        if prompts is self._prompts and self._kept is not None and not greedy:
+        if prompts is self._prompts and self._kept is not None and not greedy and draws is None:
             return self._kept[0]
-        return self.source.generate(prompts, step=step, greedy=greedy)
+        return self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the rewards of what `generate` returned; of other rollouts, as the scorer gives them."""

@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from mega_rl.protocols import Inspect
-from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
+from mega_rl.trainer.validation import Evaluation
+from mega_rl.types import (
+    Draws,
+    Experience,
+    Metrics,
+    Prompt,
+    PromptSet,
+    RewardParts,
+    Rewards,
+    Rollout,
+    TokenOutputs,
+)
 
 LONGEST = 6  # tokens: two of prompt, four of response
 
@@ -50,6 +61,11 @@ class FakePrompts:
         return 4 * done
 
 
+def held_out(prompts: Sequence[Prompt], **changes: Any) -> Evaluation:
+    """A greedy validation on these prompts."""
+    return Evaluation([PromptSet("", prompts)], **changes)
+
+
 class FakePolicy:
     """Actor, rollout engine and weight sync in one: token v of the vocabulary has a logit that training moves.
 
@@ -75,9 +91,11 @@ class FakePolicy:
     def metrics(self) -> Metrics:
         return {}
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        self.events.append("validate" if greedy else "generate")
-        count = 2 if not greedy else 1
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        self.events.append("validate" if greedy or draws else "generate")
+        count = draws.n if draws else 2 if not greedy else 1
         rows = len(prompts) * count
         generator = torch.Generator().manual_seed(step)
         tokens = torch.zeros(rows, LONGEST, dtype=torch.int64)

@@ -47,6 +47,7 @@ from mega_rl.config.schema.training import (
     ProfileConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.validation import ValidationConfig
 
 __all__ = [
     "ATTENTION",
@@ -83,6 +84,7 @@ __all__ = [
     "SglangServerConfig",
     "SglangSyncConfig",
     "TrainerConfig",
+    "ValidationConfig",
 ]
 
 
@@ -97,6 +99,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    validation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)

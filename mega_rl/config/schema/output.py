@@ -40,7 +40,9 @@ class CheckpointConfig:
     timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="seconds", min=1.0)
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
     keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
-    keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric: val/reward_mean.")
+    keep_best: str = setting(
+        "", "Also keep the checkpoint with the largest value of this metric, as val/reward_mean or val/gsm8k/pass_at_4."
+    )
     resume: str = setting(
         "auto",
         "auto (newest in the run folder, if any), never, or a checkpoint directory. What an earlier run left in the "

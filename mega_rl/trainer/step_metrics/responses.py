@@ -59,14 +59,15 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix:
     return {f"{prefix}{name}": value for name, value in metrics.items()} | failures
 
 
-def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> Metrics:
-    """Return the mean of each part of the rewards by its name, over all ranks' samples that have it."""
+def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, prefix: str = "reward/") -> Metrics:
+    """Return the mean of each part of the rewards by prefix and name, over all ranks' samples that have it."""
     if parts is None:
         return {}
     known = ~parts.values.isnan() & _answered(rollout)[:, None]
     counts, totals = ranks.sum(torch.stack([known.double(), parts.values.nan_to_num().double() * known]).sum(dim=1))
     means = (totals / counts.clamp(min=1.0)).tolist()
-    return {name: mean for name, mean, count in zip(parts.names, means, counts.tolist(), strict=True) if count}
+    counted = zip(parts.names, means, counts.tolist(), strict=True)
+    return {f"{prefix}{name}": mean for name, mean, count in counted if count}
 
 
 def _answered(rollout: Rollout) -> Tensor:

@@ -34,7 +34,8 @@ from mega_rl.records.writer import RecordWriter
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.greedy import WithGreedyRewards
 from mega_rl.trainer.recording import RecordedStep, StepColumns
-from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
+from mega_rl.trainer.validation import Evaluation
+from mega_rl.types import Draws, Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.replay.plan import ReplayPlan, recorded_config, replay_config
 from mega_rl.workers.models import AbsentWorker
 from mega_rl.workers.rollout import share
@@ -75,7 +76,7 @@ def _trainer(record: Record, run: RunPlan, roles: Roles, groups: Groups, target:
     return PPOTrainer(
         settings=RunSettings(steps=record.description.step),
         prompts=_Prompts(record.description.prompts),
-        val_prompts=(),
+        validation=Evaluation(),
         rollout=rows,
         reward=rows,
         actor=idle,
@@ -129,7 +130,9 @@ class _OwnRows:
     record: Record
     ranks: Ranks
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         names = (
             *("loss_mask", "rollout_logprobs", "finished", "prompt_index", "sample_index", "weight_version"),
             *("routing", "token_versions", "failed"),

@@ -108,8 +108,8 @@ def run(config: Any, accelerator: Any) -> dict[str, Any]:
             generate = source.generate
             ranks = trainer.ranks
 
-            def keep(prompts: Any, *, step: int, greedy: bool = False) -> Any:
-                rollout = generate(prompts, step=step, greedy=greedy)
+            def keep(prompts: Any, *, step: int, greedy: bool = False, **draws: Any) -> Any:
+                rollout = generate(prompts, step=step, greedy=greedy, **draws)
                 every = ranks.gather_rows(rollout)
                 kept.append((every.tokens, every.loss_mask, every.rollout_logprobs, every.finished))
                 return rollout

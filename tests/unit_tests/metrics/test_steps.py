@@ -122,7 +122,7 @@ def test_tokens_of_a_phase_are_reported_by_its_time() -> None:
 class Sampler:
     """A source of two responses of 3 and 1 tokens; the second has a token of a tool."""
 
-    def generate(self, prompts: object, *, step: int, greedy: bool = False) -> object:
+    def generate(self, prompts: object, *, step: int, greedy: bool, draws: object) -> object:
         return SimpleNamespace(loss_mask=torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]], dtype=torch.bool))
 
 

@@ -23,7 +23,7 @@ from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer
+from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer, held_out
 from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer import dynamic_sampling_on_ranks as cases
@@ -171,7 +171,7 @@ def test_the_loop_trains_on_groups_with_a_spread() -> None:
     """Validation prompts are generated and scored as they are."""
     policy = FakePolicy([])
     settings = RunSettings(steps=6, val_interval=3)
-    trainer = dynamic_trainer(policy, settings=settings, val_prompts=FakePrompts().batch(0))
+    trainer = dynamic_trainer(policy, settings=settings, validation=held_out(FakePrompts().batch(0)))
     trainer.fit()
     records = trainer.metrics.records
     for step in range(1, 7):
