@@ -80,7 +80,9 @@ class Evaluation:
             estimates: dict[str, Estimate] = {}
             if self.plan.counted:
                 samples = [
-                    sample for part in ranks.gather_json(self._samples(rows, rewards, decode)) for sample in part
+                    (prompt, right, vote)
+                    for part in ranks.gather_json(self._samples(rows, rewards, decode))
+                    for prompt, right, vote in part
                 ]
                 estimates = estimates_of(samples, counted=self.plan.counted, n=self.plan.n)
             for name, estimate in estimates.items():
@@ -95,13 +97,13 @@ class Evaluation:
 
     def _samples(
         self, rows: Rollout, rewards: Rewards, decode: Callable[[Sequence[int]], str]
-    ) -> list[tuple[int, bool, str | None]]:
+    ) -> list[list[int | bool | str | None]]:
         """Return [prompt, right, vote] of each sample of this replica that has an answer and a reward, in order."""
         scored = scored_rows(rows, rewards).tolist()
         right = self.is_right(rewards)
         prompts = rows.prompt_index.tolist()
         return [
-            (prompts[row], right[row], self.answer_of(response_text(rows, row, decode)))
+            [prompts[row], right[row], self.answer_of(response_text(rows, row, decode))]
             for row in range(len(prompts))
             if scored[row]
         ]
