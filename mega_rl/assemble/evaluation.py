@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.trainer.validation import AnswerOf, Evaluation, EvaluationPlan
+from mega_rl.protocols import Ranks
+from mega_rl.trainer.validation import AnswersOf, Evaluation, EvaluationPlan
 from mega_rl.types import Draws, PromptSet
+from mega_rl.workers.answers import UsersAnswers
 from mega_rl.workers.reward_functions import final_answer
-from mega_rl.workers.user_files import load_from_file, users_code
+from mega_rl.workers.user_files import load_from_file
 
 
-def build_evaluation(config: Config, sets: Sequence[PromptSet]) -> Evaluation:
-    """Return the evaluation of sets of prompts. Raises UserError for an `answer_of` that cannot be loaded."""
+def build_evaluation(config: Config, sets: Sequence[PromptSet], everyone: Ranks) -> Evaluation:
+    """Return the evaluation of sets of prompts. Raises UserError for an `answer_of` that cannot be loaded.
+
+    everyone: all ranks of the run.
+    """
     val = config.validation
     draws = None if val.temperature == 0 else Draws(val.n, val.temperature, val.top_p, val.top_k)
     plan = EvaluationPlan(draws, val.counted, val.right_above, val.right_part)
-    return Evaluation(sets, plan, _answer_of(val.answer_of))
+    return Evaluation(sets, plan, _answers_of(config, everyone))
 
 
 def last_answer(response: str) -> str | None:
@@ -27,21 +31,13 @@ def last_answer(response: str) -> str | None:
     return " ".join((response if answer is None else answer).split()) or None
 
 
-def _answer_of(spec: str) -> AnswerOf:
-    """Return the function that finds the answer of a response, of the package or of the user."""
+def _answers_of(config: Config, everyone: Ranks) -> AnswersOf:
+    """Return the function that finds the answers of responses, of the package or of the user."""
+    spec = config.validation.answer_of
     if not spec:
-        return last_answer
+        return lambda responses: [last_answer(response) for response in responses]
     function = load_from_file(spec, key="validation.answer_of", kind="function")
     if not callable(function):
         raise UserError(f"validation.answer_of={spec!r}: is of type {type(function).__name__}, not a function")
-    return partial(_users_answer, function, spec)
-
-
-def _users_answer(function: Callable[[str], object], spec: str, response: str) -> str | None:
-    """Return what a user's function finds. Raises UserError where it fails or returns anything but a string or None."""
     setting = f"validation.answer_of={spec!r}"
-    with users_code(f"{setting}: failed for a response"):
-        answer = function(response)
-    if not (answer is None or isinstance(answer, str)):
-        raise UserError(f"{setting}: returned {type(answer).__name__}; it must return a string, or None for no answer")
-    return answer
+    return UsersAnswers(function, setting=setting, everyone=everyone, timeout_s=config.trainer.timeout_s)

@@ -77,7 +77,7 @@ def _run(
     columns = reward_columns(config, prepared)
     _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns)
     agreed_fingerprint([], sets, world)
-    evaluation = build_evaluation(config, sets)
+    evaluation = build_evaluation(config, sets, world)
     servers = start_servers(plan, accelerator, world, resources)
     colocated = servers is not None and is_colocated(config, accelerator)
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
@@ -115,7 +115,7 @@ def _rows(outcomes: Sequence[SetOutcome], evaluation: Evaluation, tokens: Tokens
                 "prompt": prompt.text,
                 "response": response,
                 "reference": prompt.answer,
-                "answer": evaluation.answer_of(response),
+                "answer": outcome.votes[row] if outcome.votes else None,
                 "reward": float(rewards.totals[row]) if rewards.scored and scored[row] else None,
                 "parts": {name: value for name, value in named.items() if scored[row] and not math.isnan(value)},
                 "right": right[row] if right is not None and scored[row] else None,

@@ -106,7 +106,7 @@ def build_trainer(
     # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
-    inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0, resources=resources)
+    inputs = _read_inputs(plan, reward_function, everyone=world, resources=resources)
     fingerprint = agreed_fingerprint(inputs.train, inputs.evaluation.sets, world)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
@@ -132,10 +132,10 @@ def build_trainer(
 
 
 def _read_inputs(
-    plan: RunPlan, reward_function: RewardFunction | None, *, is_writer: bool, resources: ExitStack
+    plan: RunPlan, reward_function: RewardFunction | None, *, everyone: Ranks, resources: ExitStack
 ) -> _RunInputs:
     """Return tokenizer, rewards and prompts. Raises UserError and UserErrors."""
-    config = plan.config
+    config, is_writer = plan.config, everyone.rank == 0
     tokens = read_tokens(config, is_writer=is_writer)
     own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
     reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function, resources=resources)
@@ -149,7 +149,7 @@ def _read_inputs(
     if is_writer:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
         warn_of_date(tokens.tokenizer, config.data.chat)
-    return _RunInputs(tokens, reward, train, build_evaluation(config, held_out), own_rollouts)
+    return _RunInputs(tokens, reward, train, build_evaluation(config, held_out, everyone), own_rollouts)
 
 
 def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig) -> Restored:

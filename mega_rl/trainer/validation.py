@@ -17,7 +17,7 @@ from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
 from mega_rl.trainer.unscored import scored_rows
 from mega_rl.types import Draws, Metrics, PromptSet, RewardParts, Rewards, Rollout
 
-AnswerOf = Callable[[str], str | None]
+AnswersOf = Callable[[Sequence[str]], Sequence[str | None]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,14 @@ class SetOutcome(NamedTuple):
     prompts: PromptSet
     rollout: Rollout  # this replica's rows
     rewards: Rewards
+    votes: Sequence[str | None]  # [B] answer that each response votes for; () where pass@k and maj@k are not measured
     metrics: Metrics  # by name, as "val/pass_at_4" for any set; the same on all ranks
     estimates: dict[str, Estimate]
+
+
+def stripped(responses: Sequence[str]) -> list[str | None]:
+    """Return all of each response as its answer."""
+    return [response.strip() for response in responses]
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class Evaluation:
 
     sets: Sequence[PromptSet] = ()
     plan: EvaluationPlan = EvaluationPlan()
-    # the answer that a response votes for; None: it has none. Raises UserError for a user's function that fails.
-    answer_of: AnswerOf = str.strip
+    # [B] -> [B], the answer that each response votes for; None: it has none. Collective over all ranks; raises a
+    # UserError on all of them for a user's function that fails on one.
+    answers_of: AnswersOf = stripped
 
     def run(
         self,
@@ -78,33 +85,40 @@ class Evaluation:
             rewards = reward.score(rows, one.prompts)
             metrics = _usual_metrics(rows, rewards, ranks)
             estimates: dict[str, Estimate] = {}
+            votes: Sequence[str | None] = ()
             if self.plan.counted:
+                votes = self._votes(rows, decode)
+                own_samples = self._samples(rows, rewards, votes)
                 samples = [
-                    sample for part in ranks.gather_json(self._samples(rows, rewards, decode)) for sample in part
+                    (place, right, vote) for part in ranks.gather_json(own_samples) for place, right, vote in part
                 ]
                 estimates = estimates_of(samples, counted=self.plan.counted, n=self.plan.n)
             for name, estimate in estimates.items():
                 edges = {"": estimate.mean, "_low": estimate.low, "_high": estimate.high}
                 metrics |= {f"val/{name}{edge}": value for edge, value in edges.items()}
-            outcomes.append(SetOutcome(one, rows, rewards, metrics, estimates))
+            outcomes.append(SetOutcome(one, rows, rewards, votes, metrics, estimates))
         return outcomes
 
     def is_right(self, rewards: Rewards) -> list[bool]:
         """Return [B] whether each sample is right. Raises UserError where the reward lacks the part that says so."""
         return right_samples(rewards, above=self.plan.right_above, part=self.plan.right_part)
 
+    def _votes(self, rows: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str | None]:
+        """Return [B] the answer of each response, None of failed samples; collective over all ranks."""
+        answered = range(len(rows.lengths)) if rows.failed is None else (~rows.failed).nonzero().flatten().tolist()
+        answers = dict(
+            zip(answered, self.answers_of([response_text(rows, row, decode) for row in answered]), strict=True)
+        )
+        return [answers.get(row) for row in range(len(rows.lengths))]
+
     def _samples(
-        self, rows: Rollout, rewards: Rewards, decode: Callable[[Sequence[int]], str]
-    ) -> list[tuple[int, bool, str | None]]:
+        self, rows: Rollout, rewards: Rewards, votes: Sequence[str | None]
+    ) -> list[list[int | bool | str | None]]:
         """Return [prompt, right, vote] of each sample of this replica that has an answer and a reward, in order."""
         scored = scored_rows(rows, rewards).tolist()
         right = self.is_right(rewards)
         prompts = rows.prompt_index.tolist()
-        return [
-            (prompts[row], right[row], self.answer_of(response_text(rows, row, decode)))
-            for row in range(len(prompts))
-            if scored[row]
-        ]
+        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row]]
 
 
 def right_samples(rewards: Rewards, *, above: float, part: str) -> list[bool]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Inspect
 from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import (
@@ -38,7 +39,7 @@ class FakeRanks:
         return tensor.clone()
 
     def gather_json(self, value: Any) -> list[Any]:
-        return [value]
+        return SingleRank().gather_json(value)  # which refuses what does not travel
 
     def gather_rows(self, rows: Any) -> Any:
         return rows
