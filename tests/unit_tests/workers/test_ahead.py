@@ -188,7 +188,7 @@ class Overlapping(FakePolicy):
         self.most_generating = 0
         self.sent_while_generating = False
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         self.generating += 1
         self.most_generating = max(self.most_generating, self.generating)
         self.generation_began[step].set()
