@@ -28,6 +28,16 @@ def test_each_set_has_its_numbers_in_the_run() -> None:
         assert {f"{area}maj_at_1", f"{area}maj_at_4", f"{area}reward_mean"} <= record.keys()
 
 
+def test_dumped_samples_name_their_set() -> None:
+    prompts = FakePrompts().batch(0)
+    evaluation = Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
+    settings = RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=2)
+    trainer = make_trainer(settings=settings, validation=evaluation)
+    trainer.fit()
+    assert [row["set"] for row in trainer.metrics.val_dumps[1]] == ["", "", "few", "few"]
+    assert all("set" not in row for row in trainer.metrics.dumps[1])
+
+
 def test_estimates_are_means_over_prompts_with_enough_samples() -> None:
     samples = [(0, True, "a"), (0, False, "b"), (1, False, "b"), (1, False, "b"), (2, True, "a")]
     estimates = estimates_of(samples, counted=(1, 2), n=2)
