@@ -12,7 +12,7 @@ from tests.unit_tests.assemble.own_sources_on_ranks import run_all
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 
 BEST = "val/held/pass_at_2"
-STEPS = 4
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Any]:
-    """Outcomes of a run, and of one that ends after two steps and is resumed."""
+    """Outcomes of a run, and of one that ends after a step and is resumed."""
     settings = {
         "trainer.val_interval": 1,
         "trainer.steps": STEPS,
@@ -38,7 +38,7 @@ def runs(folder: Path) -> dict[str, Any]:
     }
     wanted = [
         ("whole", dict(settings)),
-        ("begun", {**settings, "trainer.steps": 2, "run": "resumed"}),
+        ("begun", {**settings, "trainer.steps": 1, "run": "resumed"}),
         ("resumed", {**settings, "run": "resumed"}),
     ]
     (outcomes,) = run_ranks(1, run_all, str(folder), "1", wanted, timeout_s=180)
