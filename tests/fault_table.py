@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.evaluation_faults import EVALUATION
 from tests.fault import Fault, fault
 from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
@@ -854,6 +855,7 @@ FAULTS: tuple[Fault, ...] = (
     *PARALLEL,
     *ROLLOUT,
     *TRAINER,
+    *EVALUATION,
     *STEPS,
     *STORAGE,
     *CHECKPOINT,

@@ -18,10 +18,14 @@ from mega_rl.assemble.plan import plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import build_roles
 from mega_rl.assemble.rollouts import RolloutInputs, build_rollouts
-from mega_rl.assemble.run import session
+from mega_rl.assemble.run import device_bytes, rank_facts, session
 from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
+from mega_rl.health.flight_recorder import FlightRecorder
+from mega_rl.health.guard import Guard
+from mega_rl.health.heartbeat import beating
+from mega_rl.health.interruption import stop_on_signals
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
@@ -53,9 +57,17 @@ class NoCheckpoints:
 def evaluate(config: Config, accelerator: Accelerator) -> JsonObject:
     """Evaluate as `config.validation` says, on every rank of this job; returns the results, the same on all ranks.
 
-    Rank 0 writes samples.jsonl, one row a sample, and results.json into trainer.run_dir.
+    Rank 0 writes samples.jsonl, one row a sample, and results.json into trainer.run_dir. A rank that fails or hangs
+    ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
     """
-    with session(config, accelerator) as groups, ExitStack() as resources:
+    with (
+        beating(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        stop_on_signals(),
+        Guard(heartbeat) as guard,
+        session(config, accelerator) as groups,
+        ExitStack() as resources,
+        guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up
+    ):
         world = ranks_of(groups.host_world)
         outcomes, evaluation, tokens, replicas = _run(config, accelerator, groups, resources)
         results = _results(config, outcomes)

@@ -51,9 +51,9 @@ def running(
 
     reward: scores responses in place of the function that the config names.
     """
-    facts = _facts(config)
+    facts = rank_facts(config)
     with (
-        beating(facts, FlightRecorder(), device_bytes=_device_bytes(accelerator)) as heartbeat,
+        beating(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
         Guard(heartbeat) as guard,
         session(config, accelerator) as groups,
         ExitStack() as resources,
@@ -75,7 +75,7 @@ def running(
             heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")
 
 
-def _facts(config: Config) -> RankFacts:
+def rank_facts(config: Config) -> RankFacts:
     """Return the facts of this rank; rank 0 removes what ranks of an earlier start have left, unless a launcher has."""
     launched = "MEGA_RL_GENERATION" in os.environ
     facts = RankFacts(
@@ -91,7 +91,7 @@ def _facts(config: Config) -> RankFacts:
     return facts
 
 
-def _device_bytes(accelerator: Accelerator) -> Callable[[], int]:
+def device_bytes(accelerator: Accelerator) -> Callable[[], int]:
     """Return what counts the memory of tensors on a device; on a CPU it is the process's, which is known."""
     return accelerator.memory_allocated if accelerator.name == "cuda" else lambda: 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mega_rl.metrics.records import held_out_reward
 from mega_rl.progress.terminal import TIME_WIDTH, standard_error
 from mega_rl.types import Metrics
 
@@ -17,7 +18,7 @@ SEPARATOR = " | "
 # Metric, form and rank of a column: where a terminal is too narrow for all, those of the highest rank are left out.
 _COLUMNS = (
     ("reward/mean", "reward {:.4f}", 0),
-    ("val/reward_mean", "val {:.4f}", 0),
+    ("console/held_out_reward", "val {:.4f}", 0),
     ("kl/ref", "kl {:.4f}", 3),
     ("rollout/response_tokens_mean", "length {:.0f}", 4),
     ("console/truncated", "truncated {:.0%}", 5),
@@ -53,6 +54,8 @@ def _joined(step: int, columns: Sequence[tuple[int, str]]) -> str:
 def _derived(metrics: Metrics) -> Metrics:
     """Return the numbers that only the line has."""
     derived: Metrics = {}
+    if (reward := held_out_reward(metrics)) is not None:
+        derived["console/held_out_reward"] = metrics[reward]
     if "rollout/finished_fraction" in metrics:
         derived["console/truncated"] = 1.0 - metrics["rollout/finished_fraction"]
     if metrics.get("time/step_s"):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mega_rl.errors import UserError
 from mega_rl.metrics.records import read_metrics
 
-# Title and the metrics drawn together; a panel without any of its metrics is left out.
+# Title and the metrics drawn together, * for the name of a set of held-out prompts. A panel without any is left out.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/mean",)),
-    ("Held-out reward (greedy)", ("val/reward_mean",)),
+    ("Held-out reward", ("val/reward_mean", "val/*/reward_mean")),
     ("Loss", ("actor/loss", "critic/loss")),
     ("KL to the reference, nats per token", ("kl/ref",)),
     ("Gradient norm", ("actor/grad_norm", "critic/grad_norm")),
@@ -88,5 +89,8 @@ def _panels(there: Collection[str], names: Sequence[str]) -> list[tuple[str, lis
         raise UserError(f"--metrics: no run has {', '.join(unknown)}; {hint}")
     if names:
         return [(name, [name]) for name in names]
-    usual = [(title, [name for name in drawn if name in there]) for title, drawn in _PANELS]
+    usual = [
+        (title, [name for pattern in drawn for name in sorted(there) if fnmatchcase(name, pattern)])
+        for title, drawn in _PANELS
+    ]
     return [(title, drawn) for title, drawn in usual if drawn]

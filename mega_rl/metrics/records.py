@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,9 @@ def _whole_record(line: str, *, where: str) -> StepMetrics | None:
         if not line.endswith("\n"):
             return None
         raise ValueError(f"{where}: {error}") from error
+
+
+def held_out_reward(names: Iterable[str]) -> str | None:
+    """Return the metric of the reward on held-out prompts: of the set without a name, else of the first; or None."""
+    rewards = [name for name in names if fnmatchcase(name, "val/*reward_mean") and name.count("/") <= 2]
+    return min(rewards, key=lambda name: name.count("/"), default=None)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mega_rl.metrics.records import read_metrics
+from mega_rl.metrics.records import held_out_reward, read_metrics
 from mega_rl.progress.terminal import clock, standard_error
 from mega_rl.types import StepMetrics
 
@@ -56,11 +56,13 @@ def summary_rows(run_dir: Path) -> list[tuple[str, str]]:
     if rewards:
         values = [value for _, value in rewards]
         rows.append(("reward", f"{values[0]:.4f} -> {values[-1]:.4f}  {sparkline(values)}"))
-    validation = _points(records, "val/reward_mean")
-    if validation:
+    held_out = held_out_reward(name for record in records for name in record.metrics)
+    if held_out is not None:
+        validation = _points(records, held_out)
         left_out = "... " * (len(validation) > MOST_VALIDATIONS)
         shown = "  ".join(f"{step}: {value:.4f}" for step, value in validation[-MOST_VALIDATIONS:])
-        rows.append(("validation reward", left_out + shown))
+        of_set = held_out.removeprefix("val/").rpartition("/")[0]
+        rows.append((f"validation reward{of_set and ' of '}{of_set}", left_out + shown))
     return [*rows, *_files(run_dir), ("plot", f"mega-rl plot {run_dir}")]
 
 

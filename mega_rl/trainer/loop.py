@@ -219,7 +219,11 @@ class PPOTrainer:
                 done, rollout=self.rollout, reward=self.reward, ranks=self.ranks, decode=self.decode
             )
         if self.settings.rollout_interval:
-            rows = [row for one in outcomes for row in self._rows(done, one.rollout, one.rewards, one.prompts.prompts)]
+            rows = [
+                row
+                for one in outcomes
+                for row in self._rows(done, one.rollout, one.rewards, one.prompts.prompts, of_set=one.prompts.name)
+            ]
             self.metrics.dump_rollouts(done, rows, validation=True)
         return named(outcomes)
 
@@ -256,12 +260,13 @@ class PPOTrainer:
         prompts: Sequence[Prompt],
         *,
         advantages: Tensor | None = None,
+        of_set: str | None = None,
     ) -> list[Mapping[str, Any]]:
         """Return the samples of a step that are dumped, or of a validation, which has no advantages."""
         with self.timer.phase("log"):
             return sample_rows(
                 rollout, rewards, prompts, self.decode, render=self.render,
-                step=done, count=self.settings.rollout_samples, advantages=advantages,
+                step=done, count=self.settings.rollout_samples, advantages=advantages, of_set=of_set,
             )  # fmt: skip
 
 

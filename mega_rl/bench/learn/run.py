@@ -17,8 +17,8 @@ from mega_rl.bench.learn.enumeration import closed_form_distance, enumerate_resp
 from mega_rl.bench.learn.model import write_model
 from mega_rl.bench.learn.noise import mix_with_uniform
 from mega_rl.bench.learn.results import Curve
-from mega_rl.bench.learn.stop import StoppedBySignal
 from mega_rl.bench.learn.task import ExpectedReward, LearningTask, StepMetric, Variant
+from mega_rl.health.interruption import StoppedBySignal
 from mega_rl.progress.terminal import standard_error
 from mega_rl.protocols import MetricsSink
 from mega_rl.trainer import PPOTrainer

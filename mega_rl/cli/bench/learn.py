@@ -14,12 +14,12 @@ import typer
 
 from mega_rl import progress
 from mega_rl.bench.learn.results import MOST_SEEDS, TaskResult, summarize
-from mega_rl.bench.learn.stop import StoppedBySignal, stop_on_signals
 from mega_rl.bench.learn.task import LearningTask
 from mega_rl.bench.learn.tasks import TASKS
 from mega_rl.cli.text.learning import check_picture, print_task, write_results
 from mega_rl.cli.verify import refuse_launcher
 from mega_rl.errors import UserError
+from mega_rl.health.interruption import StoppedBySignal, stop_on_signals
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from mega_rl.cli.evaluation.options import EvaluationOptions
 from mega_rl.cli.launch_options import LaunchOptions, become
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError
+from mega_rl.health.interruption import StoppedBySignal
 
 
 def evaluate(
@@ -48,11 +49,14 @@ def evaluate(
     if launch.needs_launcher:
         recipe = [] if config is None else ["--config", str(config)]
         program = ["mega_rl.cli", "eval", *recipe, "--out", str(out), *settings]
-        started = launch.launch(program, run_dir="", resume="never")
+        started = launch.launch(program, run_dir=str(out), resume="never")
         become(replace(started, max_restarts=launch.max_restarts or 0))
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.cli.evaluation.run import run
-    results = run(resolved)
+    try:
+        results = run(resolved)
+    except StoppedBySignal as stop:
+        raise typer.Exit(stop.exit_code) from stop
     if os.environ.get("RANK", "0") == "0":
         progress.close()
         sets = results["sets"]

@@ -91,6 +91,13 @@ def test_the_interval_of_single_samples_is_wilsons() -> None:
     assert wilson(1.0, 10.0)[1] == 1.0
 
 
+def test_the_interval_is_of_no_more_trials_than_there_are_samples() -> None:
+    """Prompts that differ by less than independent samples would are worth their samples, and not more."""
+    values = [0.5, 0.5, 0.5, 0.75]
+    estimate = mean_with_interval(values, samples=4)
+    assert (estimate.low, estimate.high) == wilson(0.5625, 16.0)
+
+
 def test_prompts_that_agree_have_an_interval_still() -> None:
     for values in ([0.0] * 5, [1.0] * 5, [0.5] * 5, [0.5]):
         estimate = mean_with_interval(values, samples=8)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mega_rl.algorithms.evaluation import pass_at_k
+from mega_rl.health.records import read_records
 from mega_rl.quickstart.task import make_task, write_checkpoint, write_dataset
+from tests.helpers.sglang import wait_until
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 REWARD = "def odd(response):\n    return float(len(response) % 2)\n"
 
 
@@ -25,13 +30,17 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(inputs: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+def command(inputs: Path, out: str, *more: str) -> list[str]:
     arguments = ["--model", f"{inputs}/model", "--data", f"sums={inputs}/held_out.jsonl", "--out", f"{inputs}/{out}"]
     arguments += ["--reward", f"{inputs}/odd.py:odd", "--n", "4", "--k", "1,4", "--max-new-tokens", "4"]
     arguments += ["model.dtype=fp32", "trainer.device=cpu", "data.max_prompt_tokens=16", *more]
-    command = [sys.executable, "-m", "mega_rl.cli", "eval", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    return [sys.executable, "-m", "mega_rl.cli", "eval", *arguments]
+
+
+def run(inputs: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(inputs, out, *more), capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False
+    )
 
 
 def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path) -> None:
@@ -49,6 +58,45 @@ def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path) -> None:
     assert estimate["mean"] == pytest.approx(sum(pass_at_k(4, c, 4) for c in right) / 6)
     assert "pass_at_4" in one.stdout
     assert len({row["response"] for row in rows}) > 6
+
+
+WAITS = """
+import pathlib, time
+def wait(response):
+    pathlib.Path(__file__).with_suffix(".begun").touch()
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [(signal.SIGTERM, ("--nproc-per-node", "2", "trainer.timeout_s=60")), (signal.SIGINT, ())],
+    ids=["SIGTERM to two ranks", "Ctrl-C"],
+)
+def test_a_signal_ends_it_at_once_and_leaves_nothing_running(
+    inputs: Path, tmp_path: Path, number: signal.Signals, launcher: tuple[str, ...]
+) -> None:
+    (tmp_path / "wait.py").write_text(WAITS)
+    line = command(inputs, number.name, "--reward", f"{tmp_path}/wait.py:wait", *launcher)
+    process = subprocess.Popen(
+        line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_until("samples are scored", (tmp_path / "wait.begun").exists, timeout_s=240)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(read_records(inputs / number.name)) == (2 if launcher else 1)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    ends = [record.ended for record in read_records(inputs / number.name).values()]
+    assert {end.kind for end in ends if end is not None} == {"stopped"}
+    assert not (inputs / number.name / "results.json").exists()
 
 
 @pytest.mark.parametrize(

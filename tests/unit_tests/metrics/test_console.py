@@ -36,6 +36,8 @@ ALL = (
 def test_line_holds_the_important_numbers_and_times_training_apart_from_the_rest() -> None:
     assert step_line(12, METRICS) == ALL
     assert step_line(0, {"val/reward_mean": 0.5}) == "step 0 | val 0.5000"
+    assert step_line(0, {"val/math/reward_mean": 0.1, "val/b/reward_mean": 0.2}) == "step 0 | val 0.1000"
+    assert step_line(0, {"val/math/reward_mean": 0.1, "val/reward_mean": 0.2}) == "step 0 | val 0.2000"
 
 
 def test_a_run_without_reference_shows_no_kl() -> None:

@@ -37,6 +37,16 @@ def test_plot_is_a_png_also_with_values_that_are_no_numbers(tmp_path: Path) -> N
     assert len(data) > 10_000
 
 
+def test_named_sets_are_drawn_together(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=1)
+    for step in range(2):
+        sink.log(step, {"val/gsm8k/reward_mean": 0.25, "val/math/reward_mean": 0.5})
+    plot_runs({"": tmp_path / "metrics.jsonl"}, tmp_path / "run.svg")
+    texts = (tmp_path / "run.svg").read_text()
+    for text in ("Held-out reward", "val/gsm8k/reward_mean", "val/math/reward_mean"):
+        assert f"<!-- {text} -->" in texts
+
+
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     JsonlSink(tmp_path / "metrics.jsonl", resume_step=1).log(1, {"sync/bytes": 1.0})
     with pytest.raises(UserError, match="no metric to draw"):

@@ -52,6 +52,12 @@ def test_damaged_metrics_do_not_end_a_run_that_is_done(tmp_path: Path, content: 
     assert "step_000002" in text
 
 
+def test_of_named_sets_alone_the_first_is_shown(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=1)
+    sink.log(0, {"val/gsm8k/reward_mean": 0.25, "val/gsm8k/reward_style": 0.0, "val/math/reward_mean": 0.5})
+    assert "validation reward of gsm8k  0: 0.2500" in written(tmp_path, terminal=False).splitlines()
+
+
 def test_a_run_without_metrics_has_no_summary(tmp_path: Path) -> None:
     assert written(tmp_path, terminal=True) == ""
 

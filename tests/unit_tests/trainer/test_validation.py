@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
 from mega_rl.errors import UserError
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.validation import Evaluation, EvaluationPlan, estimates_of, right_samples
-from mega_rl.types import Draws, PromptSet, RewardParts, Rewards
-from tests.helpers.fakes import FakePrompts
+from mega_rl.types import Draws, Prompt, PromptSet, RewardParts, Rewards, Rollout
+from tests.helpers.fakes import FakePrompts, FakeReward
 from tests.unit_tests.trainer.test_loop import make_trainer
 
 PLAN = EvaluationPlan(Draws(4, 1.0), counted=(1, 4), right_above=0.2)
@@ -26,6 +30,54 @@ def test_each_set_has_its_numbers_in_the_run() -> None:
         assert record[f"{area}pass_at_1_low"] < record[f"{area}pass_at_1"] < record[f"{area}pass_at_1_high"]
         assert record[f"{area}pass_at_1"] <= record[f"{area}pass_at_4"]
         assert {f"{area}maj_at_1", f"{area}maj_at_4", f"{area}reward_mean"} <= record.keys()
+
+
+def test_dumped_samples_name_their_set() -> None:
+    prompts = FakePrompts().batch(0)
+    evaluation = Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
+    settings = RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=2)
+    trainer = make_trainer(settings=settings, validation=evaluation)
+    trainer.fit()
+    assert [row["set"] for row in trainer.metrics.val_dumps[1]] == ["", "", "few", "few"]
+    assert all("set" not in row for row in trainer.metrics.dumps[1])
+
+
+def test_each_set_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = FakePrompts().batch(0)
+    evaluation = Evaluation([PromptSet("one", prompts), PromptSet("two", prompts)], PLAN)
+    trainer = make_trainer(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
+    streams = []
+    generate = trainer.rollout.generate
+
+    def noting(prompts: Sequence[Prompt], *, draws: Draws, **more: Any) -> Rollout:
+        streams.append(draws.stream)
+        return generate(prompts, draws=draws, **more)
+
+    monkeypatch.setattr(trainer.rollout, "generate", noting)
+    trainer._validate(0)
+    trainer._validate(1)
+    assert streams[:2] == streams[2:]
+    assert streams[0] != streams[1]
+
+
+class MaskingReward(FakeReward):
+    """Leaves out every second sample; all others are right."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        totals = torch.ones(len(rollout.lengths))
+        totals[1::2] = math.nan
+        return Rewards(totals)
+
+
+def test_samples_without_a_reward_are_in_no_estimate() -> None:
+    """Of four samples two are left: pass@4 is of no prompt, and both are right."""
+    evaluation = Evaluation([PromptSet("", FakePrompts().batch(0))], PLAN)
+    trainer = make_trainer(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
+    trainer.reward = MaskingReward([])
+    record = trainer._validate(0)
+    assert (record["val/avg_at_4"], record["val/pass_at_1"]) == (1.0, 1.0)
+    assert record["val/reward_masked_fraction"] == 0.5
+    assert "val/pass_at_4" not in record
 
 
 def test_estimates_are_means_over_prompts_with_enough_samples() -> None:

@@ -15,8 +15,8 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
-from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.rollout import RolloutWorker, VocabularyGuard, share
+from mega_rl.types import Draws, Prompt, Rollout
+from mega_rl.workers.rollout import EVALUATION, RolloutWorker, VocabularyGuard, share
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.threads import OneRank, ThreadGroup
 
@@ -57,6 +57,7 @@ class CountingEngine:
         n: int,
         seed: tuple[int, ...],
         greedy: bool = False,
+        draws: Draws | None = None,
     ) -> Rollout:
         self.calls.append((seed, greedy, n))
         count = len(prompts) * n
@@ -176,3 +177,13 @@ def test_a_rank_without_prompts(checkpoint: Path) -> None:
         assert getattr(empty, name).dtype == field.dtype, name
         assert getattr(empty, name).dim() == field.dim(), name
     assert torch.equal(SingleRank().gather_rows(empty).lengths, torch.zeros(0, dtype=torch.int64))
+
+
+def test_evaluations_have_seeds_that_training_never_has() -> None:
+    """By step and set; training's are of two words, those of a response's further turns of three."""
+    engine = CountingEngine()
+    worker = RolloutWorker(engine, SingleRank(), SingleRank(), n=2, seed=7)
+    worker.generate(PROMPTS, step=3)
+    for stream in (0, 9):
+        worker.generate(PROMPTS, step=3, draws=Draws(5, 1.0, stream=stream))
+    assert engine.calls == [((7, 3), False, 2), ((7, 3, EVALUATION, 0), False, 5), ((7, 3, EVALUATION, 9), False, 5)]

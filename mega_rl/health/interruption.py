@@ -1,4 +1,4 @@
-"""End of the command on a signal: nothing of a run that was not finished counts. Imports no torch."""
+"""End of work that a signal interrupts at once, as it has no steps to finish. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """The end of the command; no Exception, so that nothing on its way takes it for a failure."""
+    """End of a command by a signal; no Exception, so that nothing on its way takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -26,10 +26,11 @@ class StoppedBySignal(KeyboardInterrupt):
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Raise StoppedBySignal in the block on SIGTERM, SIGUSR1 and Ctrl-C, also between two runs.
+    """Raise StoppedBySignal in the block on SIGTERM, SIGUSR1 and Ctrl-C.
 
-    A trainer in the block answers signals itself while it is open: its step in progress ends first. Outside the main
-    thread, where Python sets no handlers, the block changes nothing.
+    What closes files and servers on the way out is not interrupted again, except by another Ctrl-C. A trainer in the
+    block answers signals itself while it is open: its step in progress ends first. Outside the main thread, where
+    Python sets no handlers, the block changes nothing.
     """
     numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
     previous = {number: signal.signal(number, _stop) for number in numbers}
@@ -41,4 +42,7 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    for again in SIGNALS:
+        if again != signal.SIGINT:
+            signal.signal(again, signal.SIG_IGN)
     raise StoppedBySignal(number)

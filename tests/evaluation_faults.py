@@ -1,0 +1,53 @@
+"""Faults of evaluations, for tests/planted_faults.py (see tests/fault_table.py)."""
+
+from __future__ import annotations
+
+from tests.fault import fault
+
+ESTIMATES = "algorithms/test_evaluation.py"
+VALIDATION = "trainer/test_validation.py"
+
+EVALUATION = (
+    fault(
+        "evaluation",
+        "intervals of more samples than there are",
+        "min(count * bernoulli / variance, float(count * samples)) if variance",
+        "count * bernoulli / variance if variance",
+        ESTIMATES,
+    ),
+    fault(
+        "evaluation",
+        "an answer with as many votes wins alone",
+        "        if taken < own:\n            joined",
+        "        if taken <= own:\n            joined",
+        ESTIMATES,
+    ),
+    fault(
+        "evaluation",
+        "evaluations draw the random numbers of training",
+        "seed = (self.seed, step, EVALUATION, draws.stream)",
+        "seed = (self.seed, step)",
+        "workers/test_rollout.py",
+    ),
+    fault(
+        "evaluation",
+        "sets of prompts share their random numbers",
+        "replace(draws, stream=crc32(one.name.encode()))",
+        "replace(draws, stream=0)",
+        VALIDATION,
+    ),
+    fault(
+        "evaluation",
+        "samples without a reward count as wrong",
+        "for row in range(len(prompts)) if scored[row]]",
+        "for row in range(len(prompts))]",
+        VALIDATION,
+    ),
+    fault(
+        "evaluation",
+        "prompts with fewer than k samples count",
+        "if len(right) >= k]",
+        "if len(right) >= 1]",
+        VALIDATION,
+    ),
+)

@@ -1,0 +1,77 @@
+"""Sampled evaluations on real servers: the same samples again, and training that they leave as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mega_rl.metrics.records import read_metrics
+from mega_rl.quickstart import task
+from tests.helpers.selection import FULL
+from tests.helpers.sglang import needs_sglang
+from tests.unit_tests.rollout.sglang.test_training import REWARD
+
+pytestmark = [
+    pytest.mark.skipif(not FULL, reason="make test-full: four commands with a real server, a minute each"),
+    needs_sglang,
+    pytest.mark.timeout(1200),
+]
+
+# Numbers of training that no log-prob of a server enters: two servers may round those differently.
+COMPARED = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "rollout/response_tokens")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    task.write_dataset(folder, task.make_task(0, num_held_out=6))
+    task.write_checkpoint(folder / "model", seed=0)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def mega_rl(*arguments: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mega_rl.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_the_same_command_gives_the_same_samples(inputs: Path) -> None:
+    for out in ("one", "two"):
+        mega_rl(
+            "eval", "--model", f"{inputs}/model", "--data", f"sums={inputs}/held_out.jsonl", "--out", f"{inputs}/{out}",
+            "--reward", f"{inputs}/reward.py:score", "--n", "4", "--k", "1,4", "--max-new-tokens", "4",
+            "model.dtype=fp32", "trainer.device=cpu", "data.max_prompt_tokens=16", "rollout.backend=sglang",
+            "rollout.sglang.server.max_total_tokens=20000",
+        )  # fmt: skip
+    one = (inputs / "one" / "samples.jsonl").read_text()
+    assert len(one.splitlines()) == 24
+    assert len(set(one.splitlines())) == 24
+    assert (inputs / "two" / "samples.jsonl").read_text() == one
+
+
+def test_training_is_the_same_with_sampled_validations(inputs: Path) -> None:
+    """Every update to the bit: servers sample by seeds alone, and validations have seeds of their own."""
+    sampled = (
+        "trainer.val_interval=1", f"data.val_files=[{inputs}/held_out.jsonl]", "validation.n=3",
+        "validation.temperature=0.7",
+    )  # fmt: skip
+    metrics = {}
+    for name, more in (("with", sampled), ("without", ("trainer.val_interval=0", "data.val_files=[]"))):
+        mega_rl(
+            "train", "--config", "quickstart_sglang", f"model.path={inputs}/model",
+            f"data.train_files=[{inputs}/train.jsonl]", f"reward.function={inputs}/reward.py:score",
+            f"trainer.run_dir={inputs}/{name}", "trainer.steps=2", "trainer.prompts_per_step=8",
+            "trainer.minibatch_size=8", "engine.megatron.tp=1", *more,
+        )  # fmt: skip
+        records = list(read_metrics(inputs / name / "metrics.jsonl"))
+        metrics[name] = [record.metrics for record in records if record.step]
+        assert ("val/pass_at_3" in metrics[name][-1]) == (name == "with")
+    for of_with, of_without in zip(metrics["with"], metrics["without"], strict=True):
+        for metric in COMPARED:
+            assert of_with[metric] == of_without[metric], metric
