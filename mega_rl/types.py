@@ -34,6 +34,7 @@ class Prompt:
     answer: Answer  # the reference answer: "7"; None where the row has none
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
+    source: str = ""  # its part of a mixture: "math"
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:

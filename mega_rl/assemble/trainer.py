@@ -16,7 +16,15 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.standin import resident_bytes
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
-from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens, warn_of_date, warn_of_few
+from mega_rl.assemble.data import (
+    Tokens,
+    agreed_fingerprint,
+    load_data,
+    prompt_sampler,
+    read_tokens,
+    warn_of_date,
+    warn_of_few,
+)
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
@@ -32,7 +40,8 @@ from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
-from mega_rl.data.prompts import PromptSampler
+from mega_rl.data.sampling.epochs import PromptSampler
+from mega_rl.data.sampling.mixture import MixtureSampler
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
@@ -82,7 +91,7 @@ class _LoadedRun:
     inputs: _RunInputs
     world: Ranks
     roles: Roles
-    prompts: PromptSampler
+    prompts: PromptSampler | MixtureSampler
     rollouts: Rollouts
     restored: Restored  # from the checkpoint that all of it comes from
 
@@ -112,9 +121,7 @@ def build_trainer(
     servers = start_servers(plan, accelerator, world, resources)
     colocated = servers is not None and is_colocated(config, accelerator)
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
-    prompts = PromptSampler(
-        inputs.train, batch_size=config.trainer.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed
-    )
+    prompts = prompt_sampler(config, inputs.train)
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
@@ -249,7 +256,7 @@ def _connect(
         stop_requested=stop_requested,
         greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
         start=parts.restored.steps,
-        num_prompts=parts.prompts.num_prompts,
+        count_data=parts.prompts.metrics,
     )
 
 

@@ -240,7 +240,7 @@ _NEEDS = (
         lambda config: bool(config.data.val_files or config.data.val_size or DATA.needs(config, "has_validation")),
         fault="has no prompts to validate on",
     ),
-    Need(("data.train_files",), "data.source=files", lambda config: config.data.source == "files"),
+    Need(("data.train_files",), "data.source=files and no data.mixture", lambda config: config.data.reads_train_files),
     Need(
         ("data.val_files", "data.val_size"),
         "a data.source without has_validation, which has held-out rows of its own",

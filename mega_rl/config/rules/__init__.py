@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
+from mega_rl.config.rules import mixture as mixture_rules
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import reference as reference_rules
 from mega_rl.config.rules import rollout as rollout_rules
@@ -26,7 +27,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
     problems += [*rollout_rules.rollouts(config), *_reward(config), *_without_rewards(config)]
-    problems += _profile(config, world_size)
+    problems += [*_profile(config, world_size), *mixture_rules.mixture(config.data)]
     for key, facts in (models or {}).items():
         if not (key == "model.ref_path" and reference_rules.has_own_layout(config)):
             problems += parallel_rules.fits_model(config.engine.megatron, key, facts)

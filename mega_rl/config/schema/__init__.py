@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from mega_rl.config.schema.data import MixtureConfig, SourceConfig
 from mega_rl.config.schema.engine import (
     DdpConfig,
     EngineConfig,
@@ -67,6 +69,7 @@ __all__ = [
     "MetricsConfig",
     "MicrobatchConfig",
     "MismatchConfig",
+    "MixtureConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimConfig",
@@ -81,8 +84,12 @@ __all__ = [
     "SglangConfig",
     "SglangServerConfig",
     "SglangSyncConfig",
+    "SourceConfig",
     "TrainerConfig",
 ]
+
+
+Origin = str | list[str] | dict[str, Any]  # pinned names in the form of their setting
 
 
 @dataclass(frozen=True)
@@ -100,4 +107,4 @@ class Config:
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     # No setting: pinned Hub names of settings that hold the path of a downloaded copy (`mega_rl.config.origins`).
-    origins: Mapping[str, str | list[str]] = dataclasses.field(default_factory=dict)
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,4 @@
+"""Order in which a run draws its prompts: a function of the seed and of how many were drawn before.
+
+`epochs.PromptSampler` draws from one list, `mixture.MixtureSampler` from several by their weights. Imports no torch.
+"""
