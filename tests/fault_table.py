@@ -238,9 +238,16 @@ DATA = (
     fault(
         "data",
         "every epoch in the same order",
-        "key=(self._seed, EPOCH, epoch)",
-        "key=(self._seed, EPOCH, 0)",
+        "key=(self._seed, EPOCH, epoch, *self._key)",
+        "key=(self._seed, EPOCH, 0, *self._key)",
         "data/test_prompts.py",
+    ),
+    fault(
+        "data",
+        "a source of a mixture begins anew with every cycle of shares",
+        "return source, cycle * self._shares[source] + self._numbers[place]",
+        "return source, self._numbers[place]",
+        "data/sampling/test_mixture.py",
     ),
     fault(
         "data",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,12 +15,14 @@ from typing import Literal
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl import progress
+from mega_rl.config.keys import with_settings
 from mega_rl.config.plugins.choices import DATA
+from mega_rl.config.rules import check
 from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
-from mega_rl.data.sampling.epochs import PromptSampler
+from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
 from mega_rl.data.sampling.mixture import MixtureSampler, weights_by_size
 from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, UserErrors
@@ -134,7 +138,7 @@ def chat_of(chat: ChatConfig, source: SourceConfig) -> ChatConfig:
     )
 
 
-def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> PromptSampler | MixtureSampler:
+def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> StepOrder:
     """Return the order in which a run draws its training prompts. Raises UserError for a source that has none left."""
     data, trainer = config.data, config.trainer
     if not data.mixture.sources:
@@ -152,6 +156,22 @@ def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> PromptSampler |
     return MixtureSampler(
         by_source, weights, batch_size=trainer.prompts_per_step, shuffle=data.shuffle, seed=trainer.seed
     )
+
+
+def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
+    """Return the config of a run whose length is known with its data: trainer.steps in place of trainer.epochs.
+
+    Raises UserErrors for settings that do not fit this length, as a warm-up that outlasts it.
+    """
+    trainer = config.trainer
+    if not trainer.epochs:
+        return config
+    steps = max(1, math.ceil(Fraction(repr(trainer.epochs)) * num_prompts / trainer.prompts_per_step))
+    config = with_settings(config, {"trainer.steps": steps, "trainer.epochs": 0.0})
+    log.info("trainer.epochs=%g of %d prompts are trainer.steps=%d", trainer.epochs, num_prompts, steps)
+    if problems := check(config, world_size=world_size):
+        raise UserErrors([f"trainer.epochs={trainer.epochs:g} is trainer.steps={steps}: {line}" for line in problems])
+    return config
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[Prompt], ranks: Ranks) -> str:

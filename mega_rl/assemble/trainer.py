@@ -24,6 +24,7 @@ from mega_rl.assemble.data import (
     read_tokens,
     warn_of_date,
     warn_of_few,
+    with_length,
 )
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
@@ -40,8 +41,7 @@ from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
-from mega_rl.data.sampling.epochs import PromptSampler
-from mega_rl.data.sampling.mixture import MixtureSampler
+from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
@@ -91,7 +91,7 @@ class _LoadedRun:
     inputs: _RunInputs
     world: Ranks
     roles: Roles
-    prompts: PromptSampler | MixtureSampler
+    prompts: StepOrder
     rollouts: Rollouts
     restored: Restored  # from the checkpoint that all of it comes from
 
@@ -113,6 +113,8 @@ def build_trainer(
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0, resources=resources)
+    config = with_length(config, len(inputs.train), world_size=world.size)
+    plan = dataclasses.replace(plan, config=config)
     fingerprint = agreed_fingerprint(inputs.train, inputs.held_out, world)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
+from mega_rl.config.keys import open_ended
 from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
 from mega_rl.config.rules import mixture as mixture_rules
@@ -23,6 +24,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     `models` maps the config key that names a checkpoint ("model.path", "model.critic_path", ...) to its facts; rules
     that need the facts of a model not given are left out.
     """
+    given, config = config, open_ended(config)
     problems = [*parallel_rules.layout(config.engine.megatron, world_size), *_batches(config, world_size)]
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
@@ -33,7 +35,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
             problems += parallel_rules.fits_model(config.engine.megatron, key, facts)
         problems += [*_fits_model(config, key, facts), *rollout_rules.fits_model(config, key, facts)]
     problems += reference_rules.own_layout(config, world_size, models or {})
-    return [*problems, *_without_effect(config)]
+    return [*problems, *_without_effect(given)]
 
 
 def _batches(config: Config, world_size: int) -> Iterator[str]:

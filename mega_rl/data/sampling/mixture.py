@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from mega_rl.data.sampling.epochs import PromptSampler
+from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
 from mega_rl.types import Metrics, Prompt
 
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
@@ -110,7 +110,7 @@ class DrawOrder:
         return late * _SCALE // self._shares[source]
 
 
-class MixtureSampler:
+class MixtureSampler(StepOrder):
     """The prompts of each step from several sources, a pure function of the arguments and the step.
 
     Each source runs through epochs of its own, in an order of its own where `shuffle` says so: one that has ended an
@@ -123,32 +123,20 @@ class MixtureSampler:
     ) -> None:  # fmt: skip
         assert prompts.keys() == weights.keys()
         self.shares = shares_of(weights)
-        self._batch_size = batch_size
+        super().__init__(batch_size=batch_size, num_prompts=sum(map(len, prompts.values())))
         self._names = sorted(prompts)
         self._samplers = [
             PromptSampler(prompts[name], batch_size=1, shuffle=shuffle, seed=seed, key=_key(name))
             for name in self._names
         ]
         self._order = DrawOrder([self.shares[name] for name in self._names])
-        self.num_prompts = sum(map(len, prompts.values()))
-
-    def batch(self, step: int) -> list[Prompt]:
-        """Return the prompts of one step, counted from 0."""
-        assert step >= 0, f"step={step}"
-        return self.take(self.drawn_after(step), self._batch_size)
-
-    def drawn_after(self, done: int) -> int:
-        """Return the number of prompts in the batches of the first `done` steps."""
-        return done * self._batch_size
 
     def take(self, first: int, count: int) -> list[Prompt]:
-        """Return `count` prompts from number `first` of the endless order on, counted from 0."""
         draws = [self._order.draw(number) for number in range(first, first + count)]
         return [prompt for source, number in draws for prompt in self._samplers[source].take(number, 1)]
 
     def metrics(self, drawn: int) -> Metrics:
-        """Return epochs of all prompts together, and of each source, after so many draws."""
-        metrics: Metrics = {"data/epochs": drawn / self.num_prompts}
+        metrics = super().metrics(drawn)
         for name, sampler, count in zip(self._names, self._samplers, self._order.counts(drawn), strict=True):
             metrics[f"data/{name}/prompts"] = float(count)
             metrics[f"data/{name}/epochs"] = count / sampler.num_prompts
