@@ -35,6 +35,7 @@ class Prompt:
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
     source: str = ""  # its part of a mixture: "math"
+    difficulty: float = 0.0  # the number of a curriculum's column
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:

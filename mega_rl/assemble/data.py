@@ -22,7 +22,8 @@ from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
-from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
+from mega_rl.data.sampling.curriculum import Growth, ordered
+from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.data.sampling.mixture import MixtureSampler, weights_by_size
 from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, UserErrors
@@ -85,16 +86,18 @@ def load_data(
         malformed=data.malformed_rows,
         vocab_size=vocab_size,
     )
+    of_rows = RowColumns(data.prompt_key, data.answer_key, columns)
+    to_train = replace(of_rows, difficulty=data.curriculum.key)
     load = partial(
         load_with,
-        columns=RowColumns(data.prompt_key, data.answer_key, columns),
+        columns=of_rows,
         template=_chat_template(tokens.tokenizer, data.chat),
     )
     with progress.phase("reading and tokenizing the data", announce=True):
         if data.mixture.sources:
             prompts = _load_mixture(data, tokens, columns, load_with)
         else:
-            prompts = load(data.train_files if source is None else source(tokens, "train"))
+            prompts = load(data.train_files if source is None else source(tokens, "train"), columns=to_train)
         if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
             return prompts, load(source(tokens, "validation"))
         if data.val_files:
@@ -117,7 +120,7 @@ def _load_mixture(
         try:
             own = load(
                 source.files,
-                columns=RowColumns(prompt_key, answer_key, columns),
+                columns=RowColumns(prompt_key, answer_key, columns, data.curriculum.key),
                 template=_chat_template(tokens.tokenizer, chat),
             )
         except UserError as error:
@@ -141,8 +144,9 @@ def chat_of(chat: ChatConfig, source: SourceConfig) -> ChatConfig:
 def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> StepOrder:
     """Return the order in which a run draws its training prompts. Raises UserError for a source that has none left."""
     data, trainer = config.data, config.trainer
+    growth = _growth(config)
     if not data.mixture.sources:
-        return PromptSampler(prompts, batch_size=trainer.prompts_per_step, shuffle=data.shuffle, seed=trainer.seed)
+        return ordered(prompts, growth, trainer.prompts_per_step, shuffle=data.shuffle, seed=trainer.seed)
     sources = data.mixture.named()
     by_source = {name: [prompt for prompt in prompts if prompt.source == name] for name in sources}
     if empty := [name for name, own in by_source.items() if not own]:
@@ -154,8 +158,20 @@ def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> StepOrder:
     if not any(weights.values()):
         weights = weights_by_size({name: len(own) for name, own in by_source.items()}, data.mixture.temperature)
     return MixtureSampler(
-        by_source, weights, batch_size=trainer.prompts_per_step, shuffle=data.shuffle, seed=trainer.seed
+        by_source,
+        weights,
+        batch_size=trainer.prompts_per_step,
+        shuffle=data.shuffle,
+        seed=trainer.seed,
+        growth=growth,
     )
+
+
+def _growth(config: Config) -> Growth | None:
+    """Return how a curriculum grows, None without one."""
+    own = config.data.curriculum
+    draws = own.steps * config.trainer.prompts_per_step
+    return Growth(own.start, draws, easy_is_high=own.easy == "high") if own.key else None
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:

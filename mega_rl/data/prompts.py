@@ -104,8 +104,8 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         columns = [] if prompt.row is None else [prompt.row]
-        source = [prompt.source] if prompt.source else []
-        content = [prompt.token_ids, prompt.text, prompt.answer, *columns, *source]
+        further = [value for value in (prompt.source, prompt.difficulty) if value]
+        content = [prompt.token_ids, prompt.text, prompt.answer, *columns, *further]
         row = json.dumps(content, separators=(",", ":"), default=repr)  # Parquet has more types than JSON
         digest.update(row.encode() + b"\n")
     return digest.hexdigest()
@@ -146,6 +146,7 @@ def _tokenise(
                         answer=row.answer,
                         messages=row.messages,
                         row=row.columns,
+                        difficulty=row.difficulty,
                     )
                 )
     return prompts, long

@@ -7,6 +7,7 @@ that no setting names, and cannot say which line is at fault. Parquet goes throu
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class PromptRow:
     model_text: str  # what the model sees
     answer: Answer
     messages: tuple[tuple[str, str], ...]  # with a chat template alone
+    difficulty: float
     columns: Mapping[str, Any] | None  # all of them, where the reward reads them
 
 
@@ -106,7 +108,7 @@ def _read_parquet(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
         missing = [key for key in columns.needed if key not in names]
         if missing:
             raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
-        keys = dict.fromkeys((columns.prompt, columns.answer))
+        keys = dict.fromkeys((columns.prompt, columns.answer, columns.difficulty))
         read = None if columns.reward.every else [key for key in keys if key in names]
         stream = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True, columns=read)
         for number, row in enumerate(stream, start=1):
@@ -149,6 +151,7 @@ def parse_row(row: Any, where: str, index: int, columns: RowColumns, template: C
         model_text=model_text,
         answer=answer,
         messages=turns,
+        difficulty=_difficulty(row, columns.difficulty),
         columns=row if columns.reward.every else None,
     )
 
@@ -167,6 +170,16 @@ def _answer(value: Any, key: str, reward: RewardColumns) -> Answer:
         return value
     legal = "a string, a number, a list or an object" if reward.structured else "a string or a number"
     raise RowProblem(f"{key!r} is {_kind(value)}, not {legal}")
+
+
+def _difficulty(row: Mapping[str, Any], key: str) -> float:
+    """Return a row's number in a column, 0 without a column. Raises RowProblem."""
+    value = row[key] if key else 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RowProblem(f"{key!r} (data.curriculum.key) is {_kind(value)}, not a number")
+    if not math.isfinite(value):
+        raise RowProblem(f"{key!r} (data.curriculum.key) is {value}, not a finite number")
+    return float(value)
 
 
 def _check_unicode(*texts: tuple[str, str]) -> None:

@@ -1,10 +1,10 @@
-"""Rules of data from several sources."""
+"""Rules of data from several sources, and of the order in which they are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mega_rl.config.schema import DataConfig, MixtureConfig
+from mega_rl.config.schema import Config, CurriculumConfig, DataConfig, MixtureConfig
 from mega_rl.config.schema.data import RESERVED, completed_sources
 
 _SOURCES = "data.mixture.sources"
@@ -32,6 +32,25 @@ def mixture(data: DataConfig) -> Iterator[str]:
         for key in ("system_prompt", "template_kwargs"):
             if getattr(source, key) and not data.chat.template:
                 yield f"{_SOURCES}.{name}.{key} has no effect: it needs data.chat.template=true"
+
+
+def curriculum(config: Config) -> Iterator[str]:
+    """Yield what is wrong with a curriculum."""
+    own, default = config.data.curriculum, CurriculumConfig()
+    if not own.key:
+        for name in ("easy", "start", "steps"):
+            if getattr(own, name) != getattr(default, name):
+                yield f"data.curriculum.{name}={getattr(own, name)} has no effect: it needs data.curriculum.key"
+        return
+    if not config.data.shuffle:
+        yield "data.curriculum.key with data.shuffle=false: prompts come in one of two orders; set data.shuffle=true"
+    if own.start >= 1.0:
+        yield f"data.curriculum.start={own.start:g}: all prompts from the start on are no curriculum; legal: below 1"
+    if own.steps >= config.trainer.steps:
+        yield (
+            f"data.curriculum.steps={own.steps}: the run has trainer.steps={config.trainer.steps}, in which it would "
+            "never draw from all prompts; make it smaller"
+        )
 
 
 def _shares(mixture: MixtureConfig) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.config.schema.data import MixtureConfig, SourceConfig
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig
 from mega_rl.config.schema.engine import (
     DdpConfig,
     EngineConfig,
@@ -56,6 +56,7 @@ __all__ = [
     "ChatConfig",
     "CheckpointConfig",
     "Config",
+    "CurriculumConfig",
     "DataConfig",
     "DdpConfig",
     "DynamicSamplingConfig",

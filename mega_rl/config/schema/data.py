@@ -52,6 +52,22 @@ class MixtureConfig:
         return {name: SourceConfig(**entry) for name, entry in self.sources.items()}
 
 
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
+
+    key: str = setting(
+        "", "Column with a number, as a success rate that was measured before; empty: all prompts from the start on."
+    )
+    easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
+    start: float = setting(
+        0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
+    )
+    steps: int = setting(
+        100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
+    )
+
+
 def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:
     """Return the entries of a mapping of sources with values of the right types; what is wrong goes to `problems`."""
     fields = {field.name: field for field in dataclasses.fields(SourceConfig)}

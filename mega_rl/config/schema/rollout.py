@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.config.schema.data import MixtureConfig
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig
 from mega_rl.config.schema.setting import ATTENTION, setting
 
 
@@ -56,6 +56,7 @@ class DataConfig:
     shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
+    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
 
     @property
     def reads_train_files(self) -> bool:

@@ -11,9 +11,11 @@ import hashlib
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
-from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
+from mega_rl.data.sampling.curriculum import Growth, ordered
+from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.types import Metrics, Prompt
 
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
@@ -114,21 +116,24 @@ class MixtureSampler(StepOrder):
     """The prompts of each step from several sources, a pure function of the arguments and the step.
 
     Each source runs through epochs of its own, in an order of its own where `shuffle` says so: one that has ended an
-    epoch begins the next while others go on.
+    epoch begins the next while others go on. With `growth` each begins with its easiest prompts, over its share of the
+    draws.
     """
 
     def __init__(
         self, prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], *, batch_size: int, shuffle: bool,
-        seed: int,
+        seed: int, growth: Growth | None = None,
     ) -> None:  # fmt: skip
         assert prompts.keys() == weights.keys()
         self.shares = shares_of(weights)
         super().__init__(batch_size=batch_size, num_prompts=sum(map(len, prompts.values())))
         self._names = sorted(prompts)
-        self._samplers = [
-            PromptSampler(prompts[name], batch_size=1, shuffle=shuffle, seed=seed, key=_key(name))
-            for name in self._names
-        ]
+        self._samplers: list[StepOrder] = []
+        for name in self._names:
+            share = self.shares[name] / sum(self.shares.values())
+            own = None if growth is None else replace(growth, draws=math.ceil(share * growth.draws))
+            size = max(1, round(share * batch_size))
+            self._samplers.append(ordered(prompts[name], own, size, shuffle=shuffle, seed=seed, key=_key(name)))
         self._order = DrawOrder([self.shares[name] for name in self._names])
 
     def take(self, first: int, count: int) -> list[Prompt]:

@@ -66,6 +66,29 @@ def test_mistakes(overrides: tuple[str, ...], problem: str) -> None:
     assert line.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (("data.curriculum.steps=5",), "data.curriculum.steps=5 has no effect: it needs data.curriculum.key"),
+        (("data.curriculum.key=d", "data.curriculum.steps=100"), "data.curriculum.steps=100: the run has trainer.ste"),
+        (
+            ("data.curriculum.key=d", "data.curriculum.steps=9", "data.shuffle=false"),
+            "data.curriculum.key with data.sh",
+        ),
+        (
+            ("data.curriculum.key=d", "data.curriculum.steps=9", "data.curriculum.start=1"),
+            "data.curriculum.start=1: all",
+        ),
+        (("data.curriculum.key=d", "data.curriculum.steps=9"), ""),
+        (("data.curriculum.key=d", "data.curriculum.steps=900", "trainer.epochs=2"), ""),
+    ],
+)
+def test_curricula(overrides: tuple[str, ...], problem: str) -> None:
+    lines = [line for line in check(load(None, overrides), world_size=1) if "curriculum" in line]
+    assert len(lines) == bool(problem)
+    assert all(line.startswith(problem) for line in lines)
+
+
 def test_files_beside_a_mixture_have_no_effect() -> None:
     """Given together they are a mistake; those of a recipe make way for the sources of the command line."""
     lines = check(load(None, [*TWO, "data.train_files=[a.jsonl]"]), world_size=1)
