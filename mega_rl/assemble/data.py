@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from fractions import Fraction
@@ -172,6 +172,18 @@ def _growth(config: Config) -> Growth | None:
     own = config.data.curriculum
     draws = own.steps * config.trainer.prompts_per_step
     return Growth(own.start, draws, easy_is_high=own.easy == "high") if own.key else None
+
+
+def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
+    """Yield a line for each source of a mixture: prompts, tokens, and what a run of so many steps draws of it."""
+    counts, drawn = order.metrics(order.drawn_after(steps)), order.drawn_after(steps)
+    for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
+        own = [len(prompt.token_ids) for prompt in prompts if prompt.source == name]
+        share, epochs = counts[f"data/{name}/prompts"] / drawn, counts[f"data/{name}/epochs"]
+        yield (
+            f"data source {name}: {len(own):,} prompts of {sum(own):,} tokens, {share:.1%} of all draws, {epochs:.3g} "
+            f"epochs in {steps} steps"
+        )
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:

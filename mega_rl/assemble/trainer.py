@@ -22,6 +22,7 @@ from mega_rl.assemble.data import (
     load_data,
     prompt_sampler,
     read_tokens,
+    source_lines,
     warn_of_date,
     warn_of_few,
     with_length,
@@ -179,6 +180,8 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
             log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
         for line in advice(config):
             log.warning("%s", line)
+        for line in source_lines(parts.inputs.train, parts.prompts, steps=config.trainer.steps):
+            log.info("%s", line)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
     metrics = make_sink(

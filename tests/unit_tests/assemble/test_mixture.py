@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.assemble.data import Tokens, load_data, prompt_sampler, read_tokens
+from mega_rl.assemble.data import Tokens, load_data, prompt_sampler, read_tokens, source_lines
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
 from mega_rl.data.columns import RewardColumns
@@ -78,6 +78,16 @@ def test_shares_follow_the_sizes_unless_something_else_is_said(folder: Path) -> 
     assert shares(load(None, {**_plain(folder), **weights, f"{KEY}.words": words})) == {"sums": 5, "words": 1}
     even = shares(two(folder, **{"data.mixture.temperature": 1e9}))
     assert even["sums"] == pytest.approx(even["words"], rel=1e-5)
+
+
+def test_what_a_run_draws_of_each_source_is_said(folder: Path) -> None:
+    config = two(folder)
+    prompts = loaded(config)[1]
+    assert list(source_lines(prompts, prompt_sampler(config, prompts), steps=8)) == [
+        "data source sums: 4 prompts of 28 tokens, 25.0% of all draws, 2 epochs in 8 steps",
+        "data source words: 12 prompts of 98 tokens, 75.0% of all draws, 2 epochs in 8 steps",
+    ]
+    assert list(source_lines(prompts[:0], prompt_sampler(config, prompts), steps=8)) == []
 
 
 def _plain(folder: Path) -> dict[str, Any]:
