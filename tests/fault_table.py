@@ -244,13 +244,6 @@ DATA = (
     ),
     fault(
         "data",
-        "a source of a mixture begins anew with every cycle of shares",
-        "return source, cycle * self._shares[source] + self._numbers[place]",
-        "return source, self._numbers[place]",
-        "data/sampling/test_mixture.py",
-    ),
-    fault(
-        "data",
         "positions run on across packed sequences",
         "position_ids=places.column.unsqueeze(0)",
         "position_ids=places.flat.unsqueeze(0)",
