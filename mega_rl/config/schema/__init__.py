@@ -22,7 +22,7 @@ from mega_rl.config.schema.engine import (
     MoeConfig,
     ReferenceLayoutConfig,
 )
-from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig
+from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig, RecordsConfig
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
@@ -49,6 +49,7 @@ from mega_rl.config.schema.training import (
     ProfileConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.validation import ValidationConfig
 
 __all__ = [
     "ATTENTION",
@@ -76,6 +77,7 @@ __all__ = [
     "OptimConfig",
     "OverlongConfig",
     "ProfileConfig",
+    "RecordsConfig",
     "ReferenceLayoutConfig",
     "RewardConfig",
     "RewardHttpConfig",
@@ -87,6 +89,7 @@ __all__ = [
     "SglangSyncConfig",
     "SourceConfig",
     "TrainerConfig",
+    "ValidationConfig",
 ]
 
 
@@ -104,6 +107,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    validation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
