@@ -34,6 +34,8 @@ class Prompt:
     answer: Answer  # the reference answer: "7"; None where the row has none
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
+    source: str = ""  # its part of a mixture: "math"
+    difficulty: float = 0.0  # the number of a curriculum's column
 
 
 @dataclass(frozen=True)

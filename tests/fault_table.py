@@ -239,8 +239,8 @@ DATA = (
     fault(
         "data",
         "every epoch in the same order",
-        "key=(self._seed, EPOCH, epoch)",
-        "key=(self._seed, EPOCH, 0)",
+        "key=(self._seed, EPOCH, epoch, *self._key)",
+        "key=(self._seed, EPOCH, 0, *self._key)",
         "data/test_prompts.py",
     ),
     fault(

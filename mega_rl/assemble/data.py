@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,14 +15,19 @@ from typing import Literal
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl import progress
+from mega_rl.config.keys import with_settings
 from mega_rl.config.plugins.choices import DATA
+from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
-from mega_rl.config.schema import ChatConfig, Config
+from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
+from mega_rl.data.sampling.curriculum import Growth, ordered
+from mega_rl.data.sampling.epochs import StepOrder
+from mega_rl.data.sampling.mixture import MixtureSampler, weights_by_size
 from mega_rl.data.source import RowSource
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.stop_tokens import check_stop_tokens
@@ -71,19 +78,27 @@ def load_data(
 
     source: gives the rows of a split, of a user's own data, in place of data.train_files.
     """
-    data, chat = config.data, config.data.chat
-    load = partial(
+    data = config.data
+    load_with = partial(
         load_prompts,
         tokenizer=tokens.tokenizer,
-        columns=RowColumns(data.prompt_key, data.answer_key, columns),
-        template=_chat_template(tokens.tokenizer, chat) if chat.template else None,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,
         malformed=data.malformed_rows,
         vocab_size=vocab_size,
     )
+    of_rows = RowColumns(data.prompt_key, data.answer_key, columns)
+    to_train = replace(of_rows, difficulty=data.curriculum.key)
+    load = partial(
+        load_with,
+        columns=of_rows,
+        template=_chat_template(tokens.tokenizer, data.chat),
+    )
     with progress.phase("reading and tokenizing the data", announce=True):
-        prompts = load(data.train_files if source is None else source(tokens, "train"))
+        if data.mixture.sources:
+            prompts = _load_mixture(data, tokens, columns, load_with)
+        else:
+            prompts = load(data.train_files if source is None else source(tokens, "train"), columns=to_train)
         if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
             held_out: Sequence[Prompt] = load(source(tokens, "validation"))
         elif data.val_files:
@@ -94,6 +109,103 @@ def load_data(
         return prompts, main + [
             PromptSet(name, load(files_of(files))) for name, files in config.validation.sets.items()
         ]
+
+
+def _load_mixture(
+    data: DataConfig, tokens: Tokens, columns: RewardColumns, load: Callable[..., list[Prompt]]
+) -> list[Prompt]:
+    """Return the prompts of all sources, one source after the other, each with its name; rows are numbered over all.
+
+    Raises UserErrors with the problems of every source.
+    """
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    for name, source in data.mixture.named().items():
+        prompt_key, answer_key = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
+        chat = chat_of(data.chat, source)
+        try:
+            own = load(
+                source.files,
+                columns=RowColumns(prompt_key, answer_key, columns, data.curriculum.key),
+                template=_chat_template(tokens.tokenizer, chat),
+            )
+        except UserError as error:
+            problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
+            continue
+        first = prompts[-1].index + 1 if prompts else 0
+        prompts += [replace(prompt, index=first + prompt.index, source=name) for prompt in own]
+    if problems:
+        raise UserErrors(problems)
+    return prompts
+
+
+def chat_of(chat: ChatConfig, source: SourceConfig) -> ChatConfig:
+    """Return how conversations of a source of a mixture are rendered."""
+    system_prompt = chat.system_prompt if source.system_prompt is None else source.system_prompt
+    return replace(
+        chat, system_prompt=system_prompt, template_kwargs={**chat.template_kwargs, **source.template_kwargs}
+    )
+
+
+def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> StepOrder:
+    """Return the order in which a run draws its training prompts. Raises UserError for a source that has none left."""
+    data, trainer = config.data, config.trainer
+    growth = _growth(config)
+    if not data.mixture.sources:
+        return ordered(prompts, growth, trainer.prompts_per_step, shuffle=data.shuffle, seed=trainer.seed)
+    sources = data.mixture.named()
+    by_source = {name: [prompt for prompt in prompts if prompt.source == name] for name in sources}
+    if empty := [name for name, own in by_source.items() if not own]:
+        raise UserError(
+            f"data.val_size={data.val_size}: leaves data.mixture.sources.{empty[0]} no prompt to train on; make it "
+            "smaller, or name data.val_files"
+        )
+    weights = {name: source.weight for name, source in sources.items()}
+    if not any(weights.values()):
+        weights = weights_by_size({name: len(own) for name, own in by_source.items()}, data.mixture.temperature)
+    return MixtureSampler(
+        by_source,
+        weights,
+        batch_size=trainer.prompts_per_step,
+        shuffle=data.shuffle,
+        seed=trainer.seed,
+        growth=growth,
+    )
+
+
+def _growth(config: Config) -> Growth | None:
+    """Return how a curriculum grows, None without one."""
+    own = config.data.curriculum
+    draws = own.steps * config.trainer.prompts_per_step
+    return Growth(own.start, draws, easy_is_high=own.easy == "high") if own.key else None
+
+
+def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
+    """Yield a line for each source of a mixture: prompts, tokens, and what a run of so many steps draws of it."""
+    counts, drawn = order.metrics(order.drawn_after(steps)), order.drawn_after(steps)
+    for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
+        own = [len(prompt.token_ids) for prompt in prompts if prompt.source == name]
+        share, epochs = counts[f"data/{name}/prompts"] / drawn, counts[f"data/{name}/epochs"]
+        yield (
+            f"data source {name}: {len(own):,} prompts of {sum(own):,} tokens, {share:.1%} of all draws, {epochs:.3g} "
+            f"epochs in {steps} steps"
+        )
+
+
+def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
+    """Return the config of a run whose length is known with its data: trainer.steps in place of trainer.epochs.
+
+    Raises UserErrors for settings that do not fit this length, as a warm-up that outlasts it.
+    """
+    trainer = config.trainer
+    if not trainer.epochs:
+        return config
+    steps = max(1, math.ceil(Fraction(repr(trainer.epochs)) * num_prompts / trainer.prompts_per_step))
+    config = with_settings(config, {"trainer.steps": steps, "trainer.epochs": 0.0})
+    log.info("trainer.epochs=%g of %d prompts are trainer.steps=%d", trainer.epochs, num_prompts, steps)
+    if problems := check(config, world_size=world_size):
+        raise UserErrors([f"trainer.epochs={trainer.epochs:g} is trainer.steps={steps}: {line}" for line in problems])
+    return config
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
@@ -114,14 +226,18 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
     return own[0]
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate:
+def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate | None:
+    """Return the rendering of conversations, None without a chat template."""
+    if not chat.template:
+        return None
     day = date.fromisoformat(chat.date) if chat.date else None
     return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day)
 
 
 def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
     """Log a warning where prompts depend on the day of the run's start."""
-    if chat.template and _chat_template(tokenizer, chat).changes_daily():
+    template = _chat_template(tokenizer, chat)
+    if template is not None and template.changes_daily():
         log.warning(
             "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "
             "set data.chat.date=%s",

@@ -42,7 +42,9 @@ def _identity(config: Config, ranks: Ranks, *, data_fingerprint: str) -> dict[st
     message = None
     if ranks.rank == 0:
         try:
-            files = dict(zip(recorded(config).data.train_files, config.data.train_files, strict=True))
+            named, local = recorded(config).data, config.data
+            names = [*named.train_files, *named.mixture.files()]
+            files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
             read = {"model": model_identity(Path(config.model.path)), FILES: file_records(files)}
         except (UserError, OSError) as error:
             message = str(error)

@@ -39,7 +39,8 @@ def train(config: Config, accelerator: Accelerator) -> int:
     if os.environ.get("RANK", "0") == "0":
         show_summary(Path(config.trainer.run_dir))
         if stop.exit_code:
-            log.warning("stopped after step %d of %d; the same command goes on from there", done, config.trainer.steps)
+            steps = trainer.settings.steps
+            log.warning("stopped after step %d of %d; the same command goes on from there", done, steps)
     return stop.exit_code
 
 

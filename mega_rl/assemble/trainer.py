@@ -16,7 +16,17 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.standin import resident_bytes
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
-from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens, warn_of_date, warn_of_few
+from mega_rl.assemble.data import (
+    Tokens,
+    agreed_fingerprint,
+    load_data,
+    prompt_sampler,
+    read_tokens,
+    source_lines,
+    warn_of_date,
+    warn_of_few,
+    with_length,
+)
 from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
@@ -34,7 +44,7 @@ from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
-from mega_rl.data.prompts import PromptSampler
+from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
@@ -85,7 +95,7 @@ class _LoadedRun:
     inputs: _RunInputs
     world: Ranks
     roles: Roles
-    prompts: PromptSampler
+    prompts: StepOrder
     rollouts: Rollouts
     restored: Restored  # from the checkpoint that all of it comes from
 
@@ -107,6 +117,8 @@ def build_trainer(
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, everyone=world, resources=resources)
+    config = with_length(config, len(inputs.train), world_size=world.size)
+    plan = dataclasses.replace(plan, config=config)
     fingerprint = agreed_fingerprint(inputs.train, inputs.evaluation.sets, world)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
@@ -115,9 +127,7 @@ def build_trainer(
     servers = start_servers(plan, accelerator, world, resources)
     colocated = servers is not None and is_colocated(config, accelerator)
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
-    prompts = PromptSampler(
-        inputs.train, batch_size=config.trainer.prompts_per_step, shuffle=config.data.shuffle, seed=config.trainer.seed
-    )
+    prompts = prompt_sampler(config, inputs.train)
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
@@ -173,6 +183,8 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
             log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
         for line in advice(config):
             log.warning("%s", line)
+        for line in source_lines(parts.inputs.train, parts.prompts, steps=config.trainer.steps):
+            log.info("%s", line)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
     metrics = make_sink(
@@ -255,7 +267,7 @@ def _connect(
         stop_requested=stop_requested,
         greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
         start=parts.restored.steps,
-        num_prompts=parts.prompts.num_prompts,
+        count_data=parts.prompts.metrics,
     )
 
 

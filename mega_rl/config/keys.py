@@ -80,6 +80,11 @@ def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, obje
     return entries
 
 
+def open_ended(config: Config) -> Config:
+    """Return the config with more steps than any run has where trainer.epochs is given: the data decide how many."""
+    return with_settings(config, {"trainer.steps": 10**9}) if config.trainer.epochs else config
+
+
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     """Return the config with these values by their dotted keys."""
     for key, value in settings.items():

@@ -15,10 +15,13 @@ from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.recipe import read_recipe
 from mega_rl.config.references import resolve
 from mega_rl.config.schema import Config
+from mega_rl.config.schema.data import completed_sources
 from mega_rl.config.values import BadValue, coerce, shown
 from mega_rl.errors import UserError, UserErrors
 
 logger = logging.getLogger(__name__)
+
+SOURCES = "data.mixture.sources"
 
 
 def load(recipe: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -88,6 +91,7 @@ def _config(settings: Mapping[str, Any], problems: list[str]) -> Config:
         except BadValue as error:
             problems.append(f"{key}={shown(merged[key])}: {error}")
             values[key] = defaults[key]
+    values[SOURCES] = completed_sources(SOURCES, values[SOURCES], problems)
     for choice in CHOICES:
         given = values[choice.settings_key] if choice.settings_key in settings else {}
         values[choice.settings_key] = choice.completed(values[choice.key], given, problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mega_rl.config.conditions import Need, Unmet, within
-from mega_rl.config.keys import flat, keys_below, keys_in
+from mega_rl.config.keys import flat, keys_below, keys_in, open_ended
 from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.schema import Config, KlConfig
 
@@ -209,7 +209,8 @@ _NEEDS = (
         ),
         fault="has no prompts to validate on",
     ),
-    Need(("data.train_files",), "data.source=files", lambda config: config.data.source == "files"),
+    Need(("trainer.steps",), "no trainer.epochs", lambda config: not config.trainer.epochs),
+    Need(("data.train_files",), "data.source=files and no data.mixture", lambda config: config.data.reads_train_files),
     Need(
         ("data.val_files", "data.val_size"),
         "a data.source without has_validation, which has held-out rows of its own",
@@ -328,7 +329,7 @@ _NEEDS = (
 def unmet(config: Config) -> Iterator[Unmet]:
     """Yield every setting other than the default whose condition does not hold, each once, with its first condition."""
     values, defaults = flat(config), flat(Config())
-    missed = [need for need in _NEEDS if not need.holds(config)]
+    missed = [need for need in _NEEDS if not need.holds(open_ended(config))]
     first = {key: need for need in reversed(missed) for key in need.keys}
     for key in dict.fromkeys(key for need in missed for key in need.keys):
         if values[key] != defaults[key]:

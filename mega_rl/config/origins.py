@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from typing import Any
 
 from mega_rl.config.keys import with_settings
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, Origin
 
 
 def recorded(config: Config) -> Config:
@@ -32,6 +33,8 @@ def pinned_overrides(config: Config) -> list[str]:
     return [f"{key}={_argument(value)}" for key, value in config.origins.items()]
 
 
-def _argument(value: str | list[str]) -> str:
-    """A name has no quotes, so single ones are safe in YAML."""
+def _argument(value: Origin) -> str:
+    """Return a value as YAML has it: a name has no quotes, so single ones are safe; JSON is YAML on one line."""
+    if isinstance(value, dict):
+        return json.dumps(value)
     return value if isinstance(value, str) else "[" + ", ".join(f"'{name}'" for name in value) + "]"

@@ -1,6 +1,6 @@
 """Prompts and batches: from rows of a file to micro-batches.
 
-`prompts.load_prompts` reads and tokenizes, `prompts.PromptSampler` orders, `minibatches` and `balancing` share rows
+`rows` reads, `prompts.load_prompts` tokenizes, `sampling` orders, `minibatches` and `balancing` share rows
 out, `packing` makes micro-batches, `zigzag` cuts them for context parallelism. Must not import Megatron-Core,
 transformers, `parallel` or `algorithms`.
 """

@@ -21,8 +21,10 @@ class RowColumns:
     prompt: str
     answer: str  # "" where no row has one
     reward: RewardColumns = RewardColumns()
+    difficulty: str = ""  # a number; "" where none is read
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Columns that every row must have."""
-        return (self.prompt, self.answer) if self.reward.answer else (self.prompt,)
+        of_reward = (self.prompt, self.answer) if self.reward.answer else (self.prompt,)
+        return (*of_reward, self.difficulty) if self.difficulty else of_reward

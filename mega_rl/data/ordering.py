@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SPLIT, EPOCH, MINIBATCH = range(3)  # what a permutation is for; keeps their random numbers apart
+SPLIT, EPOCH, MINIBATCH, CURRICULUM = range(4)  # what a permutation is for; keeps their random numbers apart
 
 
 def permutation(size: int, *, key: Sequence[int]) -> list[int]:

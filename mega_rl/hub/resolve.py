@@ -9,11 +9,12 @@ from typing import Any
 
 from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.recipe import read_recipe
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, Origin
 from mega_rl.errors import UserError
 from mega_rl.hub.names import DEFAULT_REVISION, DatasetName, ModelName, Role, dataset_name, model_name
 
-DATA_ROLES: Mapping[str, Role] = {"data.train_files": "train", "data.val_files": "validation"}
+SOURCES = "data.mixture.sources"  # a mapping of mappings, whose files are named as those of a list are
+DATA_ROLES: Mapping[str, Role] = {"data.train_files": "train", "data.val_files": "validation", SOURCES: "train"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def hub_names(config: Config) -> HubNames:
     if reward.source == "model":
         paths["reward.model.path"] = reward.model.path
     models = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
-    rows = {"data.train_files": _dataset_names(data.train_files), "data.val_files": _dataset_names(data.val_files)}
+    files = {"data.train_files": data.train_files, "data.val_files": data.val_files, SOURCES: data.mixture.files()}
+    rows = {key: _dataset_names(texts) for key, texts in files.items()}
     names = HubNames(models, {key: entries for key, entries in rows.items() if entries})
     return _as_begun(names, _begun(config)) if names else names
 
@@ -55,9 +57,10 @@ def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -
     config = with_settings(config, {key: str(folder) for key, (folder, _) in models.items()})
     if not all(has_weights(folder) for folder, _ in models.values()):
         admit(config)
-    origins: dict[str, str | list[str]] = {key: str(pinned) for key, (_, pinned) in models.items()}
+    origins: dict[str, Origin] = {key: str(pinned) for key, (_, pinned) in models.items()}
     for key, entries in names.data.items():
-        files, origins[key] = _fetch_entries(key, value_of(config, key), entries)
+        fetch_files = _fetch_sources if key == SOURCES else _fetch_entries
+        files, origins[key] = fetch_files(key, value_of(config, key), entries)
         config = with_settings(config, {key: files})
     for key, (folder, pinned) in models.items():
         fetch_weights(pinned, folder, label=f"{key}={names.models[key]}")
@@ -77,6 +80,17 @@ def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, DatasetNa
         files.append(file)
         pinned.append(name)
     return files, pinned
+
+
+def _fetch_sources(
+    key: str, sources: Mapping[str, Any], names: Mapping[str, DatasetName]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sources of a mixture with files, and with pinned names."""
+    local, pinned = {}, {}
+    for name, source in sources.items():
+        files, origins = _fetch_entries(key, source["files"], names)
+        local[name], pinned[name] = {**source, "files": files}, {**source, "files": origins}
+    return local, pinned
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -143,6 +157,8 @@ def _model_as_begun(name: ModelName, begun: object) -> ModelName:
 
 
 def _rows_as_begun(name: DatasetName, begun: object) -> DatasetName:
+    if isinstance(begun, dict):
+        begun = [file for source in begun.values() if isinstance(source, dict) for file in source.get("files", ())]
     for text in begun if isinstance(begun, list) else ():
         earlier = dataset_name(str(text))
         if earlier is None or name.revision != DEFAULT_REVISION or earlier.repo != name.repo:

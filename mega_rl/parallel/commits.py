@@ -8,12 +8,13 @@ from collections.abc import Mapping
 
 import torch
 
+from mega_rl.config.schema import Origin
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
 
 
-def check_commits(origins: Mapping[str, str | list[str]], everyone: Ranks) -> None:
+def check_commits(origins: Mapping[str, Origin], everyone: Ranks) -> None:
     """Raise RunError on every rank unless all nodes resolved the same names to the same commits; collective.
 
     `origins` are this rank's pinned names by setting.

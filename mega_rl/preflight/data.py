@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from mega_rl.config.plugins.files import missing_name
@@ -16,8 +17,12 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 def check_data(data: DataConfig) -> Iterator[str]:
     """Yield the problems of the files of prompts."""
-    if not data.train_files and data.source == "files":
+    if not data.train_files and data.reads_train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
+    for name, source in data.mixture.named().items():
+        own = replace(data, prompt_key=source.prompt_key or data.prompt_key)
+        for file in source.files:
+            yield from (f"data.mixture.sources.{name}: {problem}" for problem in _data_file(Path(file), own))
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for name in files:
             yield from (f"{key}: {problem}" for problem in _data_file(Path(name), data))

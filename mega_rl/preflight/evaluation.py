@@ -9,8 +9,10 @@ from mega_rl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     Config,
+    CurriculumConfig,
     DynamicSamplingConfig,
     MetricsConfig,
+    MixtureConfig,
     ModelConfig,
     OptimConfig,
     OverlongConfig,
@@ -57,7 +59,15 @@ def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
         ),
         optim=OptimConfig(),
         algorithm=AlgorithmConfig(advantage="reinforce_plus_plus"),  # needs no other model
-        data=replace(data, source="files", source_settings={}, val_size=0, train_files=files[:1]),
+        data=replace(
+            data,
+            source="files",
+            source_settings={},
+            val_size=0,
+            train_files=files[:1],
+            mixture=MixtureConfig(),
+            curriculum=CurriculumConfig(),
+        ),
         rollout=replace(
             config.rollout,
             n=1,

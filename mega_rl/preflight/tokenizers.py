@@ -66,6 +66,9 @@ def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
         yield f"{directory}: the tokenizer has no chat template; set data.chat.template=false"
     else:
         yield from _variables(directory, template, data.chat)
+        for name, source in data.mixture.named().items():
+            own = ChatConfig(template_kwargs=source.template_kwargs)
+            yield from _variables(directory, template, own, section=f"data.mixture.sources.{name}")
 
 
 def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> str | None:
@@ -80,7 +83,7 @@ def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> s
     return template if isinstance(template, str) else None
 
 
-def _variables(directory: Path, template: str, chat: ChatConfig) -> Iterator[str]:
+def _variables(directory: Path, template: str, chat: ChatConfig, *, section: str = "data.chat") -> Iterator[str]:
     """Yield the variables that the template does not read, or that the run sets itself, and an unusable date."""
     import jinja2
 
@@ -99,10 +102,10 @@ def _variables(directory: Path, template: str, chat: ChatConfig) -> Iterator[str
         yield f"data.chat.date={chat.date!r}: the chat template in {directory} writes no date; leave it out"
     for name in chat.template_kwargs:
         if name in OWN:
-            yield f"data.chat.template_kwargs.{name}: is set by the run itself; remove it"
+            yield f"{section}.template_kwargs.{name}: is set by the run itself; remove it"
         elif name not in known:
             legal = ", ".join(sorted(known)) or "none"
-            yield f"data.chat.template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"
+            yield f"{section}.template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"
 
 
 def _same_tokenizer(

@@ -29,7 +29,7 @@ from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepSink
-from mega_rl.trainer.step_metrics import data_metrics, experience_metrics, mean_metrics, part_metrics, rollout_metrics
+from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics, part_metrics, rollout_metrics
 from mega_rl.trainer.unscored import leave_unscored_out
 from mega_rl.trainer.validation import Evaluation, named
 from mega_rl.types import JsonObject, Metrics, Prompt, Rewards, Rollout
@@ -103,7 +103,7 @@ class PPOTrainer:
     recorder: StepSink = field(default_factory=NoRecorder)  # of complete steps, which can be replayed
     overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
     greedy_baseline: bool = False  # the estimator needs rewards of greedy responses
-    num_prompts: int = 0  # of an epoch; 0: not known
+    count_data: Callable[[int], Metrics] = lambda drawn: {}  # epochs of the data, given the prompts drawn
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:
@@ -194,7 +194,8 @@ class PPOTrainer:
             metrics |= self.update_reference(step + 1)
         with phase("sync_weights"):
             metrics |= self.sync.publish()
-        metrics |= data_metrics(self.prompts.drawn_after(step + 1), self.num_prompts)
+        drawn = self.prompts.drawn_after(step + 1)
+        metrics |= {"data/prompts": float(drawn), **self.count_data(drawn)}
         if _due(step + 1, self.settings.rollout_interval):
             rows = self._rows(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
             self.metrics.dump_rollouts(step + 1, rows)

@@ -354,6 +354,19 @@ def test_data_files() -> None:
     assert lines == [f"data.val_files: {line}" for line in expected]
 
 
+def test_files_of_a_mixture() -> None:
+    Path("other.jsonl").write_text('{"question": "1", "answer": "2"}\n')
+    key = "data.mixture.sources"
+    sources = [f"{key}.a={{files: no.jsonl}}", f"{key}.b={{files: [d.jsonl, other.jsonl]}}"]
+    with pytest.raises(UserErrors) as caught:
+        preflight(None, ["model.path=m", *sources])
+    assert caught.value.problems == (
+        f"{key}.a: no.jsonl: no such file (looked for {Path.cwd()}/no.jsonl)",
+        f"{key}.b: other.jsonl: has no column 'prompt' (data.prompt_key); it has answer, question",
+    )
+    assert preflight(None, ["model.path=m", f"{key}.b={{files: other.jsonl, prompt_key: question}}"])
+
+
 def test_reward_functions() -> None:
     Path("reward.py").write_text(
         "import math\nfrom os import path as p\nlimit = 3\ndef score():\n    def inner(): ...\n"
@@ -590,6 +603,13 @@ def test_variables_of_the_chat_template_are_its_own() -> None:
         f"model.path: {kwargs}.thinking: the chat template in m reads no thinking; legal: enable_thinking, tools",
         f"model.path: {kwargs}.messages: is set by the run itself; remove it",
     ]
+    mixture = "data.mixture.sources.a={files: d.jsonl, template_kwargs: {thinking: true}}"
+    with pytest.raises(UserErrors) as caught:
+        preflight(None, ["model.path=m", mixture, "data.chat.template=true"])
+    assert caught.value.problems == (
+        "model.path: data.mixture.sources.a.template_kwargs.thinking: the chat template in m reads no thinking; legal: "
+        "enable_thinking, tools",
+    )
     (line,) = problems("data.chat.template=true", "data.chat.date=2026-01-31")
     assert line == "model.path: data.chat.date='2026-01-31': the chat template in m writes no date; leave it out"
     Path("m/chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}{{ messages }}")

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
+from mega_rl.config.keys import open_ended
 from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
+from mega_rl.config.rules import mixture as mixture_rules
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import reference as reference_rules
 from mega_rl.config.rules import rollout as rollout_rules
@@ -23,18 +25,19 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     `models` maps the config key that names a checkpoint ("model.path", "model.critic_path", ...) to its facts; rules
     that need the facts of a model not given are left out.
     """
+    given, config = config, open_ended(config)
     problems = [*parallel_rules.layout(config.engine.megatron, world_size), *_batches(config, world_size)]
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
     problems += [*rollout_rules.rollouts(config), *_reward(config), *_without_rewards(config)]
     problems += validation_rules.validation(config)
-    problems += _profile(config, world_size)
+    problems += [*_profile(config, world_size), *mixture_rules.mixture(config.data), *mixture_rules.curriculum(config)]
     for key, facts in (models or {}).items():
         if not (key == "model.ref_path" and reference_rules.has_own_layout(config)):
             problems += parallel_rules.fits_model(config.engine.megatron, key, facts)
         problems += [*_fits_model(config, key, facts), *rollout_rules.fits_model(config, key, facts)]
     problems += reference_rules.own_layout(config, world_size, models or {})
-    return [*problems, *_without_effect(config)]
+    return [*problems, *_without_effect(given)]
 
 
 def _batches(config: Config, world_size: int) -> Iterator[str]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig
 from mega_rl.config.schema.engine import (
     DdpConfig,
     EngineConfig,
@@ -55,6 +57,7 @@ __all__ = [
     "ChatConfig",
     "CheckpointConfig",
     "Config",
+    "CurriculumConfig",
     "DataConfig",
     "DdpConfig",
     "DynamicSamplingConfig",
@@ -68,6 +71,7 @@ __all__ = [
     "MetricsConfig",
     "MicrobatchConfig",
     "MismatchConfig",
+    "MixtureConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimConfig",
@@ -83,9 +87,13 @@ __all__ = [
     "SglangConfig",
     "SglangServerConfig",
     "SglangSyncConfig",
+    "SourceConfig",
     "TrainerConfig",
     "ValidationConfig",
 ]
+
+
+Origin = str | list[str] | dict[str, Any]  # pinned names in the form of their setting
 
 
 @dataclass(frozen=True)
@@ -104,4 +112,4 @@ class Config:
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     # No setting: pinned Hub names of settings that hold the path of a downloaded copy (`mega_rl.config.origins`).
-    origins: Mapping[str, str | list[str]] = dataclasses.field(default_factory=dict)
+    origins: Mapping[str, Origin] = dataclasses.field(default_factory=dict)

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig
 from mega_rl.config.schema.setting import ATTENTION, setting
 
 
@@ -54,6 +55,13 @@ class DataConfig:
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
     shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
+    mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
+    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+
+    @property
+    def reads_train_files(self) -> bool:
+        """Return whether training prompts come from train_files."""
+        return self.source == "files" and not self.mixture.sources
 
 
 @dataclass(frozen=True)

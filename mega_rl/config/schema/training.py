@@ -195,6 +195,13 @@ class TrainerConfig:
 
     run_dir: str = setting("runs/default", "Folder of everything the run writes.")
     steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
+    epochs: float = setting(
+        0.0,
+        "Length of the run in passes over the training prompts, in place of trainer.steps, which the run computes from "
+        "it, rounded up; 0: by trainer.steps.",
+        unit="epochs",
+        min=0.0,
+    )
     prompts_per_step: int = setting(64, "Prompts per step over all ranks.", unit="prompts", min=1)
     minibatch_size: int = setting(64, "Prompts per optimizer step over all ranks.", unit="prompts", min=1)
     seed: int = setting(0, "Seed of data order, sampling and fresh heads.", min=0, max=2**32 - 1)

@@ -2,6 +2,6 @@
 
 from mega_rl.trainer.step_metrics.responses import EQUAL_GROUPS, part_metrics, rollout_metrics
 from mega_rl.trainer.step_metrics.tokens import experience_metrics
-from mega_rl.trainer.step_metrics.updates import data_metrics, mean_metrics
+from mega_rl.trainer.step_metrics.updates import mean_metrics
 
-__all__ = ["EQUAL_GROUPS", "data_metrics", "experience_metrics", "mean_metrics", "part_metrics", "rollout_metrics"]
+__all__ = ["EQUAL_GROUPS", "experience_metrics", "mean_metrics", "part_metrics", "rollout_metrics"]

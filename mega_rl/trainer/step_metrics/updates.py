@@ -1,4 +1,4 @@
-"""Metrics of a step's optimizer steps, put together, and of the data that the run has seen."""
+"""Metrics of a step's optimizer steps, put together."""
 
 from __future__ import annotations
 
@@ -21,9 +21,3 @@ def _merged(name: str, values: Sequence[float]) -> float:
         if name.endswith(ending):
             return float(merge(values))
     return sum(values) / len(values)
-
-
-def data_metrics(drawn: int, num_prompts: int) -> Metrics:
-    """Return how many prompts the run has drawn, and how many epochs of `num_prompts` that is, where it is known."""
-    metrics = {"data/prompts": float(drawn)}
-    return metrics | {"data/epochs": drawn / num_prompts} if num_prompts else metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,8 @@ import pytest
 
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
-from mega_rl.data.prompts import PromptSampler, fingerprint, load_prompts, split
+from mega_rl.data.prompts import fingerprint, load_prompts, split
+from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
 
@@ -266,6 +268,27 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
 
 def some(count: int) -> list[Prompt]:
     return [Prompt(index=i, token_ids=(i,), text=str(i), answer=str(-i)) for i in range(count)]
+
+
+def test_difficulties_are_read_and_are_part_of_the_data(tmp_path: Path) -> None:
+    columns = RowColumns("prompt", "answer", difficulty="rate")
+    rows = [{"prompt": str(n), "answer": "", "rate": rate} for n, rate in enumerate((0.5, 2, None, True, math.nan))]
+    file = jsonl(tmp_path / "rated.jsonl", rows)
+    with pytest.raises(UserErrors) as caught:
+        load(file, columns=columns)
+    names = [line.partition("'rate' (data.curriculum.key) is ")[2] for line in problems(caught)[:3]]
+    assert names == ["null, not a number", "true or false, not a number", "nan, not a finite number"]
+    prompts = load(file, columns=columns, malformed="drop")
+    assert [prompt.difficulty for prompt in prompts] == [0.5, 2.0]
+    assert fingerprint(prompts) != fingerprint([replace(prompt, difficulty=1.0) for prompt in prompts])
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    parquet = tmp_path / "rated.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"], "rate": [0.25], "other": [1]}), parquet)
+    assert load(parquet, columns=columns)[0].difficulty == 0.25
+    with pytest.raises(UserErrors, match="has no column difficulty"):
+        load(parquet, columns=RowColumns("prompt", "answer", difficulty="difficulty"))
 
 
 def test_split() -> None:

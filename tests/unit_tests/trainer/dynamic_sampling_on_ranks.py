@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mega_rl.config.schema import Config
-from mega_rl.data.prompts import PromptSampler
+from mega_rl.config.schema import Config, MixtureConfig
+from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
 from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
@@ -20,6 +20,7 @@ from tests.helpers.engines import exported, replaced
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 SAMPLES = 3
+WEIGHTS = {"few": 2.0, "many": 1.0}  # of the files of a run: the few end an epoch while the many go on
 PLAN = SamplingPlan(prompts_per_step=4, prompts=5, max_generations=3)
 PROMPTS = [Prompt(index=i, token_ids=(7, i), text=f"p{i}", answer="") for i in range(11)]
 MACHINE = ("time/", "perf/", "memory/", "checkpoint/")  # metrics that tell of it rather than of training
@@ -117,8 +118,10 @@ class Run(NamedTuple):
 
 
 def config_of(folder: Path, name: str, run: Run) -> Config:
-    """GRPO in two updates a step; generations of three prompts, which two ranks cannot share equally."""
+    """GRPO in two updates a step; generations of three prompts of a mixture, which two ranks cannot share equally."""
     config = run_config(folder, run.layout, "grpo")
+    sources = {name: {"files": [str(folder / f"{name}.jsonl")], "weight": weight} for name, weight in WEIGHTS.items()}
+    config = replaced(config, "data", train_files=[], mixture=MixtureConfig(sources=sources))
     config = replaced(config, "reward", function=f"{folder / 'hopeless.py'}:half_are_hopeless")
     config = replaced(config, "rollout", n=SAMPLES, max_new_tokens=6)
     config = replaced(config, "rollout.dynamic_sampling", max_generations=5, prompts=3)

@@ -13,7 +13,7 @@ import torch
 
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.data.prompts import PromptSampler
+from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import UserErrors
 from mega_rl.protocols import Scorer
 from mega_rl.trainer import RunSettings
@@ -205,6 +205,9 @@ def test_a_step_without_a_spread_ends_and_says_so() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inputs = write_inputs(tmp_path_factory.mktemp("inputs"))
     (inputs / "hopeless.py").write_text(cases.REWARD, encoding="utf-8")
+    lines = (inputs / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name, own in zip(cases.WEIGHTS, (lines[:5], lines[5:]), strict=True):
+        (inputs / f"{name}.jsonl").write_text("".join(own), encoding="utf-8")
     return inputs
 
 

@@ -1,0 +1,93 @@
+"""Settings of training data from several sources."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from mega_rl.config.schema.setting import setting
+from mega_rl.config.values import BadValue, coerce, shown
+
+RESERVED = frozenset({"prompts", "epochs"})  # data/prompts and data/epochs are metrics of all sources
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Part of a mixture: an entry of data.mixture.sources."""
+
+    files: list[str] = setting([], "Its rows, named as data.train_files are.")
+    weight: float = setting(
+        0.0, "Its share of the prompts that are drawn, beside the weights of the others.", above=0.0
+    )
+    prompt_key: str = setting("", "Column with the prompt; data.prompt_key without.")
+    answer_key: str = setting("", "Column with the answer; data.answer_key without.")
+    system_prompt: str | None = setting(None, "In place of data.chat.system_prompt; empty for none.")
+    template_kwargs: dict[str, object] = setting({}, "Variables of the chat template, over data.chat.template_kwargs.")
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """Training prompts from several sources, each with files, weight, columns and prompts of its own."""
+
+    sources: dict[str, Any] = setting(
+        {},
+        "Sources by name, in the place of data.train_files, as {math: {files: [math.jsonl], weight: 3}}. Each has "
+        "files, and may have weight, prompt_key, answer_key, system_prompt and template_kwargs.",
+    )
+    temperature: float = setting(
+        1.0,
+        "Without weights a source's share is its number of prompts to the power 1/temperature: 1 draws all prompts "
+        "alike, a large one all sources alike.",
+        above=0.0,
+    )
+
+    def files(self) -> list[str]:
+        """Return the files of all sources, in their order."""
+        return [file for source in self.named().values() for file in source.files]
+
+    def named(self) -> dict[str, SourceConfig]:
+        """Return the sources by name, of settings that `completed_sources` has let pass."""
+        return {name: SourceConfig(**entry) for name, entry in self.sources.items()}
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
+
+    key: str = setting(
+        "", "Column with a number, as a success rate that was measured before; empty: all prompts from the start on."
+    )
+    easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
+    start: float = setting(
+        0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
+    )
+    steps: int = setting(
+        100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
+    )
+
+
+def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:
+    """Return the entries of a mapping of sources with values of the right types; what is wrong goes to `problems`."""
+    fields = {field.name: field for field in dataclasses.fields(SourceConfig)}
+    hints = get_type_hints(SourceConfig) | {"system_prompt": str}
+    completed: dict[str, object] = {}
+    for name, entry in given.items():
+        if not isinstance(entry, dict):
+            problems.append(f"{key}.{name}={shown(entry)}: needs a mapping, as {{files: [{name}.jsonl], weight: 1}}")
+            continue
+        values: dict[str, object] = {}
+        completed[name] = values
+        for setting_name, value in entry.items():
+            place = f"{key}.{name}.{setting_name}"
+            if setting_name not in fields:
+                problems.append(f"{place}: unknown setting of a source; legal: {', '.join(fields)}")
+                continue
+            try:
+                values[setting_name] = coerce(value, hints[setting_name], fields[setting_name])
+            except BadValue as error:
+                problems.append(f"{place}={shown(value)}: {error}")
+        if not entry.get("files"):
+            problems.append(f"{key}.{name}: has no files; name at least one JSONL or Parquet file")
+    return completed

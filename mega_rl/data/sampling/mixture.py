@@ -1,0 +1,154 @@
+"""Prompts of each step from several sources by weight, epoch after epoch of each.
+
+The sources' draws are spread as evenly as can be: after any number of draws each source has had its share of them, less
+or more than one prompt. Which source a draw is from depends on its number alone, so a run goes on from any step without
+a state, and no random number is spent on it; what a source gives is random, by its own epochs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from mega_rl.data.sampling.curriculum import Growth, ordered
+from mega_rl.data.sampling.epochs import StepOrder
+from mega_rl.types import Metrics, Prompt
+
+MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
+_LEAST = 1e-12  # weight of a source beside the largest, which a temperature near 0 would round to nothing
+_SCALE = 1 << 64
+
+
+def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return each source's number of draws in a cycle, proportional to its weight (positive, finite).
+
+    The cycle is the shortest one whose shares are exact, the weights as they are written: 3 and 0.5 are 6 and 1. Where
+    it would be longer than MAX_CYCLE, shares are rounded to MAX_CYCLE draws by the largest remainders, at least one
+    each.
+    """
+    exact = {name: Fraction(repr(float(weight))) for name, weight in weights.items()}
+    common = math.lcm(*(weight.denominator for weight in exact.values()))
+    whole = {name: int(weight * common) for name, weight in exact.items()}
+    divisor = math.gcd(*whole.values())
+    shares = {name: weight // divisor for name, weight in whole.items()}
+    total = sum(shares.values())
+    if total <= MAX_CYCLE:
+        return shares
+    rounded = {name: max(1, share * MAX_CYCLE // total) for name, share in shares.items()}
+    by_remainder = sorted(shares, key=lambda name: (-(shares[name] * MAX_CYCLE % total), name))
+    for name in by_remainder[: max(0, MAX_CYCLE - sum(rounded.values()))]:
+        rounded[name] += 1
+    return rounded
+
+
+def weights_by_size(sizes: Mapping[str, int], temperature: float) -> dict[str, float]:
+    """Return size^(1/temperature) of each source: at 1 in proportion to the sizes, nearer to equal shares above."""
+    if temperature == 1.0:
+        return {name: float(size) for name, size in sizes.items()}
+    largest = max(sizes.values())
+    return {name: max((size / largest) ** (1.0 / temperature), _LEAST) for name, size in sizes.items()}
+
+
+class DrawOrder:
+    """The source of every draw, an endless order of whole cycles, and a draw's number within its source.
+
+    Tijdeman 1980, "The chairman assignment problem": among the sources that are due, the one that would first be late.
+    After n draws a source of share w has had n*w of them, less or more than 1 - 1/(2k - 2), k sources.
+    """
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        assert min(shares) > 0, f"shares={shares}"
+        self._shares = list(shares)
+        self._cycle = sum(shares)
+        self._slack = max(1, 2 * len(shares) - 2)
+        self._sources: array[int] = array("H")  # of the cycle's draws so far asked for
+        self._numbers: array[int] = array("L")
+        self._taken = [0] * len(shares)
+        self._deadlines = [self._deadline(source) for source in range(len(shares))]
+
+    def draw(self, number: int) -> tuple[int, int]:
+        """Return (source, how many draws of it came before) of a draw, counted from 0."""
+        cycle, place = divmod(number, self._cycle)
+        while len(self._sources) <= place:
+            self._extend()
+        source = self._sources[place]
+        return source, cycle * self._shares[source] + self._numbers[place]
+
+    def counts(self, draws: int) -> list[int]:
+        """Return how many of the first `draws` draws each source has."""
+        cycles, rest = divmod(draws, self._cycle)
+        if rest:
+            self.draw(rest - 1)
+        latest: dict[int, int] = {}  # source -> its draws, by its last one
+        place = rest
+        while place and len(latest) < len(self._shares):
+            place -= 1
+            latest.setdefault(self._sources[place], self._numbers[place] + 1)
+        return [cycles * share + latest.get(source, 0) for source, share in enumerate(self._shares)]
+
+    def _extend(self) -> None:
+        number = len(self._sources) + 1  # of draws, with this one
+        source, earliest = -1, 0
+        for candidate, share in enumerate(self._shares):
+            is_due = self._slack * (number * share - self._cycle * self._taken[candidate]) >= self._cycle
+            if is_due and (source < 0 or self._deadlines[candidate] < earliest):
+                source, earliest = candidate, self._deadlines[candidate]
+        self._sources.append(source)
+        self._numbers.append(self._taken[source])
+        self._taken[source] += 1
+        self._deadlines[source] = self._deadline(source)
+
+    def _deadline(self, source: int) -> int:
+        """Return a number in the order of when each source without another draw falls behind by all that is allowed.
+
+        It is late after cycle * late / (slack * share) draws. Fractions late / share of shares up to MAX_CYCLE differ
+        by 1e-12 or not at all, so these whole numbers are in their order.
+        """
+        late = self._slack * (self._taken[source] + 1) - 1
+        return late * _SCALE // self._shares[source]
+
+
+class MixtureSampler(StepOrder):
+    """The prompts of each step from several sources, a pure function of the arguments and the step.
+
+    Each source runs through epochs of its own, in an order of its own where `shuffle` says so: one that has ended an
+    epoch begins the next while others go on. With `growth` each begins with its easiest prompts, over its share of the
+    draws.
+    """
+
+    def __init__(
+        self, prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], *, batch_size: int, shuffle: bool,
+        seed: int, growth: Growth | None = None,
+    ) -> None:  # fmt: skip
+        assert prompts.keys() == weights.keys()
+        self.shares = shares_of(weights)
+        super().__init__(batch_size=batch_size, num_prompts=sum(map(len, prompts.values())))
+        self._names = sorted(prompts)
+        self._samplers: list[StepOrder] = []
+        for name in self._names:
+            share = self.shares[name] / sum(self.shares.values())
+            own = None if growth is None else replace(growth, draws=math.ceil(share * growth.draws))
+            size = max(1, round(share * batch_size))
+            self._samplers.append(ordered(prompts[name], own, size, shuffle=shuffle, seed=seed, key=_key(name)))
+        self._order = DrawOrder([self.shares[name] for name in self._names])
+
+    def take(self, first: int, count: int) -> list[Prompt]:
+        draws = [self._order.draw(number) for number in range(first, first + count)]
+        return [prompt for source, number in draws for prompt in self._samplers[source].take(number, 1)]
+
+    def metrics(self, drawn: int) -> Metrics:
+        metrics = super().metrics(drawn)
+        for name, sampler, count in zip(self._names, self._samplers, self._order.counts(drawn), strict=True):
+            metrics[f"data/{name}/prompts"] = float(count)
+            metrics[f"data/{name}/epochs"] = count / sampler.num_prompts
+        return metrics
+
+
+def _key(name: str) -> list[int]:
+    """Return non-negative integers that stand for a source's name, whatever its place among the others."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 16, 4)]
