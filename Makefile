@@ -275,6 +275,7 @@ docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md
 	@$(BIN)/python -m tests.family_tables
 	@$(BIN)/python -m tests.scale_pages
+	@$(BIN)/python scripts/metrics_table.py
 	@$(BIN)/python scripts/package_map.py
 
 # The documentation as pages to read in a browser, in site/; five seconds. With --quiet MkDocs counts no warnings, and a

@@ -23,7 +23,6 @@ from mega_rl.cli import (
     convert,
     data,
     plan,
-    plot,
     quickstart,
     recipes,
     run_export,
@@ -34,6 +33,7 @@ from mega_rl.cli.help import Commands
 from mega_rl.cli.launch import app as launch_app
 from mega_rl.cli.launch_options import LaunchOptions, become
 from mega_rl.cli.layout_options import with_options
+from mega_rl.cli.show import plot, report
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
@@ -169,6 +169,7 @@ def doctor(
 
 app.command()(plan.plan)
 app.command()(plot.plot)
+app.command()(report.report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

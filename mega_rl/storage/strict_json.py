@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, TypeAlias
+
+JsonFields: TypeAlias = dict[str, Any]  # of an object that was parsed, whose types its reader checks
 
 _SHOWN = 80  # characters of a value in a message
 
 
-def parse_object(text: bytes | str) -> dict[str, Any]:
+def parse_object(text: bytes | str) -> JsonFields:
     """Return the JSON object that `text` (UTF-8) holds.
 
     Raises:
@@ -34,7 +36,7 @@ def shorten(text: str, limit: int = _SHOWN) -> str:
     return text if len(text) <= limit + 2 else text[:limit] + "..."
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Any]]) -> JsonFields:
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()
