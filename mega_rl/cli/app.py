@@ -33,7 +33,7 @@ from mega_rl.cli.help import Commands
 from mega_rl.cli.launch import app as launch_app
 from mega_rl.cli.launch_options import LaunchOptions, become
 from mega_rl.cli.layout_options import with_options
-from mega_rl.cli.show import plot, report
+from mega_rl.cli.show import plot, report, view
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
@@ -170,6 +170,7 @@ def doctor(
 app.command()(plan.plan)
 app.command()(plot.plot)
 app.command()(report.report)
+app.command()(view.view)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

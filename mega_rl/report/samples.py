@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 400_000  # of all samples of a page, as JSON
 MAX_TEXT = 6_000  # of a prompt or response
-NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest
+NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest of each
+NUM_ROWS = 12  # of each, the first
 _DUMP = re.compile(r"(step|val)_(\d+)\.jsonl")
 _RECORD = re.compile(r"step_(\d{6,12})")
 Scalar: TypeAlias = str | int | float | bool | None
@@ -69,12 +70,12 @@ def read_samples(run_dir: Path, *, max_characters: int = MAX_CHARACTERS) -> Show
 def _newest(run_dir: Path) -> Iterator[ShownSample]:
     for folder in _by_step(run_dir / "records", _RECORD)[:NUM_SOURCES]:
         try:
-            yield from (_of_record(row, values) for row, values in read_tokens(folder))
+            yield from (_of_record(row, values) for row, values in read_tokens(folder, limit=NUM_ROWS))
         except UserError as error:
             logger.warning("%s; left out of the report", error)
     for file in _by_step(run_dir / "rollouts", _DUMP)[:NUM_SOURCES]:
         try:
-            yield from (_of_dump(row, file) for row in _rows(file))
+            yield from (_of_dump(row, file) for row in _rows(file)[:NUM_ROWS])
         except (OSError, ValueError) as error:
             logger.warning("%s: cannot be read: %s; left out of the report", file, error)
 

@@ -43,8 +43,8 @@ _VALUES: tuple[tuple[str, tuple[str, ...], _Compute], ...] = (
 )
 
 
-def read_tokens(folder: Path) -> Iterator[tuple[JsonFields, dict[str, list[float]]]]:
-    """Yield each row of a record that has texts, with values of its tokens by name; NaN off the loss mask.
+def read_tokens(folder: Path, *, limit: int) -> Iterator[tuple[JsonFields, dict[str, list[float]]]]:
+    """Yield the first `limit` rows of a record with texts, and values of their tokens by name, NaN off the loss mask.
 
     Raises UserError for a record that is damaged or of another format.
     """
@@ -60,11 +60,12 @@ def read_tokens(folder: Path) -> Iterator[tuple[JsonFields, dict[str, list[float
             if texts.stat().st_size > MAX_TEXT_BYTES:
                 raise ValueError(f"texts of more than {MAX_TEXT_BYTES >> 20} MiB")
             columns = load_file(path)
-            rows = [parse_object(line) for line in texts.read_bytes().splitlines()]
+            rows = [parse_object(line) for line in texts.read_bytes().splitlines()[:limit]]
             shown = [_shown(row, _values(columns, number)) for number, row in enumerate(rows)]
         except (OSError, ValueError, KeyError, IndexError, TypeError, SafetensorError) as error:
             raise UserError(f"{path}: is no part of a record ({error}); it is damaged") from error
         yield from shown
+        limit -= len(shown)
 
 
 def _files(folder: Path) -> list[str]:

@@ -21,6 +21,7 @@ import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 DEADLINE_S = 60.0
+MARGIN = 16  # pixels around an element in its picture
 
 
 def find_chromium() -> str | None:
@@ -72,7 +73,9 @@ class Browser:
                 f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
                 " return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}; })()"
             )
-            options["clip"] = {**box, "height": min(box["height"], height or box["height"]), "scale": 1}
+            clip = {name: max(box[name] - MARGIN, 0) for name in ("x", "y")}
+            shown = min(box["height"], height or box["height"])
+            options["clip"] = {**clip, "width": box["width"] + 2 * MARGIN, "height": shown + 2 * MARGIN, "scale": 1}
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:

@@ -191,7 +191,7 @@ function chart(report, name) {
   const box = figure(report, name, about, { class: "chart", "data-metric": name }, () => curvesOf(report, name), say);
   if (entry) {
     const expect = entry.expect === "-" ? "" : ` Expect: ${entry.expect}.`;
-    box.append(element("p", { class: "meaning" }, `${entry.meaning}.${expect}`));
+    box.append(element("p", { class: "meaning", title: `${entry.meaning}.${expect}` }, `${entry.meaning}.${expect}`));
   }
   return box;
 }

@@ -28,7 +28,7 @@ function heading(report) {
   const note = grid.width > 1 ? ` Each point of a curve is the mean over ${grid.width} steps; the band around it holds all their values.` : "";
   const links = [["Warnings", "warnings"], ["Curves", "curves"], ["Time of a step", "phases"], ["Settings", "settings"], ["Samples", "samples"]];
   return element("header", {}, element("h1", {}, report.runs.length > 1 ? `${report.runs.length} runs` : report.runs[0].label),
-    element("p", {}, `${runs.join(", ")}. mega_rl ${report.version}.${note}`),
+    element("p", {}, `${runs.join(", ")}. mega_rl ${report.version}.${note} `, element("span", { id: "status" })),
     element("nav", {}, ...links.map(([title, id]) => element("a", { href: `#${id}` }, title))));
 }
 
@@ -59,7 +59,7 @@ function reveal(name) {
 }
 
 function themeOf(name) {
-  return data.themes.find(([, names]) => names.includes(name))[0];
+  return current.themes.find(([, names]) => names.includes(name))[0];
 }
 
 function warnings(report) {
@@ -99,11 +99,54 @@ function samples(report) {
   return section("Samples", "samples", ...boxes);
 }
 
-function show(report) {
-  view.charts = [];
-  const main = document.getElementById("report");
-  main.replaceChildren(heading(report), warnings(report), curves(report), phases(report), settings(report), samples(report));
+// The table of ranks of a viewer; a file has none.
+function ranks(report) {
+  if (!report.ranks?.length) return null;
+  return section("Ranks", "ranks", element("pre", { class: "scroll" }, report.ranks.join("\n")));
 }
 
-const data = JSON.parse(document.getElementById("data").textContent);
-show(data);
+function show(report) {
+  view.charts = [];
+  const parts = [heading(report), ranks(report), warnings(report), curves(report), phases(report), settings(report), samples(report)];
+  document.getElementById("report").replaceChildren(...parts.filter((part) => part !== null));
+}
+
+// New data in the page: what was open stays open, and the page stays where it is.
+function update(report) {
+  const summaries = () => [...document.querySelectorAll("details")];
+  const open = summaries().map((box) => box.open);
+  const place = window.scrollY;
+  show(report);
+  summaries().forEach((box, number) => {
+    if (open[number] && !box.open) {
+      box.open = true;
+      box.dispatchEvent(new Event("toggle"));
+    }
+  });
+  window.scrollTo(0, place);
+}
+
+// Ask the viewer for news, again and again; say so when it answers no more.
+async function follow() {
+  let status = "";
+  try {
+    const answer = await fetch(`data?number=${current.number}`);
+    if (!answer.ok) throw new Error(String(answer.status));
+    const news = await answer.json();
+    if ("curves" in news) {
+      current = { ...news, refresh_s: current.refresh_s };
+      update(current);
+    } else if (document.querySelector("#ranks pre")) {
+      document.querySelector("#ranks pre").textContent = news.ranks.join("\n");
+    }
+    status = `live, looked at ${new Date().toLocaleTimeString("en-GB")}`;
+  } catch {
+    status = "the viewer answers no more; this is the last it said";
+  }
+  document.getElementById("status").textContent = status;
+  window.setTimeout(follow, current.refresh_s * 1000);
+}
+
+let current = JSON.parse(document.getElementById("data").textContent);
+show(current);
+if (current.refresh_s) follow();

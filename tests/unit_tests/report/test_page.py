@@ -93,13 +93,13 @@ def test_hostile_texts_stay_texts(browser: Browser) -> None:
 def test_tokens_are_coloured_by_the_value_that_is_chosen(browser: Browser) -> None:
     assert browser.evaluate("document.querySelectorAll('.heat').length") == 2
     before = browser.evaluate("document.querySelector('.heat .tokens').innerHTML")
-    enter(browser, ".heat select", "log-prob difference", "change")
+    enter(browser, ".samples select", "log-prob difference", "change")
     assert browser.evaluate("document.querySelector('.heat .tokens').innerHTML") != before
-    colour = "getComputedStyle(document.querySelector('.heat .warm-10')).backgroundColor"
+    colour = "getComputedStyle(document.querySelector('.scale .warm-10')).backgroundColor"
     assert browser.evaluate(colour).startswith("rgb")
     assert "advantage" in browser.evaluate("document.querySelector('.heat .token:not(.given)').title")
-    enter(browser, ".heat select", "", "change")
-    assert browser.evaluate("document.querySelector('.heat .response').textContent") == "2"
+    enter(browser, ".samples select", "", "change")
+    assert browser.evaluate("document.querySelector('.sample .response').textContent") == "2"
 
 
 def test_smoothing_moves_curves_and_no_extreme_of_them_beyond_the_data(browser: Browser) -> None:
