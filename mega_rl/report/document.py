@@ -68,7 +68,7 @@ def render(content: JsonFields, *, refresh_s: int | None = None) -> str:
     connect = "'self'" if refresh_s is not None else "'none'"
     policy = (
         f"default-src 'none'; script-src 'sha256-{_hash(program)}'; style-src 'sha256-{_hash(style)}'; "
-        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     title = "mega_rl: " + ", ".join(run["label"] for run in content["runs"])
     parts = {

@@ -106,7 +106,7 @@ def _gradient_norm(histories: Histories) -> Iterator[Sign]:
             yield (
                 name,
                 spikes[0][1],
-                f"{value:.3g} at step {step}, the median is {history.size:.3g}; {len(spikes)} spikes",
+                f"{value:.3g} at step {step}, the median is {history.size:.3g}",
             )
 
 

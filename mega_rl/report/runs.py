@@ -85,6 +85,8 @@ def _repeated(run: Run) -> dict[str, str]:
 
 def _read_run(folder: Path, label: str) -> Run:
     file = folder / METRICS
+    if not file.is_file() and (folder / CONFIG).is_file():
+        return Run(folder, label, {}, _read_config(folder / CONFIG))  # it has begun, and no step has ended
     if not file.is_file():
         reason = f"has no {METRICS}" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {reason}; give the folder of a run (trainer.run_dir)")

@@ -75,7 +75,8 @@ class Browser:
             )
             clip = {name: max(box[name] - MARGIN, 0) for name in ("x", "y")}
             shown = min(box["height"], height or box["height"])
-            options["clip"] = {**clip, "width": box["width"] + 2 * MARGIN, "height": shown + 2 * MARGIN, "scale": 1}
+            width = min(box["width"] + 2 * MARGIN, self.evaluate("innerWidth") - clip["x"])
+            options["clip"] = {**clip, "width": width, "height": shown + 2 * MARGIN, "scale": 1}
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:

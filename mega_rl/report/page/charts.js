@@ -48,7 +48,9 @@ function groupCurve(curves, grid, weight) {
 
 function groupLabel(report, runs) {
   const labels = runs.map((run) => report.runs[run].label);
-  return labels.length === 1 ? labels[0] : `${labels[0]} and ${labels.length - 1} more, mean and range over seeds`;
+  if (labels.length === 1) return labels[0];
+  const named = labels.length > 3 ? `${labels[0]} and ${labels.length - 1} more` : labels.join(", ");
+  return `${named}: mean and range over seeds`;
 }
 
 // What is drawn for a metric: [{number, label, curve}], groups that are hidden left out.

@@ -64,6 +64,7 @@ function themeOf(name) {
 
 function warnings(report) {
   const cards = report.symptoms.flatMap((symptoms, run) => symptoms.map((symptom) => symptomCard(report, run, symptom)));
+  if (report.runs.every((run) => run.last === 0)) return null;
   const none = element("p", { class: "good" }, "No rule of the page \u201cWhen a run goes wrong\u201d saw a symptom.");
   return section("Warnings", "warnings", ...(cards.length ? [element("div", { class: "symptoms" }, ...cards)] : [none]));
 }
@@ -72,6 +73,7 @@ function curves(report) {
   const charts = (names) => element("div", { class: "charts" }, ...names.map((name) => chart(report, name)));
   const themes = report.themes.filter(([, names]) => names.length).map(([title, names]) => folded(
     `${title} (${names.length})`, () => charts(names), { "data-theme": title }));
+  if (!themes.length) return section("Curves", "curves", element("p", {}, "No metrics yet: the first step goes on."));
   return section("Curves", "curves", toolbar(report), charts(report.overview), ...themes);
 }
 

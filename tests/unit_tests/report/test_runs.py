@@ -38,6 +38,12 @@ def test_runs_that_differ_in_the_seed_alone_are_a_group(tmp_path: Path) -> None:
     assert "optim.lr" in differing_keys(runs)
 
 
+def test_a_run_whose_first_step_goes_on_has_no_series_yet(tmp_path: Path) -> None:
+    (plant(tmp_path / "a") / "metrics.jsonl").unlink()
+    (run,) = read_runs([tmp_path / "a"])
+    assert (run.series, run.last_step, run.config["optim.lr"]) == ({}, 0, "1e-06")
+
+
 def test_runs_without_a_config_are_no_seeds_of_one_another(tmp_path: Path) -> None:
     for name in "ab":
         (plant(tmp_path / name) / "config.yaml").unlink()

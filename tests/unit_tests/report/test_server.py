@@ -123,6 +123,21 @@ def test_nothing_in_the_run_changes(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+def test_a_page_begins_before_the_first_step(tmp_path: Path) -> None:
+    run = plant(tmp_path / "a")
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").unlink()
+    with serving(run) as server, chromium(tmp_path / "profile") as browser:
+        browser.open(server.address)
+        assert "No metrics yet" in browser.evaluate("document.body.innerText")
+        (run / "metrics.jsonl").write_text(lines)
+        deadline = time.monotonic() + DEADLINE_S
+        while not browser.evaluate("document.querySelectorAll('.curve').length"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert browser.console == []
+
+
 def test_a_page_follows_its_run(tmp_path: Path) -> None:
     run = plant(tmp_path / "a", steps=20)
     with serving(run) as server, chromium(tmp_path / "profile") as browser:
