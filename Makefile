@@ -36,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: linters image-lint image-cpu test-image campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: browser linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -114,6 +114,23 @@ $(LINT_STAMP): tests/release/requirements-lint.txt | $(STAMP)
 	@rm -rf $@ $(VENV)/lint
 	@$(call INSTALL_APART,$<,$(VENV)/lint)
 	@touch $@
+
+# A Chromium for tests of pages that people open in a browser, by apt-get, as root; without one those tests are skipped.
+CHROMIUM := chromium-headless-shell
+GET_CHROMIUM := timeout 90 apt-get install -y -qq --no-install-recommends $(CHROMIUM)
+browser:
+	@for name in $(CHROMIUM) chromium chromium-browser google-chrome; do \
+		if command -v $$name >/dev/null 2>&1; then exit 0; fi; done; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; \
+	then echo "no Chromium, and no root with apt-get to install one: tests of pages are skipped"; exit 0; fi; \
+	echo "installing $(CHROMIUM)"; \
+	$(GET_CHROMIUM) >/dev/null 2>&1 || { timeout 60 apt-get update -qq && $(GET_CHROMIUM); } >/dev/null 2>&1 || \
+	echo "$(CHROMIUM) could not be installed: tests of pages are skipped"
+
+# Pictures of docs/report.md; RUNS names the folders of runs.
+RUNS ?=
+report-pictures: setup
+	@$(BIN)/python -m tests.report_pictures $(RUNS)
 
 # The image of docker/Dockerfile.cpu, on a base that debootstrap makes, into build/images; IMAGE has options of
 # tests/release/cpu_image.py. As root, with buildah and debootstrap: four minutes, 12 GB.
@@ -275,6 +292,7 @@ docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md
 	@$(BIN)/python -m tests.family_tables
 	@$(BIN)/python -m tests.scale_pages
+	@$(BIN)/python scripts/metrics_table.py
 	@$(BIN)/python scripts/package_map.py
 
 # The documentation as pages to read in a browser, in site/; five seconds. With --quiet MkDocs counts no warnings, and a

@@ -15,12 +15,12 @@ from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, DATA, LOSS, RO
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
+from mega_rl.metrics.records import StepMetrics, read_metrics
 from mega_rl.preflight import check_run
 from mega_rl.schedulers.slurm.tasks import become_rank
 
 if TYPE_CHECKING:
     from mega_rl.trainer import PPOTrainer
-    from mega_rl.types import StepMetrics
     from mega_rl.workers.reward_functions import RewardFunction
 
 
@@ -54,8 +54,6 @@ class Outcome:
 
     def history(self) -> list[StepMetrics]:
         """Return the metrics of every step from the run's metrics.jsonl, which rank 0 writes; empty without one."""
-        from mega_rl.metrics.records import read_metrics
-
         path = self.run_dir / "metrics.jsonl"
         return list(read_metrics(path)) if path.exists() else []
 

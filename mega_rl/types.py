@@ -234,14 +234,6 @@ class Lesson:
 Metrics = dict[str, float]  # "area/metric_unit" -> value
 
 
-@dataclass
-class StepMetrics:
-    """The record of one trainer step, as written to metrics.jsonl."""
-
-    step: int
-    metrics: Metrics
-
-
 class Box(NamedTuple):
     """A box of elements of a tensor: `offset[i] <= index[i] < offset[i] + shape[i]`; () and () for a scalar."""
 

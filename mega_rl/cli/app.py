@@ -23,7 +23,6 @@ from mega_rl.cli import (
     convert,
     data,
     plan,
-    plot,
     quickstart,
     recipes,
     replay,
@@ -36,6 +35,7 @@ from mega_rl.cli.help import Commands
 from mega_rl.cli.launch import app as launch_app
 from mega_rl.cli.launch_options import LaunchOptions, become
 from mega_rl.cli.layout_options import with_options
+from mega_rl.cli.show import plot, report, view
 from mega_rl.config import loader, render
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
@@ -172,6 +172,8 @@ app.command("eval")(with_options(evaluate))
 app.command()(plan.plan)
 app.command()(plot.plot)
 app.command()(replay.replay)
+app.command()(report.report)
+app.command()(view.view)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,17 +1,27 @@
-"""The lines of metrics.jsonl, which stay valid JSON whatever a run computes."""
+"""The lines of metrics.jsonl, which stay valid JSON whatever a run computes. No torch."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mega_rl.types import Metrics, StepMetrics
+if TYPE_CHECKING:
+    from mega_rl.types import Metrics
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass
+class StepMetrics:
+    """The record of one trainer step, as written to metrics.jsonl."""
+
+    step: int
+    metrics: Metrics
 
 
 def to_json_value(value: float) -> float | str:

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mega_rl.metrics.records import held_out_reward, read_metrics
+from mega_rl.metrics.records import StepMetrics, held_out_reward, read_metrics
 from mega_rl.progress.terminal import clock, standard_error
-from mega_rl.types import StepMetrics
 
 METRICS = "metrics.jsonl"
 BARS = "▁▂▃▄▅▆▇█"

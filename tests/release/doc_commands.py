@@ -26,7 +26,7 @@ from tests.release.sources import ROOT, copy_sources
 PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", "docs/own_data.md", "docs/data.md")
 PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
 PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
-PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md")
+PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md", "docs/report.md")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"^\| `((?:mega-rl|make) [^`]*|mega-rl|make)` \|", re.MULTILINE)  # first cells of tables
 COMMAND = re.compile(r"(OMP_NUM_THREADS=1 )?(mega-rl|make|python|pip|torchrun|bash|srun|\.venv/bin/python) ")
@@ -121,6 +121,9 @@ HOW: dict[str, How] = {
     ),
     "mega-rl checkpoint export runs/x OUT": How("mega-rl checkpoint export runs/x out/x"),
     "mega-rl checkpoint list RUN": How("mega-rl checkpoint list runs/quickstart"),
+    "mega-rl report RUN": How("mega-rl report runs/quickstart"),
+    "mega-rl report RUN OTHER --out page.html": How("mega-rl report runs/quickstart runs/a --out out/page.html"),
+    "mega-rl view RUN": How(apart="by tests/unit_tests/report/test_server.py: it serves until it is ended"),
     "mega-rl data gsm8k data/gsm8k": How("mega-rl data gsm8k data/gsm8k --force"),
     f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main": How(
         f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main {SMALL} trainer.run_dir=runs/e"

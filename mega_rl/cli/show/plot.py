@@ -9,6 +9,7 @@ import typer
 
 from mega_rl import progress
 from mega_rl.errors import UserError
+from mega_rl.metrics.plot import plot_runs
 
 METRICS = "metrics.jsonl"
 PICTURE = "curves.png"
@@ -31,8 +32,6 @@ def plot(
         raise UserError(f"--out={picture}: must end in {', '.join(FORMATS)}")
     progress.show_progress()
     with progress.phase("drawing"):
-        from mega_rl.metrics.plot import plot_runs
-
         names = [name.strip() for name in metrics.split(",") if name.strip()]
         plot_runs({_label(file): file for file in files}, picture, names=names)
     typer.echo(str(picture))

@@ -1,0 +1,73 @@
+"""Samples of a page: newest first, tokens of records before texts, bounded in size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_rl.report.samples import read_samples
+from tests.unit_tests.report.planted import HOSTILE, dump, plant, record
+
+
+def test_the_newest_dumps_come_first(tmp_path: Path) -> None:
+    run = plant(tmp_path / "a")
+    for name in ("step_000020.jsonl", "val_000040.jsonl", "step_000060.jsonl"):
+        dump(run, name)
+    sources = [row["source"] for row in read_samples(run).rows]
+    assert sources == ["step 60", "validation of step 40", "step 20"]
+
+
+def test_a_sample_keeps_its_texts_and_numbers(tmp_path: Path) -> None:
+    dump(plant(tmp_path / "a"))
+    (row,) = read_samples(tmp_path / "a").rows
+    assert row["response"] == HOSTILE
+    assert row["numbers"]["reward"] == 0.5
+    assert row["values"] == {}
+
+
+def test_tokens_of_a_record_have_values_on_the_loss_mask_alone(tmp_path: Path) -> None:
+    record(plant(tmp_path / "a"))
+    dump(tmp_path / "a")
+    rows = read_samples(tmp_path / "a").rows
+    assert [row["source"] for row in rows] == ["record of step 20", "record of step 20", "step 20"]
+    values = rows[0]["values"]
+    assert list(values) == ["advantage", "log-prob difference", "entropy estimate (-log p)", "log-prob over reference"]
+    for column in values.values():
+        assert len(column) == len(rows[0]["texts"]) == 12
+        assert column[:4] == [None] * 4
+        assert None not in column[4:]
+    assert values["log-prob over reference"][4] == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("damage", ["record.json", "replica_00000.safetensors", "replica_00000.jsonl"])
+def test_a_damaged_record_is_named_and_left_out(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    place = record(plant(tmp_path / "a"))
+    (place / damage).write_text("{}\n")
+    dump(tmp_path / "a")
+    assert [row["source"] for row in read_samples(tmp_path / "a").rows] == ["step 20"]
+    assert str(place) in caplog.text
+
+
+def test_a_record_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    place = record(plant(tmp_path / "a"))
+    files = [{"file": "../../../secret.safetensors"}, {"file": "/secret.safetensors"}]
+    (place / "record.json").write_text(json.dumps({"format": 1, "files": files}))
+    assert read_samples(tmp_path / "a").rows == []
+
+
+def test_what_has_no_room_is_counted(tmp_path: Path) -> None:
+    dump(plant(tmp_path / "a"), response="long " * 10_000, count=12)
+    samples = read_samples(tmp_path / "a", max_characters=50_000)
+    assert 0 < len(samples.rows) < 12
+    assert len(samples.rows) + samples.left_out == 12
+    assert len(json.dumps(samples.rows)) < 55_000
+    assert "characters left out" in samples.rows[0]["response"]
+
+
+def test_a_dump_that_is_no_json_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dump(plant(tmp_path / "a"))
+    (tmp_path / "a" / "rollouts" / "step_000030.jsonl").write_text("nonsense\n")
+    assert len(read_samples(tmp_path / "a").rows) == 1
+    assert "step_000030.jsonl" in caplog.text
