@@ -117,7 +117,7 @@ def _read_parquet(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{file}: is not a readable Parquet file: {_one_line(error)}") from error
 
 
-def parse_row(row: Any, where: str, index: int, columns: RowColumns, template: ChatTemplate | None) -> PromptRow:
+def parse_row(row: object, where: str, index: int, columns: RowColumns, template: ChatTemplate | None) -> PromptRow:
     """Return the row's prompt and answer. Raises RowProblem."""
     prompt_key, answer_key = columns.prompt, columns.answer
     if isinstance(row, RowProblem):
@@ -156,7 +156,7 @@ def parse_row(row: Any, where: str, index: int, columns: RowColumns, template: C
     )
 
 
-def _answer(value: Any, key: str, reward: RewardColumns) -> Answer:
+def _answer(value: object, key: str, reward: RewardColumns) -> Answer:
     """Return a row's answer, a number as a string; None where there is none and none is needed. Raises RowProblem."""
     if isinstance(value, str) or (value is None and not reward.answer):
         return value
@@ -172,7 +172,7 @@ def _answer(value: Any, key: str, reward: RewardColumns) -> Answer:
     raise RowProblem(f"{key!r} is {_kind(value)}, not {legal}")
 
 
-def _difficulty(row: Mapping[str, Any], key: str) -> float:
+def _difficulty(row: Mapping[str, object], key: str) -> float:
     """Return a row's number in a column, 0 without a column. Raises RowProblem."""
     value = row[key] if key else 0.0
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -207,7 +207,7 @@ def _render(messages: list[dict[str, str]], template: ChatTemplate) -> str:
         raise RowProblem(f"the tokenizer's chat template refuses it: {_one_line(error)}") from error
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """Return a value's type in JSON's words."""
     names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
     names |= {list: "a list", dict: "an object"}

@@ -38,7 +38,7 @@ def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
     Of the model, the layout, rollouts, rewards and data nothing changes; what only training reads takes its default.
     Without a temperature of its own, several samples of a prompt are drawn at that of rollouts.
     """
-    model, trainer, val, data = config.model, config.trainer, config.validation, config.data
+    model, val, data = config.model, config.validation, config.data
     megatron = config.engine.megatron
     files = [*data.val_files, *(file for one in val.sets.values() for file in files_of(one))]
     longest = data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -78,20 +78,27 @@ def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
         validation=replace(val, temperature=temperature),
         checkpoint=CheckpointConfig(resume="never"),
         metrics=MetricsConfig(progress_bar=config.metrics.progress_bar),
-        trainer=TrainerConfig(
-            run_dir=out,
-            steps=1,
-            prompts_per_step=world_size,
-            minibatch_size=world_size,
-            seed=trainer.seed,
-            val_interval=1,
-            device=trainer.device,
-            deterministic=trainer.deterministic,
-            timeout_s=trainer.timeout_s,
-            microbatch=replace(
-                trainer.microbatch,
-                max_tokens=max(trainer.microbatch.max_tokens, 2 * longest if trainer.microbatch.packing else 1),
-                skip_zero_advantages=False,
-            ),
+        trainer=_trainer(config, world_size=world_size, out=out, longest=longest),
+    )
+
+
+def _trainer(config: Config, *, world_size: int, out: str, longest: int) -> TrainerConfig:
+    """Return the settings of one step that trains nothing; longest: tokens of a prompt and its response."""
+    trainer = config.trainer
+    micro = trainer.microbatch
+    return TrainerConfig(
+        run_dir=out,
+        steps=1,
+        prompts_per_step=world_size,
+        minibatch_size=world_size,
+        seed=trainer.seed,
+        val_interval=1,
+        device=trainer.device,
+        deterministic=trainer.deterministic,
+        timeout_s=trainer.timeout_s,
+        microbatch=replace(
+            micro,
+            max_tokens=max(micro.max_tokens, 2 * longest if micro.packing else 1),
+            skip_zero_advantages=False,
         ),
     )

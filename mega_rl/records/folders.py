@@ -40,12 +40,12 @@ def begin(root: Path, step: int) -> Path:
 
 def publish(root: Path, step: int) -> Path:
     """Give a written record its name, in place of an earlier one of that step. Raises SaveError."""
-    work, target = temporary(root, step), final(root, step)
-    for path in (path for path in work.rglob("*") if path.is_dir()):
+    hidden, target = temporary(root, step), final(root, step)
+    for path in (path for path in hidden.rglob("*") if path.is_dir()):
         disk.sync_folder(path)
-    disk.sync_folder(work)
+    disk.sync_folder(hidden)
     _remove(target)
-    disk.rename(work, target)
+    disk.rename(hidden, target)
     disk.sync_folder(root)
     return target
 

@@ -27,8 +27,8 @@ from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
 # Packages in which a string of this form is a metric's name, and strings of it that are none.
-WRITERS = ("algorithms", "checkpoint", "engines", "metrics", "models", "rollout", "trainer", "workers")
-OTHERS = {"application/json", "rollout/logprob_diff", "rollout/stale_logprob_diff", "sft/loss"}
+WRITERS = ("algorithms", "checkpoint", "data", "engines", "metrics", "models", "rollout", "trainer", "workers")
+OTHERS = {"application/json", "rollout/logprob_diff", "rollout/stale_logprob_diff", "sft/loss", "val/reward_"}
 DERIVED = "console/"  # the console makes these of others and shows them alone
 OF_PARTS = frozenset({"reward/<name>", "val/reward_<name>"})  # of rewards with named parts
 OF_REWARDS = ("reward/", "val/reward_")

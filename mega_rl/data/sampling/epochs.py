@@ -30,8 +30,8 @@ class StepOrder:
         raise NotImplementedError
 
     def metrics(self, drawn: int) -> Metrics:
-        """Return how many epochs so many prompts are."""
-        return {"data/epochs": drawn / self.num_prompts}
+        """Return how many prompts were drawn, and how many epochs they are."""
+        return {"data/prompts": float(drawn), "data/epochs": drawn / self.num_prompts}
 
 
 class PromptSampler(StepOrder):
