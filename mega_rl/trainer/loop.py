@@ -103,7 +103,7 @@ class PPOTrainer:
     recorder: StepSink = field(default_factory=NoRecorder)  # of complete steps, which can be replayed
     overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
     greedy_baseline: bool = False  # the estimator needs rewards of greedy responses
-    count_data: Callable[[int], Metrics] = lambda drawn: {}  # epochs of the data, given the prompts drawn
+    count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:
@@ -194,8 +194,7 @@ class PPOTrainer:
             metrics |= self.update_reference(step + 1)
         with phase("sync_weights"):
             metrics |= self.sync.publish()
-        drawn = self.prompts.drawn_after(step + 1)
-        metrics |= {"data/prompts": float(drawn), **self.count_data(drawn)}
+        metrics |= self.count_data(self.prompts.drawn_after(step + 1))
         if _due(step + 1, self.settings.rollout_interval):
             rows = self._rows(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
             self.metrics.dump_rollouts(step + 1, rows)

@@ -30,8 +30,8 @@ class StepOrder:
         raise NotImplementedError
 
     def metrics(self, drawn: int) -> Metrics:
-        """Return how many epochs so many prompts are."""
-        return {"data/epochs": drawn / self.num_prompts}
+        """Return the number of prompts drawn, and how many epochs that is."""
+        return {"data/prompts": float(drawn), "data/epochs": drawn / self.num_prompts}
 
 
 class PromptSampler(StepOrder):
