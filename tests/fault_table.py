@@ -700,16 +700,16 @@ REWARDS = (
     ),
     fault(
         "rewards",
-        "a score of a timeout is not counted",
-        'timeouts=self._counts["timeout"],',
-        "timeouts=0,",
+        "a response without a score is not counted",
+        "            self._counts[outcome.kind] += 1\n",
+        "",
         "workers/reward_pool/test_scorer.py",
     ),
     fault(
         "rewards",
         "failed responses counted on one rank",
-        "failed > own.max_failed_share * scored",
-        "failed > own.max_failed_share * own.scored",
+        "sum(failed) > self._rule.max_share * total",
+        "sum(failed) > self._rule.max_share * sum(own)",
         "workers/reward_pool/test_scorer.py",
     ),
     fault(

@@ -151,7 +151,7 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
         model_text=model_text,
         answer=answer,
         messages=turns,
-        difficulty=_difficulty(row, columns.difficulty),
+        difficulty=_difficulty(row[columns.difficulty], columns.difficulty) if columns.difficulty else 0.0,
         columns=row if columns.reward.every else None,
     )
 
@@ -172,9 +172,8 @@ def _answer(value: object, key: str, reward: RewardColumns) -> Answer:
     raise RowProblem(f"{key!r} is {_kind(value)}, not {legal}")
 
 
-def _difficulty(row: Mapping[str, object], key: str) -> float:
-    """Return a row's number in a column, 0 without a column. Raises RowProblem."""
-    value = row[key] if key else 0.0
+def _difficulty(value: object, key: str) -> float:
+    """Return a row's number in a column. Raises RowProblem."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RowProblem(f"{key!r} (data.curriculum.key) is {_kind(value)}, not a number")
     if not math.isfinite(value):

@@ -9,7 +9,7 @@ from typing import Any
 
 from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.recipe import read_recipe
-from mega_rl.config.schema import Config, Origin
+from mega_rl.config.schema import Config, MixtureConfig, Origin
 from mega_rl.errors import UserError
 from mega_rl.hub.names import DEFAULT_REVISION, DatasetName, ModelName, Role, dataset_name, model_name
 
@@ -83,13 +83,14 @@ def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, DatasetNa
 
 
 def _fetch_sources(
-    key: str, sources: Mapping[str, Any], names: Mapping[str, DatasetName]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    key: str, sources: dict[str, dict[str, object]], names: Mapping[str, DatasetName]
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return the sources of a mixture with files, and with pinned names."""
-    local, pinned = {}, {}
-    for name, source in sources.items():
-        files, origins = _fetch_entries(key, source["files"], names)
-        local[name], pinned[name] = {**source, "files": files}, {**source, "files": origins}
+    local: dict[str, object] = {}
+    pinned: dict[str, object] = {}
+    for name, source in MixtureConfig(sources).named().items():
+        files, origins = _fetch_entries(key, source.files, names)
+        local[name], pinned[name] = {**sources[name], "files": files}, {**sources[name], "files": origins}
     return local, pinned
 
 

@@ -10,6 +10,7 @@ from mega_rl.config.schema import (
     CheckpointConfig,
     Config,
     CurriculumConfig,
+    DataConfig,
     DynamicSamplingConfig,
     MetricsConfig,
     MixtureConfig,
@@ -59,15 +60,7 @@ def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
         ),
         optim=OptimConfig(),
         algorithm=AlgorithmConfig(advantage="reinforce_plus_plus"),  # needs no other model
-        data=replace(
-            data,
-            source="files",
-            source_settings={},
-            val_size=0,
-            train_files=files[:1],
-            mixture=MixtureConfig(),
-            curriculum=CurriculumConfig(),
-        ),
+        data=_held_out(data, files),
         rollout=replace(
             config.rollout,
             n=1,
@@ -101,4 +94,17 @@ def _trainer(config: Config, *, world_size: int, out: str, longest: int) -> Trai
             max_tokens=max(micro.max_tokens, 2 * longest if micro.packing else 1),
             skip_zero_advantages=False,
         ),
+    )
+
+
+def _held_out(data: DataConfig, files: list[str]) -> DataConfig:
+    """Return the data of an evaluation: held-out files alone, the first of them in place of training prompts."""
+    return replace(
+        data,
+        source="files",
+        source_settings={},
+        val_size=0,
+        train_files=files[:1],
+        mixture=MixtureConfig(),
+        curriculum=CurriculumConfig(),
     )

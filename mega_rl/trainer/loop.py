@@ -103,7 +103,7 @@ class PPOTrainer:
     recorder: StepSink = field(default_factory=NoRecorder)  # of complete steps, which can be replayed
     overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
     greedy_baseline: bool = False  # the estimator needs rewards of greedy responses
-    count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # and epochs, by prompts drawn
+    count_data: Callable[[int], Metrics] = lambda drawn: {"data/prompts": float(drawn)}  # given the prompts drawn
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig
 from mega_rl.config.schema.engine import (
@@ -93,7 +92,7 @@ __all__ = [
 ]
 
 
-Origin = str | list[str] | dict[str, Any]  # pinned names in the form of their setting
+Origin = str | list[str] | dict[str, object]  # pinned names in the form of their setting
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class StepOrder:
         raise NotImplementedError
 
     def metrics(self, drawn: int) -> Metrics:
-        """Return how many prompts were drawn, and how many epochs they are."""
+        """Return the number of prompts drawn, and how many epochs that is."""
         return {"data/prompts": float(drawn), "data/epochs": drawn / self.num_prompts}
 
 
